@@ -238,7 +238,7 @@ class TrainerService:
         await asyncio.to_thread(self.rank.wait_save_state)
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     """A request of the controller. `function` gets the body: a message, or bytes as they came.
 
     With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
@@ -258,23 +258,23 @@ class Call(NamedTuple):
 
 
 CALLS = {
-    "train": Call(bytes, True, TrainerService.train),
-    "forward_backward": Call(bytes, True, TrainerService.forward_backward),
-    "optimizer_step": Call(bytes, True, TrainerService.optimizer_step),
-    "begin_export": Call(bytes, True, TrainerService.begin_export),
-    "export_chunk": Call(
+    "train": RankCall(bytes, True, TrainerService.train),
+    "forward_backward": RankCall(bytes, True, TrainerService.forward_backward),
+    "optimizer_step": RankCall(bytes, True, TrainerService.optimizer_step),
+    "begin_export": RankCall(bytes, True, TrainerService.begin_export),
+    "export_chunk": RankCall(
         api.ExportChunkRequest, True, lambda self, asked: self.rank.export_chunk(asked.version, asked.index)
     ),
-    "save": Call(api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)),
-    "load_state": Call(api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)),
-    "begin_save_state": Call(
+    "save": RankCall(api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)),
+    "load_state": RankCall(api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)),
+    "begin_save_state": RankCall(
         api.StateRequest, True, lambda self, asked: self.rank.begin_save_state(asked.path)
     ),
-    "offload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)),
-    "onload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)),
-    "export": Call(bytes, False, TrainerService.export),
-    "broadcast": Call(api.BroadcastRequest, False, TrainerService.broadcast),
-    "wait_save_state": Call(bytes, False, TrainerService.wait_save_state),
+    "offload": RankCall(api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)),
+    "onload": RankCall(api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)),
+    "export": RankCall(bytes, False, TrainerService.export),
+    "broadcast": RankCall(api.BroadcastRequest, False, TrainerService.broadcast),
+    "wait_save_state": RankCall(bytes, False, TrainerService.wait_save_state),
 }
 """Each call by its path."""
 
