@@ -77,7 +77,8 @@ def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> 
             for length in LENGTHS
             for seed in range(2)
         ]
-        answers = {one.request_id: one for one in (future.result(60) for future in ask(engine, requests))}
+        futures = zip(requests, ask(engine, requests), strict=True)
+        answers = {request.request_id: future.result(60) for request, future in futures}
         for request in requests:
             check(model, request, answers[request.request_id])
         for turn in range(2):

@@ -55,7 +55,8 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         )
         for index, (number, tokens, spans, then, top) in enumerate(given_rows)
     ]
-    read = codec.read_sampled(codec.read_frame(codec.sampled_frame(rows)))
+    frame = codec.read_frame(codec.sampled_frame(rows))
+    read = codec.read_sampled(frame, Tokens.from_arrays(frame.arrays))
     for one, other in zip(rows, read, strict=True):
         assert (one.number, one.then) == (other.number, other.then)
         expected, found = one.tokens, other.tokens

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def changed(arrays: Tokens, **values: Any) -> Tokens:
     spans = []
     for engine in np.unique(engines):
         for span in spans_of(np.where(engines == engine, versions, -1)):
-            spans.append(replace(span, engine=int(engine)))
+            spans.append(span._replace(engine=int(engine)))
     spans.sort(key=lambda span: span.start)
     return Tokens(ids, tuple(spans), {**arrays.columns, **values}, arrays.grammars)
 

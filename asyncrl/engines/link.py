@@ -57,7 +57,8 @@ class SegmentCheck:
         self._num_accepted = 0
         self._version = oldest
 
-    def accept(self, part: SegmentPart, *, newest: int) -> None:
+    def accept(self, part: SegmentPart, *, newest: int, has_fine_values: bool = False) -> None:
+        """Check the part's values too, unless its whole frame `has_fine_values`."""
         request = self._request
         num_known = len(request.prompt_ids) + self._num_accepted
         num_context = part.tokens.num_context
@@ -67,29 +68,30 @@ class SegmentCheck:
             new, num_context = part.tokens, 0
         self._num_accepted += len(new)
         oldest = self._version
-        if fault := self._fault(new, part.finish_reason, newest):
+        if fault := self._fault(new, part.finish_reason, newest, has_fine_values=has_fine_values):
             what = f"answered request {request.request_id} of {request.max_tokens} tokens with {fault}"
             rule = f"{_RULE} {oldest} (confirmed before) to {newest} (offered last), in order"
             raise EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
 
-    def _fault(self, new: Tokens, finish: str | None, newest: int) -> str:
+    def _fault(self, new: Tokens, finish: str | None, newest: int, *, has_fine_values: bool) -> str:
+        num_new = len(new.ids)
         num_left = self._request.max_tokens - self._num_accepted
         if num_left < 0 or (finish is None and not num_left):
             return f"{self._num_accepted} tokens and finish_reason {finish}"
-        if (finish == "length" and num_left) or (finish == "stop" and not len(new)):
+        if (finish == "length" and num_left) or (finish == "stop" and not num_new):
             return f"finish_reason {finish} after {self._num_accepted} tokens"
         logprobs: Any = new.columns.get(BEHAVIOUR, _NO_LOGPROBS)
-        if len(logprobs) != len(new) or not are_sampled(new.ids, logprobs):
+        if len(logprobs) != num_new or not (has_fine_values or are_sampled(new.ids, logprobs)):
             pairs = zip(new.ids.tolist(), logprobs.tolist(), strict=False)
             bad = [pair for pair in pairs if pair[0] < 0 or not -math.inf < pair[1] <= LOGPROB_SLACK]
-            return f"{len(logprobs)} logprobs for {len(new)} tokens, invalid (id, logprob) {bad[:3]}"
+            return f"{len(logprobs)} logprobs for {num_new} tokens, invalid (id, logprob) {bad[:3]}"
         end = 0
         for span in new.spans:
             if span.start != end or span.end <= end or not self._version <= span.version <= newest:
                 break
             end = span.end
             self._version = span.version
-        return "" if end == len(new) else f"spans {new.spans[:6]} over {len(new)} tokens"
+        return "" if end == num_new else f"spans {new.spans[:6]} over {num_new} tokens"
 
 
 @dataclass(eq=False, slots=True)
@@ -204,11 +206,14 @@ class Link:
             try:
                 frame = codec.read_frame(data)
                 if frame.kind == "sampled":
-                    rows = iter(codec.read_sampled(frame))
+                    tokens = Tokens.from_arrays(frame.arrays)
+                    # Once for all rows: per row it would take as long as all other checks.
+                    has_fine_values = are_sampled(tokens.ids, tokens.behaviour_logprobs)
+                    rows = iter(codec.read_sampled(frame, tokens))
                     while turn := [*itertools.islice(rows, TURN_ROWS)]:
                         async with loop_turn():
                             for row in turn:
-                                self._take(row)
+                                self._take(row, has_fine_values=has_fine_values)
                 elif frame.kind == "refused":
                     self._refused(frame)
                 else:
@@ -216,13 +221,13 @@ class Link:
             except (ValueError, LookupError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
-    def _take(self, row: codec.Sampled) -> None:
+    def _take(self, row: codec.Sampled, *, has_fine_values: bool) -> None:
         opened = self._open.get(row.number)
         if opened is None:
             return
         try:
             part = row.part
-            opened.check.accept(part, newest=self._newest())
+            opened.check.accept(part, newest=self._newest(), has_fine_values=has_fine_values)
             if part.finish_reason is None:
                 assert opened.on_chunk is not None, "only streamed requests get chunks"
                 opened.on_chunk(part)

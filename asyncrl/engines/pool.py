@@ -286,7 +286,8 @@ class SegmentJoin:
             if partial.num_prompt:
                 self._prompt = partial.tokens.slice(0, partial.num_prompt)
         self._chunks = list[Tokens]()
-        """Sampled tokens of the current segment."""
+        """Sampled tokens of the current segment, by `_engine`."""
+        self._engine = -1
         self.num_tokens = len(self._kept)
         self.num_interruptions = 0
         if partial is not None:
@@ -311,13 +312,13 @@ class SegmentJoin:
         return replace(request, prompt_ids=prompt_ids, num_resumed=self.num_tokens, max_tokens=self.num_left)
 
     def add(self, part: SegmentPart, engine: int = -1) -> None:
-        new = part.new
-        context = part.tokens.slice(0, part.tokens.num_context)
-        self._chunks.append(new.sampled_by(engine))
+        new, num_context = part.new, part.tokens.num_context
+        self._chunks.append(new)
+        self._engine = engine
         self.num_tokens += len(new)
         self._has_stopped = part.finish_reason == "stop"
-        if len(context):
-            self._learn(context)
+        if num_context:
+            self._learn(part.tokens.slice(0, num_context))
         if part.finish_reason is not None:
             self._end_segment(is_interrupted=part.finish_reason == "abort")
 
@@ -346,7 +347,8 @@ class SegmentJoin:
 
     def _end_segment(self, *, is_interrupted: bool) -> None:
         num_before = len(self._kept)
-        self._kept = Tokens.join([self._kept, *self._chunks])
+        segment = Tokens.join(self._chunks).sampled_by(self._engine)
+        self._kept = Tokens.join([self._kept, segment])
         self._chunks = []
         if is_interrupted:
             self.num_interruptions += 1

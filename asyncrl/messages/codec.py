@@ -146,10 +146,10 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
     return write_frame("sampled", arrays | tokens.arrays())
 
 
-def read_sampled(frame: Frame) -> list[Sampled]:
-    """Raises ValueError or LookupError."""
+def read_sampled(frame: Frame, tokens: Tokens) -> list[Sampled]:
+    """Return the rows of the frame's tokens. Raises ValueError or LookupError."""
     arrays = frame.arrays
-    parts = Tokens.from_arrays(arrays).split(arrays["sizes"].tolist())
+    parts = tokens.split(arrays["sizes"].tolist())
     thens = [SAMPLED[then] for then in arrays["then"].tolist()]
     return [Sampled(*row) for row in zip(frame.numbers, parts, thens, strict=True)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
 from pydantic import ConfigDict, Field
 
@@ -30,8 +30,7 @@ Finished = Literal["ready", "filtered", "requeued"]
 """ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Tokens [start, end) were sampled under policy_version `version`, by engine number `engine` (-1:
     unknown).
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ def in_batch(column: Column) -> bool:
     return column.in_batch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # never changed; frozen, it would take 3 times as long to make, twice per streamed token
 class Tokens:
     """T tokens of one text, or of several texts one after the other.
 
@@ -182,7 +182,7 @@ class Tokens:
         return Tokens(self.ids, columns=columns)
 
     def sampled_by(self, engine: int) -> Tokens:
-        return replace(self, spans=tuple([replace(span, engine=engine) for span in self.spans]))
+        return replace(self, spans=tuple([span._replace(engine=engine) for span in self.spans]))
 
     def slice(self, start: int, end: int | None = None) -> Tokens:
         length = len(self.ids)
@@ -197,17 +197,17 @@ class Tokens:
         bounds = [*pairwise(accumulate(sizes, initial=0))]
         if bounds and bounds[-1][1] != len(self.ids):
             raise ValueError(f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens")
-        columns = {name: _split(values, bounds) for name, values in self.columns.items()}
+        names = [*self.columns]
+        columns = zip(*(_split(values, bounds) for values in self.columns.values()), strict=True)
+        if not names:
+            columns = repeat(())
         spans = _split_spans(self.spans, bounds)
-        grammars = _split_spans(self.grammars, bounds)
+        grammars: Iterable[list[GrammarSpan]] = repeat([])
+        if self.grammars:
+            grammars = _split_spans(self.grammars, bounds)
         return [
-            Tokens(
-                self.ids[start:end],
-                tuple(spans[part]),
-                {name: values[part] for name, values in columns.items()},
-                tuple(grammars[part]),
-            )
-            for part, (start, end) in enumerate(bounds)
+            Tokens(self.ids[start:end], tuple(of_part), dict(zip(names, values, strict=True)), tuple(texts))
+            for (start, end), of_part, values, texts in zip(bounds, spans, columns, grammars, strict=False)
         ]
 
     @staticmethod
@@ -219,7 +219,12 @@ class Tokens:
         start = 0
         for part in parts:
             for span in part.spans:
-                _add_span(spans, replace(span, start=start + span.start, end=start + span.end))
+                last = spans[-1] if spans else None
+                first = start + span.start
+                if last is not None and last.end == first and _is_same(last, span):
+                    spans.pop()
+                    first = last.start
+                spans.append(VersionSpan(first, start + span.end, span.version, span.engine))
             for grammar in part.grammars:
                 grammars.append(replace(grammar, start=start + grammar.start, end=start + grammar.end))
             start += len(part.ids)
@@ -235,8 +240,8 @@ class Tokens:
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S], columns."""
-        spans = [(span.start, span.end, span.version, span.engine) for span in self.spans]
-        arrays = {"ids": self.ids, "spans": np.array(spans, np.int32).reshape(-1)}
+        spans = np.fromiter(chain.from_iterable(self.spans), np.int32, 4 * len(self.spans))
+        arrays = {"ids": self.ids, "spans": spans}
         for name, values in self.columns.items():
             if isinstance(values, Ragged):
                 arrays[name + SIZES] = values.sizes
@@ -313,30 +318,33 @@ def spans_of(versions: npt.NDArray[np.integer[Any]]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    last = spans[-1] if spans else None
-    if last is not None and (last.end, last.version, last.engine) == (span.start, span.version, span.engine):
-        spans[-1] = replace(last, end=span.end)
-    else:
-        spans.append(span)
+def _is_same(one: VersionSpan, other: VersionSpan) -> bool:
+    return one.version == other.version and one.engine == other.engine
 
 
 def _split_spans(spans: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> list[list[Any]]:
     """Cut spans at the bounds, which cover everything in order."""
     parts: list[list[Any]] = [[] for _ in bounds]
-    first_part = 0
+    part = 0
     for span in spans:
-        while bounds[first_part][1] <= span.start:
-            first_part += 1
-        for part in range(first_part, len(bounds)):
-            first, end = bounds[part]
-            if first >= span.end:
-                break
-            start = max(span.start, first) - first
-            stop = min(span.end, end) - first
-            if start < stop:
-                parts[part].append(replace(span, start=start, end=stop))
+        start = span.start
+        while bounds[part][1] <= start:
+            part += 1
+        first, end = bounds[part]
+        while start < span.end:
+            while end <= start:
+                part += 1
+                first, end = bounds[part]
+            stop = min(span.end, end)
+            parts[part].append(_moved(span, start - first, stop - first))
+            start = stop
     return parts
+
+
+def _moved(span: Any, start: int, end: int) -> Any:
+    if isinstance(span, VersionSpan):
+        return VersionSpan(start, end, span.version, span.engine)
+    return replace(span, start=start, end=end)
 
 
 def _split(values: Values, bounds: Sequence[tuple[int, int]]) -> list[Values]:
@@ -353,13 +361,13 @@ def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
     if column.fill is None and any(part.spans and column.name not in part.columns for part in parts):
         return None
     width = known[0].shape[1] if column.shape == "several" else 0  # type: ignore[union-attr]
-    chain: list[Any] = []
+    links: list[Any] = []
     for part in parts:
         values = part.columns.get(column.name)
-        chain.append(column.filled(len(part.ids), width) if values is None else values)
+        links.append(column.filled(len(part.ids), width) if values is None else values)
     if column.shape == "any":
-        return Ragged(*(np.concatenate(arrays) for arrays in zip(*chain, strict=True)))
-    joined: npt.NDArray[Any] = np.concatenate(chain)
+        return Ragged(*(np.concatenate(arrays) for arrays in zip(*links, strict=True)))
+    joined: npt.NDArray[Any] = np.concatenate(links)
     return joined
 
 
