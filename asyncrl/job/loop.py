@@ -1,5 +1,22 @@
 """Control loop of a run: start the components, train batch after batch, end everything. A broken component
 raises RoomError; a lost process first restarts.
+
+Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the way.
+
+  "producers"          "rollout g3/r1", one per rollout      train loop (main task)        "publisher"
+      |                    ^      |       |                      ^       |   |                ^     |
+      | 1 ticket, prompt   |      |       | 4 group      5 batch |       |   | 7 new version  |     |
+      +--------------------+      |       +----> [Buffer] -------+       |   +----------------+     |
+                                  |                 ^                    |                          |
+                                  |                 | 9 served version   |                          |
+                                  |                 +--------------------|--------------------------+
+                                  | 2 request                            | 6 batch        8 export, |
+                                  v 3 tokens                             v          prepare, commit v
+ ---------------------------- WebSocket ------------------------------ HTTP ---------------------- HTTP --
+  engine servers: [inbox] --> engine thread  <=== weights ===  trainer: rank 0 --> all ranks
+
+"producers" wait for a free slot, then for the rule to open a batch; a rollout for its tokens; the train loop
+for a whole batch, then for the trainer; "publisher" for a new version, then for every engine.
 """
 
 from __future__ import annotations
