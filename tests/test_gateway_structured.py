@@ -150,7 +150,7 @@ async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
             said = [] if message.get("tool_calls") else [message]  # this template has no place for calls
             messages += [*said, {"role": "user", "content": "More"}]
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)
-    constrained = sum(span.end - span.start for one in rollout for span in one.grammars)
+    constrained = sum(span.end - span.start for one in rollout for span in one.tokens.grammars)
     assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
     batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)
     spec = make_trainer_spec(Path(engine.tokenizer.model_path), tmp_path, measures_gap=True)
