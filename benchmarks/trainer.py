@@ -156,7 +156,7 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
 
 def print_rows(title: str, case: Case, sides: dict[str, Side]) -> None:
     """All sides of one batch, and what each needs of what ours does."""
-    num_tokens = len(case.batch()[1].token_ids)
+    num_tokens = len(case.batch()[1].ids)
     ours = sides["ours"]
     for name, side in sides.items():
         rate = num_tokens / side.wall_s

@@ -310,7 +310,7 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
     )
     for token in ids:
         answer.feed([token])
-    answer.finish(completion_of(ids, finish="length"))
+    answer.finish(completion_of([*ids], finish="length"))
     assert [call.arguments for call in answer.calls] == [F[:9]] * is_streamed
     assert answer.content == (None if is_streamed else ids.decode())
     assert all(re.fullmatch("[A-Z0-9]{9}", str(call.id)) for call in answer.calls)

@@ -34,7 +34,7 @@ BATCH = make_batch(version=3)
 
 
 def logprobs(step: TrainerRank) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].loss_mask))[0]
+    return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].is_sampled))[0]
 
 
 def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -> None:
@@ -51,7 +51,7 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
             assert parameter.any(), f"{name} is still 0"
         else:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].bfloat16())
-    assert np.array_equal(step._numbers(BatchNumbers(*BATCH, BATCH[1].loss_mask)).reference_N, before)
+    assert np.array_equal(step._numbers(BatchNumbers(*BATCH, BATCH[1].is_sampled)).reference_N, before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
 
 

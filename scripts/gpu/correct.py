@@ -151,7 +151,7 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
     _same_adapters(trainer_here.step, exact.step)
     vocab_size = architecture(bench, "0.6B")["vocab_size"]
     batch = make_batch(vocab_size, [16, 130, 70, 33, 90, 8, 150, 61], prompt=64, group_size=4)
-    mask = batch[1].loss_mask
+    mask = batch[1].is_sampled
     sides = (trainer_here, exact)
     found_N, exact_N = (one.call(lambda step=one.step: _logprobs(step, *batch)) for one in sides)
     gaps = np.abs(found_N - exact_N)[mask]
