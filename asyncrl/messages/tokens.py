@@ -198,9 +198,9 @@ class Tokens:
         if bounds and bounds[-1][1] != len(self.ids):
             raise ValueError(f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens")
         names = [*self.columns]
-        columns = zip(*(_split(values, bounds) for values in self.columns.values()), strict=True)
-        if not names:
-            columns = repeat(())
+        columns: Iterable[tuple[Values, ...]] = repeat(())
+        if names:
+            columns = zip(*(_split(values, bounds) for values in self.columns.values()), strict=True)
         spans = _split_spans(self.spans, bounds)
         grammars: Iterable[list[GrammarSpan]] = repeat([])
         if self.grammars:
