@@ -19,6 +19,8 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import EMPTY, SegmentPart, Tokens
 
 DRAIN_TIMEOUT_S = 30.0
+MAX_CHUNKS = 32
+"""Chunks kept apart: one of a single token takes some 800 bytes, joined ones 20 per token."""
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
@@ -313,6 +315,8 @@ class SegmentJoin:
 
     def add(self, part: SegmentPart, engine: int = -1) -> None:
         new, num_context = part.new, part.tokens.num_context
+        if len(self._chunks) == MAX_CHUNKS:
+            self._chunks = [Tokens.join(self._chunks)]
         self._chunks.append(new)
         self._engine = engine
         self.num_tokens += len(new)
