@@ -155,7 +155,7 @@ def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None
 
 
 SIGNALLED = """
-    import asyncio, socket, sys, time
+    import asyncio, os, signal, socket, sys, time
     from pathlib import Path
     from types import SimpleNamespace
     from asyncrl.base.user_code import run_loop
@@ -168,6 +168,12 @@ SIGNALLED = """
     def computes():
         while True: pass
     def receives(): ends.recv(1)
+    def forks():
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        os.kill(child, signal.SIGTERM)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     log = SimpleNamespace(warn=print, activity=print)
     async def aclose(): print("closed in order")
     life = lifecycle.Lifecycle(None, Path(sys.argv[1]), log, SimpleNamespace(aclose=aclose))
@@ -179,19 +185,42 @@ SIGNALLED = """
             await asyncio.sleep(2)
             return 128 + life.signal
         globals()[sys.argv[2]]()
+        await asyncio.sleep(0)  # a signal of the child would arrive here
+        return 0
     sys.exit(run_loop(life.run(live)))
 """
+
+
+def signalled(folder: Path, user_code: str, script: str = SIGNALLED) -> subprocess.Popen[str]:
+    command = [sys.executable, "-uc", textwrap.dedent(script), str(folder), user_code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_signal_to_a_forked_child_ends_only_the_child(tmp_path: Path) -> None:
+    with signalled(tmp_path, "forks") as process:
+        said, _ = process.communicate(timeout=120)
+    assert said.splitlines() == ["ready", f"child {-signal.SIGTERM}", "closed in order"]
+    assert process.returncode == 0
+
+
+def test_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
+    script = SIGNALLED.replace("SAME_SIGNAL_S = 60.0", "SAME_SIGNAL_S = 0.0").replace(
+        "sleep(2)", "sleep(1000)"
+    )
+    with signalled(tmp_path, "waits", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("stopping")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert (said, process.returncode) == ("", 128 + signal.SIGINT)
 
 
 @pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
 def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str) -> None:
     """`timeout` sends a signal twice, at once: this is no second signal, which would end a run unsaved."""
-    process = subprocess.Popen(
-        [sys.executable, "-uc", textwrap.dedent(SIGNALLED), tmp_path, user_code],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    with signalled(tmp_path, user_code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):

@@ -143,9 +143,10 @@ def test_process_without_a_first_answer_is_late() -> None:
     async def story() -> None:
         fake = FakeTrainerServer()
         fake.freeze()
-        child = FakeChild(fake)
+        ask = partial(fake.get, "/health", TrainerHealth)
+        server = Server(FakeChild(fake), fake, ask, start_s=5.0)
         with pytest.raises(RoomError, match="did not start: .*no answer within 5.0 s"):
-            await Server(child, fake, TrainerHealth, start_s=5.0).come_up()
+            await server.come_up()
 
     run_virtual(story())
 

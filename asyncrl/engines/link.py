@@ -218,7 +218,7 @@ class Link:
                     self._refused(frame)
                 else:
                     raise ValueError(f"unexpected frame of kind {frame.kind} with {sorted(frame.arrays)}")
-            except (ValueError, LookupError) as error:
+            except (ValueError, LookupError, TypeError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
     def _take(self, row: codec.Sampled, *, has_fine_values: bool) -> None:

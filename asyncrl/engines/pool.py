@@ -288,7 +288,9 @@ class SegmentJoin:
             if partial.num_prompt:
                 self._prompt = partial.tokens.slice(0, partial.num_prompt)
         self._chunks = list[Tokens]()
-        """Sampled tokens of the current segment, by `_engine`."""
+        """The newest sampled tokens of the current segment, by `_engine`."""
+        self._blocks = list[Tokens]()
+        """Its earlier ones, MAX_CHUNKS chunks each."""
         self._engine = -1
         self.num_tokens = len(self._kept)
         self.num_interruptions = 0
@@ -310,13 +312,15 @@ class SegmentJoin:
         request = self.request
         if not self.num_tokens:
             return request
-        prompt_ids = np.concatenate([self._prompt.ids, self._kept.ids, *(part.ids for part in self._chunks)])
+        parts = [self._prompt, self._kept, *self._blocks, *self._chunks]
+        prompt_ids = np.concatenate([part.ids for part in parts])
         return replace(request, prompt_ids=prompt_ids, num_resumed=self.num_tokens, max_tokens=self.num_left)
 
     def add(self, part: SegmentPart, engine: int = -1) -> None:
         new, num_context = part.new, part.tokens.num_context
         if len(self._chunks) == MAX_CHUNKS:
-            self._chunks = [Tokens.join(self._chunks)]
+            self._blocks.append(Tokens.join(self._chunks))
+            self._chunks = []
         self._chunks.append(new)
         self._engine = engine
         self.num_tokens += len(new)
@@ -335,7 +339,7 @@ class SegmentJoin:
         finish: Literal["stop", "length"] | None = None
         if self.is_finished:
             finish = "stop" if self._has_stopped else "length"
-        tokens = Tokens.join([self._prompt, self._kept, *self._chunks])
+        tokens = Tokens.join([self._prompt, self._kept, *self._blocks, *self._chunks])
         return Completion(tokens, len(self._prompt), finish, self.num_interruptions)
 
     def _learn(self, context: Tokens) -> None:
@@ -345,15 +349,15 @@ class SegmentJoin:
         columns = context.as_context()
         num_prompt = len(self._prompt)
         self._prompt = self._prompt.with_columns(columns.slice(0, num_prompt).columns)
-        chunks = Tokens.join(self._chunks[:-1] or [EMPTY])
-        chunks = chunks.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
-        self._chunks[:-1] = [chunks]
+        earlier = Tokens.join([EMPTY, *self._blocks, *self._chunks[:-1]])
+        self._blocks = [earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)]
+        del self._chunks[:-1]
 
     def _end_segment(self, *, is_interrupted: bool) -> None:
         num_before = len(self._kept)
-        segment = Tokens.join(self._chunks).sampled_by(self._engine)
+        segment = Tokens.join([*self._blocks, *self._chunks]).sampled_by(self._engine)
         self._kept = Tokens.join([self._kept, segment])
-        self._chunks = []
+        self._blocks, self._chunks = [], []
         if is_interrupted:
             self.num_interruptions += 1
             if self._on_segment is not None and self.num_left > 0 and self.num_tokens > num_before:

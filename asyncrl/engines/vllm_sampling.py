@@ -190,6 +190,16 @@ class Segment:
             self._finish = choice.finish_reason or self._finish
             self._labels = choice.weight_versions or self._labels
             self._routed = choice.routed_experts or self._routed
+        num_tokens = len(self._token_ids)
+        num_top = len(self._top) if self.request.top_logprobs else num_tokens
+        if not len(self._logprobs) == num_top == num_tokens:
+            raise EngineError(
+                self._process.name,
+                f"answered request {self.request.request_id} with {num_tokens} tokens, {len(self._logprobs)} "
+                f"logprobs and {num_top} lists of alternatives",
+                rule="each token has one logprob",
+                way_out="use vLLM 0.32 or 0.33.",
+            )
 
     def _tell(self) -> None:
         num_tokens = len(self._token_ids)
@@ -204,18 +214,28 @@ class Segment:
         then the whole text is told again.
         """
         told = self._num_told
-        columns: dict[str, Values] = {BEHAVIOUR: np.array(self._logprobs, np.float32)}
-        if self.request.top_logprobs:
-            columns[TOP_IDS] = Ragged.of([[token for token, _ in top] for top in self._top], "<i4")
-            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in top] for top in self._top], "<f4")
-        sampled = Tokens(np.array(self._token_ids, np.int32), tuple(spans), columns)
-        new = sampled.slice(told)
+        new = self._tokens(told, len(self._token_ids), spans)
         experts = self._experts() if finish else None
         if experts is None:
             return SegmentPart(new, finish)
         prompt = Tokens(np.asarray(self.request.prompt_ids, np.int32))
-        whole = Tokens.join([prompt, sampled.slice(0, told).as_context(), new])
+        whole = Tokens.join([prompt, self._tokens(0, told).as_context(), new])
         return SegmentPart(whole.with_columns({ROUTING: experts}), finish)
+
+    def _tokens(self, start: int, end: int, spans: Sequence[VersionSpan] = ()) -> Tokens:
+        """Return sampled tokens [start, end); `spans` count from the first token of the answer."""
+        logprobs = np.array(self._logprobs[start:end], np.float32)
+        columns: dict[str, Values] = {BEHAVIOUR: logprobs}
+        if self.request.top_logprobs:
+            top = self._top[start:end]
+            columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in top], "<i4")
+            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in top], "<f4")
+        moved = [
+            VersionSpan(max(0, span.start - start), span.end - start, span.version)
+            for span in spans
+            if span.end > start
+        ]
+        return Tokens(np.array(self._token_ids[start:end], np.int32), tuple(moved), columns)
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
@@ -246,7 +266,16 @@ class Segment:
         if not self._requirements.returns_routing or not num_tokens:
             return None
         assert self._routed is not None, "the server has --enable-return-routed-experts"
-        read = decode_experts(self._routed)[: len(self.request.prompt_ids) + num_tokens - 1]
+        num_read = len(self.request.prompt_ids) + num_tokens - 1
+        read = decode_experts(self._routed)[:num_read]
+        if len(read) != num_read:
+            raise EngineError(
+                self._process.name,
+                f"answered request {self.request.request_id} with the experts of {len(read)} of {num_read} "
+                "read tokens",
+                rule="algorithm.router_replay needs the experts of every token that is read",
+                way_out="use vLLM 0.32 or 0.33, or set algorithm.router_replay=false.",
+            )
         unknown = np.full((1, read.shape[1]), NO_EXPERT, np.uint16)
         return np.concatenate([unknown, read])
 

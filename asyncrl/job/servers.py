@@ -364,6 +364,8 @@ class Fleet:
         """Give a server its supervisor, or its way out of the run."""
         name = extra.role.name
         client = extra.client
+        # A RoleClient's calls wait until a supervisor has restarted its server.
+        assert extra.role.on_loss is Loss.RESTART or not isinstance(client, RoleClient)
         if extra.role.on_loss is Loss.CONTINUE:
             extra.on_gone = self._continue_without
         elif extra.role.on_loss is Loss.RESTART:

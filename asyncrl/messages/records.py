@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
 from pydantic import ConfigDict, Field
@@ -86,7 +87,7 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Completion:
     """The answer to one logical request, joined from its segments; partial without `finish_reason`.
 
@@ -102,12 +103,12 @@ class Completion:
     def sampled(self) -> Tokens:
         return self.tokens.slice(self.num_prompt)
 
-    @property
+    @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """Sampled ids."""
         return tuple(self.tokens.ids[self.num_prompt :].tolist())
 
-    @property
+    @cached_property
     def behaviour_logprobs(self) -> tuple[float, ...]:
         """Of the sampled ids, float32 in nats."""
         return tuple(self.tokens.behaviour_logprobs[self.num_prompt :].tolist())

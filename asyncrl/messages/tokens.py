@@ -260,8 +260,8 @@ class Tokens:
             if name in arrays:
                 columns[name] = _read_column(column, arrays, len(ids))
         spans = tuple([VersionSpan(*span) for span in arrays["spans"].reshape(-1, 4).tolist()])
-        if ids.dtype != np.int32:
-            raise ValueError(f"ids of {ids.dtype}")
+        if ids.dtype != np.int32 or arrays["spans"].dtype != np.int32:
+            raise ValueError(f"ids of {ids.dtype}, spans of {arrays['spans'].dtype}")
         return cls(ids, spans, columns, tuple(GrammarSpan(*span) for span in grammars))
 
 
@@ -377,6 +377,8 @@ def _read_column(column: Column, arrays: Mapping[str, npt.NDArray[Any]], num_tok
         raise ValueError(f"{column.name} of {values.dtype}")
     if column.shape == "any":
         sizes = arrays[column.name + SIZES]
+        if sizes.dtype != np.int32 or (sizes < 0).any():
+            raise ValueError(f"sizes of {column.name} are {sizes[:6]}...")
         if len(sizes) != num_tokens or int(sizes.sum()) != len(values):
             raise ValueError(
                 f"{len(sizes)} sizes and {len(values)} values of {column.name} for {num_tokens} tokens"

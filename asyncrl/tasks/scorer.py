@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
-from asyncrl.messages.tokens import NO_COMPLETION, in_journal
+from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
 from asyncrl.messages.work import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Reward,
@@ -135,7 +136,7 @@ class TaskScorer:
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
-                    sent = Completion(sampled.sampled.kept(in_journal)) if asked else NO_COMPLETION
+                    sent = _sent(sampled) if asked else NO_COMPLETION
                     async with self._free:
                         with self._busy():
                             return await self._processes.run(prompt, text, sent)
@@ -176,6 +177,12 @@ class TaskScorer:
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:
     return UserCodeFailed(f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)")
+
+
+def _sent(sampled: Completion) -> Completion:
+    """Return what a reward in another process gets: no prompt, no experts."""
+    tokens = sampled.sampled.kept(lambda column: column.name == BEHAVIOUR)
+    return replace(sampled, tokens=tokens, num_prompt=0)
 
 
 class ProcessPool:

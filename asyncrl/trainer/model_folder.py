@@ -102,12 +102,12 @@ def find_on_disk(
 def fetch_architectures(*models: ModelConfig) -> None:
     """Fetch config.json of hub models for memory plans, if the hub answers one call. Ignores failures."""
     with contextlib.suppress(Exception):  # of any HTTP library
-        paths = {model.path: model.revision for model in models if model.path and _is_on_hub(model.path)}
-        if paths:
+        wanted = {(model.path, model.revision) for model in models if model.path and _is_on_hub(model.path)}
+        if wanted:
             from huggingface_hub import constants, get_session, hf_hub_download
 
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)  # downloads repeat failed calls
-        for path, revision in paths.items():
+        for path, revision in wanted:
             hf_hub_download(path, "config.json", revision=revision)
 
 

@@ -416,9 +416,10 @@ def _assemble(
     routing_N = None
     if ROUTING in arrays.columns:
         # A token's experts are recorded with the token after it; those of a text's last token are unknown,
-        # like those recorded with the first token of the next text.
-        read_by = np.roll(arrays.columns[ROUTING], -1, axis=0)
-        routing_N = to_device(torch.from_numpy(read_by[source_N].astype(np.int32)), device)
+        # like those recorded with the first token of the next text, and of the first text.
+        following_N = (source_N + 1) % len(arrays)
+        routing_NE = arrays.column(ROUTING)[following_N]
+        routing_N = to_device(torch.from_numpy(routing_NE.astype(np.int32)), device)
     return MicroBatch(
         token_ids_N=tensor(arrays.ids[source_N]),
         position_N=tensor(position_N),

@@ -36,7 +36,7 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
-from asyncrl.messages.tokens import Tokens, in_journal
+from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
 
 
@@ -239,9 +239,9 @@ class Capture:
         grammar: str | None = None,
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's distribution."""
-        tokens = completion.tokens.kept(in_journal)
         num_known = completion.num_prompt - len(planned.added)
-        tokens = tokens.slice(num_known)
+        tokens = completion.tokens.kept(in_journal).slice(num_known)
+        tokens = Tokens.join([EMPTY, tokens])  # a copy: a view would hold the arrays of the whole prompt
         num_added = len(planned.added)
         if grammar is not None and len(tokens) > num_added:
             tokens = replace(tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),))

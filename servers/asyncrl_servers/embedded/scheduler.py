@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -143,20 +143,32 @@ class Rows:
         self.logprobs[rows, places] = logprobs
         self.lengths[rows] += 1
 
-    def record_routing(self, row: int, routing_SPE: Tensor) -> None:
+    def record_routing(self, rows: Iterable[int], routing_SPE: Tensor) -> None:
         """Record the experts of tokens read since the last call, before other weights read them again.
-        `routing_SPE`: the KV cache's.
+        `routing_SPE`: the KV cache's. One copy from the device for all rows.
         """
-        sequence = self.sequences[row]
-        num_read = int(self.lengths[row]) - 1
         num_experts = routing_SPE.shape[2]
-        if not num_experts or num_read <= sequence.num_routed:
+        if not num_experts:
             return
-        if not sequence.num_routed:  # nothing was read before the first token
-            sequence.routing.append(np.full((1, num_experts), NO_EXPERT, np.uint16))
-        read = routing_SPE[row, sequence.num_routed : num_read].cpu().numpy()
-        sequence.routing.append(read.astype(np.uint16))
-        sequence.num_routed = num_read
+        due = list[tuple[Sequence, int]]()
+        places, positions = list[int](), list[int]()
+        for row in rows:
+            sequence, num_read = self.sequences[row], int(self.lengths[row]) - 1
+            if num_read > sequence.num_routed:
+                due.append((sequence, num_read))
+                places += [row] * (num_read - sequence.num_routed)
+                positions += range(sequence.num_routed, num_read)
+        if not due:
+            return
+        read = routing_SPE[places, positions].cpu().numpy().astype(np.uint16)
+        start = 0
+        for sequence, num_read in due:
+            if not sequence.num_routed:  # nothing was read before the first token
+                sequence.routing.append(np.full((1, num_experts), NO_EXPERT, np.uint16))
+            end = start + num_read - sequence.num_routed
+            sequence.routing.append(read[start:end])
+            sequence.num_routed = num_read
+            start = end
 
     def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
         """Return the unreported tokens and mark them as reported; with experts first the whole prompt."""
@@ -173,7 +185,7 @@ class Rows:
             spans_between(sequence.marks, start, end),
             columns,
         )
-        self.record_routing(row, routing_SPE)
+        self.record_routing([row], routing_SPE)
         if sequence.routing:
             routing = np.concatenate(sequence.routing)
             sequence.routing = []
@@ -319,13 +331,13 @@ class Scheduler(RunQueue[Sequence]):
         """Continue under other weights. `rereads`: recompute the KV cache without the newest tokens."""
         rows, runner = self.rows, self._runner
         self.forget_kept()
+        rows.record_routing(range(len(rows)), runner.cache.routing)
         kept = []
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
             sequence.marks.append((length, version))
             sequence.next_logits_V = None
             sequence.is_mixed = not rereads
-            rows.record_routing(row, runner.cache.routing)
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
             runner.step(kept)
@@ -355,9 +367,15 @@ class Scheduler(RunQueue[Sequence]):
         self._sample(torch.cat([computed[:num_running], *first]) if reads else computed)
 
     def report_streams(self) -> None:
-        for row, sequence in enumerate(self.rows.sequences):
-            if sequence.is_streamed and sequence.num_told < self.rows.lengths[row]:
-                self._report(row, "more")
+        rows = self.rows
+        streamed = [
+            row
+            for row, sequence in enumerate(rows.sequences)
+            if sequence.is_streamed and sequence.num_told < rows.lengths[row]
+        ]
+        rows.record_routing(streamed, self._runner.cache.routing)
+        for row in streamed:
+            self._report(row, "more")
 
     def _take(self) -> list[Sequence]:
         """Remove sequences from the queue, in order, while the cache has pages for all their tokens. Kept
