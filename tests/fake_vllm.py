@@ -68,6 +68,8 @@ class FakeVllm(FakeServer):
         """A status and vLLM's text per route."""
         self.wrong_loads: list[float] = []
         """Weights that the next loads bring instead of the right ones."""
+        self.num_surplus = 0
+        """Logprobs without a token, in each answer or chunk."""
         self.transit_s = TRANSIT_S
         self.rejects_paused = False
         """Behave like vLLM 0.33; vLLM 0.32 holds a request that arrives during a pause."""
@@ -227,9 +229,10 @@ class FakeVllm(FakeServer):
             run.finish = "length"
 
     def _generated(self, run: Run, from_token: int = 0) -> dict[str, Any]:
+        logprobs = [*run.logprobs[from_token:], *[-1.0] * self.num_surplus]
         choice = {
             "token_ids": run.tokens[from_token:],
-            "logprobs": {"content": [{"logprob": one} for one in run.logprobs[from_token:]]},
+            "logprobs": {"content": [{"logprob": one} for one in logprobs]},
             "finish_reason": run.finish,
             "weight_versions": run.spans if run.finish else None,
         }

@@ -27,6 +27,7 @@ from fake_vllm import (
 from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
+from asyncrl.engines.link import OnChunk
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import GRAMMARS, VllmRequirements, check_settings
 from asyncrl.engines.vllm_sampling import joint_watch
@@ -144,6 +145,15 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         await another_process(fake, server)
         await publish(server, 1, interrupt)
     check_logprobs(await server.generate_segment(request("again")))
+
+
+@pytest.mark.parametrize("on_chunk", [None, lambda part: None], ids=["whole", "streamed"])
+@virtual
+async def test_surplus_logprobs_are_refused(on_chunk: OnChunk) -> None:
+    fake, server = await ready_server()
+    fake.num_surplus = 1
+    with pytest.raises(EngineError, match=r"\d+ tokens, \d+ logprobs and"):
+        await server.generate_segment(request(), on_chunk=on_chunk)
 
 
 @virtual

@@ -46,7 +46,7 @@ def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **set
 
 
 def sampled(text: str) -> Completion:
-    return completion_of([*map(ord, text)], [-0.5] * len(text))
+    return completion_of([*map(ord, text)], [-0.5] * len(text), finish="length", prompt=[1, 2])
 
 
 class Stop(BaseException):
@@ -187,7 +187,9 @@ REWARDS = """
         if completion == "torch": return "torch" in sys.modules
         if completion == "pid": return os.getpid()
         return 1.0
-    def sure(prompt, completion, answer, sampled): return sum(sampled.behaviour_logprobs)
+    def sure(prompt, completion, answer, sampled):
+        assert sampled.finish_reason == "length"
+        return sum(sampled.behaviour_logprobs)
 """
 
 
