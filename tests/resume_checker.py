@@ -113,16 +113,19 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
 
 
 def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
-    """Reward, number of tokens, oldest version, and a digest of the int32 token ids, which lie behind the
-    head in four planes of bytes.
+    """Reward, number of tokens, oldest version, and a digest of the int32 token ids. Behind the head are the
+    arrays, each in planes of bytes; `spans` has four numbers a span: start, end, version, engine.
     """
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
     _, layout, head = json.loads(body[4:start])
-    count = layout[0][2] // 4
-    tokens = np.frombuffer(body, np.uint8, 4 * count, start).reshape(4, count).T.tobytes()
-    oldest = min(version for _, _, version, *_ in head["spans"])
-    return head["reward"], count, oldest, hashlib.sha256(tokens).hexdigest()[:16]
+    arrays = {}
+    for name, _, num_bytes in layout:
+        arrays[name] = np.frombuffer(body, np.uint8, num_bytes, start)
+        start += num_bytes
+    ids, spans = (arrays[name].reshape(4, -1).T.copy().view("<i4").reshape(-1) for name in ("ids", "spans"))
+    digest = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
+    return head["reward"], len(ids), int(spans.reshape(-1, 4)[:, 2].min()), digest
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
