@@ -58,6 +58,13 @@ def run(
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
     lives = list[Lifecycle]()
+    early = list[int]()
+    """Signals before there was a Lifecycle."""
+
+    def on_start(life: Lifecycle) -> None:
+        lives.append(life)
+        for number in early:
+            life.interrupt_soon(number)
 
     def train() -> None:
         with serving():
@@ -68,11 +75,11 @@ def run(
                 resume=resume,
                 allow_change=allow_change,
                 callbacks=callbacks,
-                on_start=lives.append,
+                on_start=on_start,
             )
 
     if _is_in_loop():
-        _run_in_thread(train, lives)
+        _run_in_thread(train, lives, early)
     else:
         train()
     return read_run(folder)
@@ -86,10 +93,12 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _run_in_thread(train: Callable[[], None], lives: Sequence[Lifecycle]) -> None:
+def _run_in_thread(train: Callable[[], None], lives: Sequence[Lifecycle], early: list[int]) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
 
     def forward(number: int, frame: object) -> None:
+        if not lives:
+            early.append(number)
         for life in lives:
             life.interrupt_soon(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import json
@@ -18,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +31,14 @@ from asyncrl.base.files import run_lock
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
 from asyncrl.job.build import prepare_model
-from asyncrl.job.lifecycle import Lifecycle, locked_run_dir
+from asyncrl.job.lifecycle import CLOSE_TIMEOUT_S, Lifecycle, locked_run_dir
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.testing.virtual_time import run_virtual
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -152,7 +155,7 @@ def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None
 
 
 SIGNALLED = """
-    import asyncio, socket, sys, time
+    import asyncio, os, signal, socket, sys, time
     from pathlib import Path
     from types import SimpleNamespace
     from asyncrl.base.user_code import run_loop
@@ -165,6 +168,12 @@ SIGNALLED = """
     def computes():
         while True: pass
     def receives(): ends.recv(1)
+    def forks():
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        os.kill(child, signal.SIGTERM)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     log = SimpleNamespace(warn=print, activity=print)
     async def aclose(): print("closed in order")
     life = lifecycle.Lifecycle(None, Path(sys.argv[1]), log, SimpleNamespace(aclose=aclose))
@@ -176,19 +185,42 @@ SIGNALLED = """
             await asyncio.sleep(2)
             return 128 + life.signal
         globals()[sys.argv[2]]()
+        await asyncio.sleep(0)  # a signal of the child would arrive here
+        return 0
     sys.exit(run_loop(life.run(live)))
 """
+
+
+def signalled(folder: Path, user_code: str, script: str = SIGNALLED) -> subprocess.Popen[str]:
+    command = [sys.executable, "-uc", textwrap.dedent(script), str(folder), user_code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_signal_to_a_forked_child_ends_only_the_child(tmp_path: Path) -> None:
+    with signalled(tmp_path, "forks") as process:
+        said, _ = process.communicate(timeout=120)
+    assert said.splitlines() == ["ready", f"child {-signal.SIGTERM}", "closed in order"]
+    assert process.returncode == 0
+
+
+def test_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
+    script = SIGNALLED.replace("SAME_SIGNAL_S = 60.0", "SAME_SIGNAL_S = 0.0").replace(
+        "sleep(2)", "sleep(1000)"
+    )
+    with signalled(tmp_path, "waits", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("stopping")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=120)
+    assert (said, process.returncode) == ("", 128 + signal.SIGINT)
 
 
 @pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
 def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str) -> None:
     """`timeout` sends a signal twice, at once: this is no second signal, which would end a run unsaved."""
-    process = subprocess.Popen(
-        [sys.executable, "-uc", textwrap.dedent(SIGNALLED), tmp_path, user_code],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
+    with signalled(tmp_path, user_code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         for _ in range(2):
@@ -231,6 +263,16 @@ def test_controller_of_agents_hides_its_memory(
         assert libc.prctl(get_dumpable, 0, 0, 0, 0) == 0
     finally:
         libc.prctl(set_dumpable, 1, 0, 0, 0)
+
+
+def test_part_that_never_closes_is_given_up() -> None:
+    async def story() -> None:
+        life: Any = SimpleNamespace(stack=contextlib.AsyncExitStack())
+        async with life.stack:
+            Lifecycle.closes(life, "hung part", asyncio.Event().wait)  # type: ignore[arg-type]
+        assert asyncio.get_running_loop().time() == CLOSE_TIMEOUT_S
+
+    run_virtual(story())
 
 
 def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:

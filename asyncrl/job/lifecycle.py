@@ -43,8 +43,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_DEAF_S = 10.0
 """Kubernetes kills 30 s after SIGTERM; the loop's own work takes milliseconds."""
-SAME_SIGNAL_S = 0.5
-"""`timeout` and `uv run` may send a signal twice."""
+SAME_SIGNAL_S = 0.1
+"""`timeout` and `uv run` may send a signal twice, within milliseconds."""
 
 
 @dataclass(eq=False)
@@ -78,7 +78,9 @@ class Lifecycle:
         self.can_stop = False
         self.signal: int | None = None
         self._signals = dict[int, float]()
-        """Signals that arrived in the main thread, with their times."""
+        """Signals that arrived in the main thread, with the times of the first ones."""
+        self._deaf_timer: threading.Timer | None = None
+        self._early_signal: int | None = None
         self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()
@@ -89,6 +91,8 @@ class Lifecycle:
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
+        if self._early_signal is not None:
+            self.interrupt_nowait(self._early_signal)
         if _is_in_main_thread():
             for number in SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self.interrupt_nowait, number)
@@ -118,6 +122,8 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.on_exit()
             self.can_stop = True  # nothing is left to cut
+            if self._deaf_timer is not None:
+                self._deaf_timer.cancel()
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
@@ -179,8 +185,10 @@ class Lifecycle:
         return error
 
     def interrupt_soon(self, number: int) -> None:
-        """Pass a signal to a run in another thread."""
-        if self._main is not None and not self._main.done():
+        """Pass a signal to a run in another thread, which may not have begun."""
+        if self._main is None:
+            self._early_signal = number
+        elif not self._main.done():
             self._main.get_loop().call_soon_threadsafe(self.interrupt_nowait, number)
 
     def interrupt_nowait(self, number: int) -> None:
@@ -198,26 +206,59 @@ class Lifecycle:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """End at once at the second signal, and watch whether the loop hears the first."""
         if not self._signals:
-            watch = threading.Timer(MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident()))
-            watch.daemon = True
-            watch.start()
+            self._deaf_timer = threading.Timer(
+                MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident())
+            )
+            self._deaf_timer.daemon = True
+            self._deaf_timer.start()
         elif time.monotonic() - self._signals.get(number, 0.0) >= SAME_SIGNAL_S:
             self._exit(number)
-        self._signals[number] = time.monotonic()
+        self._signals.setdefault(number, time.monotonic())
 
     def _exit_if_deaf(self, number: int, main_thread: int) -> None:
-        if self.signal is None:
-            self.log.warn(
-                f"ended by {signal.Signals(number).name} without a checkpoint: the run did not hear it for "
-                f"{MAX_DEAF_S:g} s in\n{place_of(main_thread)}  It can be resumed."
-            )
-            self._exit(number)
+        if self.signal is not None or self._main is None or self._main.done():
+            return
+        text = (
+            f"ended by {signal.Signals(number).name} without a checkpoint: the run did not hear it for "
+            f"{MAX_DEAF_S:g} s in\n{place_of(main_thread)}  It can be resumed."
+        )
+        # The blocked thread may hold a lock of the log.
+        warning = threading.Thread(target=self.log.warn, args=(text,), daemon=True)
+        warning.start()
+        warning.join(timeout=1.0)
+        self._exit(number)
 
     def _exit(self, number: int) -> None:
         for server in self.servers:  # other processes end with our pipe
             server.child.kill_nowait()
         clear_own_staging()
         os._exit(128 + number)
+
+
+_fork = threading.local()
+
+
+def _hold_signals() -> None:
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
+def _forget_signals() -> None:
+    """Let signals end a process that user code forks, from its first moment on. Our handlers would kill the
+    run's servers, and the inherited wakeup descriptor would stop the run.
+    """
+    for number in SIGNALS:
+        module = getattr(signal.getsignal(number), "__module__", None) or ""
+        if module.startswith("asyncrl."):
+            signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+    _release_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_signals)
 
 
 def _is_in_main_thread() -> bool:
@@ -243,7 +284,7 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. One with files keeps its permissions."""
+    """Make and lock the directory. Permissions of a non-empty directory are not changed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not any(folder.iterdir()):
