@@ -37,7 +37,7 @@ KINDS = [*OURS, pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])
 class Traits:
     """Natural differences between kinds of servers. Everything else is the same for all."""
 
-    waited: int = 3000
+    waited: int = 600
     """Tokens that take it longer than a story takes to begin a commit that waits for them."""
     kept: int = LONG
     """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""
@@ -61,7 +61,7 @@ class Traits:
 
 
 TRAITS = {
-    "simulated": Traits(long=ENDLESS, has_weights=False),
+    "simulated": Traits(waited=3000, long=ENDLESS, has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
         kept=1000,  # some seconds

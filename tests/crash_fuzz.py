@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import time
 from collections import Counter
@@ -233,6 +234,26 @@ def samples_in(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in may_differ} for line in lines]
 
 
+def metrics_of(run_dir: Path, *, without_lost: bool) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each step.
+
+    A run that is stopped while an answer is scored samples the answer again, and the journal counts the first
+    one as lost. With `without_lost`, these tokens are subtracted.
+    """
+    metrics = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl")}
+    if not without_lost:
+        return metrics
+    query = (
+        "SELECT version + 1, sum(lost_tokens) FROM batch_groups JOIN groups USING (group_id)"
+        " GROUP BY version ORDER BY version"
+    )
+    with contextlib.closing(sqlite3.connect(run_dir / "journal.sqlite")) as connection:
+        lost = dict(connection.execute(query))
+    for step, line in metrics.items():
+        line["tokens/generated"] -= sum(num_lost for at, num_lost in lost.items() if at <= step)
+    return metrics
+
+
 def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]:
     """Return the differences between the results of two runs: each step's tokens, rewards and loss, its
     metrics and samples, the final weights.
@@ -242,8 +263,7 @@ def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]
     if of_metrics and samples[0] != samples[1]:
         found.append("samples")
     trained = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
-    lines = [read_lines(folder / "metrics.jsonl") for folder in (one, other)]
-    metrics = [{line["step"]: line for line in of_run} for of_run in lines]
+    metrics = [metrics_of(folder, without_lost=of_metrics) for folder in (one, other)]
     for name, (left, right) in {"trained": trained, "metrics": metrics}.items():
         if left.keys() != right.keys():
             found.append(f"{name}: steps {sorted(left)} and {sorted(right)}")

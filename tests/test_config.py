@@ -48,8 +48,8 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
     ("more", "says"),
     [
         ("- a\n", r'in ".*good\.yaml", line[^$]*correct line 5 or the one before'),
-        ("trainer: {num_steps: 9}\n", "trainer is there twice, in lines 4 and 5"),
-        ("seed: {a: 1, a: 1}\n", "a is there twice, in lines 5 and 5"),
+        ("trainer: {num_steps: 9}\n", "trainer appears twice, in lines 4 and 5"),
+        ("seed: {a: 1, a: 1}\n", "a appears twice, in lines 5 and 5"),
         ("\tseed: 1\n", "indent line 5 with spaces"),
     ],
 )

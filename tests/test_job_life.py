@@ -26,6 +26,7 @@ import pytest
 from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 
+import asyncrl
 from asyncrl.base.errors import ConfigError, JournalError, RoomError
 from asyncrl.base.files import run_lock
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
@@ -204,9 +205,8 @@ def test_signal_to_a_forked_child_ends_only_the_child(tmp_path: Path) -> None:
 
 
 def test_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
-    script = SIGNALLED.replace("SAME_SIGNAL_S = 60.0", "SAME_SIGNAL_S = 0.0").replace(
-        "sleep(2)", "sleep(1000)"
-    )
+    script = SIGNALLED.replace("SAME_SIGNAL_S = 60.0", "SAME_SIGNAL_S = 0.0")
+    script = script.replace("sleep(2)", "sleep(1000)")
     with signalled(tmp_path, "waits", script) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -217,9 +217,20 @@ def test_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     assert (said, process.returncode) == ("", 128 + signal.SIGINT)
 
 
+def test_signal_before_a_run_has_begun_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the run works in a thread, and may download for minutes before it has a loop."""
+    monkeypatch.setattr(job, "fetch_architectures", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    config = make_config(tmp_path)
+
+    async def notebook() -> str:
+        return asyncrl.run(config, run_dir=tmp_path / "run").state
+
+    assert asyncio.run(notebook()) == "interrupted"
+
+
 @pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
 def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str) -> None:
-    """`timeout` sends a signal twice, at once: this is no second signal, which would end a run unsaved."""
+    """`timeout` sends a signal twice, at once: that is not a second signal, which would end a run unsaved."""
     with signalled(tmp_path, user_code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -35,7 +35,7 @@ class _KeysOnce(yaml.SafeLoader):
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:
-                what = f"{key.value} is there twice, in lines {lines[key.value]} and {line}"
+                what = f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)

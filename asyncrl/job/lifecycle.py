@@ -79,7 +79,6 @@ class Lifecycle:
         self.signal: int | None = None
         self._signals = dict[int, float]()
         """Signals that arrived in the main thread, with the times of the first ones."""
-        self._deaf_timer: threading.Timer | None = None
         self._early_signal: int | None = None
         self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -122,8 +121,6 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.on_exit()
             self.can_stop = True  # nothing is left to cut
-            if self._deaf_timer is not None:
-                self._deaf_timer.cancel()
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
@@ -206,17 +203,18 @@ class Lifecycle:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """End at once at the second signal, and watch whether the loop hears the first."""
         if not self._signals:
-            self._deaf_timer = threading.Timer(
-                MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident())
-            )
-            self._deaf_timer.daemon = True
-            self._deaf_timer.start()
+            watch = threading.Timer(MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident()))
+            watch.daemon = True
+            watch.start()
+        # Another kind of signal is a second one in any case.
         elif time.monotonic() - self._signals.get(number, 0.0) >= SAME_SIGNAL_S:
             self._exit(number)
         self._signals.setdefault(number, time.monotonic())
 
     def _exit_if_deaf(self, number: int, main_thread: int) -> None:
-        if self.signal is not None or self._main is None or self._main.done():
+        """End a run whose loop has not seen its first signal."""
+        assert self._main is not None
+        if self.signal is not None or self._main.done():
             return
         text = (
             f"ended by {signal.Signals(number).name} without a checkpoint: the run did not hear it for "
@@ -236,9 +234,11 @@ class Lifecycle:
 
 
 _fork = threading.local()
+"""`mask`: the signals that a thread blocked before its fork."""
 
 
 def _hold_signals() -> None:
+    """Let no signal reach a child before it has its own handlers."""
     _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
