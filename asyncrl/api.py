@@ -57,14 +57,14 @@ def run(
         values = config.model_dump() if isinstance(config, RunConfig) else config
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
-    lives = list[Lifecycle]()
+    lifecycles = list[Lifecycle]()
     early = list[int]()
     """Signals before there was a Lifecycle."""
 
-    def on_start(life: Lifecycle) -> None:
-        lives.append(life)
+    def on_start(lifecycle: Lifecycle) -> None:
+        lifecycles.append(lifecycle)
         for number in early:
-            life.interrupt_soon(number)
+            lifecycle.interrupt_soon(number)
 
     def train() -> None:
         with serving():
@@ -79,7 +79,7 @@ def run(
             )
 
     if _is_in_loop():
-        _run_in_thread(train, lives, early)
+        _run_in_thread(train, lifecycles, early)
     else:
         train()
     return read_run(folder)
@@ -93,14 +93,14 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _run_in_thread(train: Callable[[], None], lives: Sequence[Lifecycle], early: list[int]) -> None:
+def _run_in_thread(train: Callable[[], None], lifecycles: Sequence[Lifecycle], early: list[int]) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
 
     def forward(number: int, frame: object) -> None:
-        if not lives:
+        if not lifecycles:
             early.append(number)
-        for life in lives:
-            life.interrupt_soon(number)
+        for lifecycle in lifecycles:
+            lifecycle.interrupt_soon(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}

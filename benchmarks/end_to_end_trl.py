@@ -38,7 +38,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.work import answer_text
+from asyncrl.messages.worker_api import answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import build_task

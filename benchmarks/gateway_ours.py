@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.base.http import SECRET_ENV, Caller, child_arguments, die_with_parent, secret_of
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import GatewayConfig
@@ -75,7 +75,7 @@ def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> i
     return derive_seed(0, prompt_id, sample_index, call_key, attempt)
 
 
-def broken(error: RoomError) -> None:
+def broken(error: ComponentError) -> None:
     print(f"the engine is broken: {error}", flush=True)
     os._exit(1)
 

@@ -35,7 +35,7 @@ from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import TrainResponse
-from asyncrl.messages.work import answer_text
+from asyncrl.messages.worker_api import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.base.errors import ErrorBody, NodeLost, RoomError
+from asyncrl.base.errors import ComponentError, ErrorBody, NodeLost
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.launch.processes import Process
 from asyncrl.launch.supervise import Server, health_over
@@ -116,11 +116,11 @@ class FakeChild(Process):
         await self.server.has_ended.wait()
         await asyncio.sleep(self.reap_s)
 
-    def death(self) -> RoomError:
+    def death(self) -> ComponentError:
         if self.is_node_gone:
             return NodeLost(self.name, "the node far (10.0.0.2) is gone: no answer for 15 s")
         what = "process 17 was killed by SIGKILL; the end of its log:\n    last words"
-        return RoomError(self.name, what, way_out="read its log.")
+        return ComponentError(self.name, what, way_out="read its log.")
 
 
 class FakeProcess(Server):
@@ -158,7 +158,7 @@ class FakeProcess(Server):
             self.num_cancelled += 1
             raise
         if fails:
-            raise RoomError(self.name, "did not start: no memory")
+            raise ComponentError(self.name, "did not start: no memory")
         self.server.restart()
 
 

@@ -19,7 +19,7 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
@@ -143,7 +143,7 @@ class World:
     engine: Any
     url: str
     http: aiohttp.ClientSession
-    broken: list[RoomError]
+    broken: list[ComponentError]
     session: GatewaySession = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def num_forked(world: World) -> int:
 
 def make_gateway(
     engine: Any,
-    broken: list[RoomError],
+    broken: list[ComponentError],
     *,
     tokenizer: Any = None,
     tool_format: str = "hermes",
@@ -211,7 +211,7 @@ def make_gateway(
 @asynccontextmanager
 async def gateway_world(engine: Any = None, **config: Any) -> AsyncIterator[World]:
     """Open a gateway. `config`: settings of the gateway, CallRules or make_gateway."""
-    engine, broken = engine or ScriptedEngine(), list[RoomError]()
+    engine, broken = engine or ScriptedEngine(), list[ComponentError]()
     gateway = make_gateway(engine, broken, **config)
     url = await gateway.start()
     async with aiohttp.ClientSession() as http:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from job_runs import all_gone
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
@@ -73,7 +73,7 @@ async def probed(process: Process) -> dict[str, Any]:
             return seen
 
 
-async def end_of(process: Process) -> RoomError:
+async def end_of(process: Process) -> ComponentError:
     async with asyncio.timeout(LIMIT_S):
         await process.wait()
     return process.death()
@@ -115,7 +115,7 @@ async def server_runs_at_its_node_until_closed(stage: Stage) -> None:
 async def death_quotes_the_log_of_this_process_only(stage: Stage) -> None:
     async with stage.started("refusing", "refuse") as first:
         death = await end_of(first)
-        assert (death.room, death.fault, death.way_out) == ("refusing", "no such model", "give one.")
+        assert (death.component, death.fault, death.way_out) == ("refusing", "no such model", "give one.")
         again = first.renewed()
         await again.start()
         assert "no such model" in str(await end_of(again))
@@ -184,7 +184,7 @@ async def lost_node_is_named(stage: Stage) -> None:
         assert all_gone(family)
         assert stage.cleared("orphan").exists(), "Ray did not kill it"
         async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(RoomError, match="orphan: .* is gone: Ray "):
+            with pytest.raises(ComponentError, match="orphan: .* is gone: Ray "):
                 await process.renewed().start()
 
 

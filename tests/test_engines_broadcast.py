@@ -12,7 +12,14 @@ import pytest
 from fake_engine import FakeEngineServer
 from rollout_cases import virtual
 
-from asyncrl.base.errors import EngineError, EngineLost, RoomError, TrainerError, TrainerLost, WeightsLost
+from asyncrl.base.errors import (
+    ComponentError,
+    EngineError,
+    EngineLost,
+    TrainerError,
+    TrainerLost,
+    WeightsLost,
+)
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import GroupMember
@@ -112,7 +119,7 @@ async def test_early_failure_ends_the_group_for_all(who: str) -> None:
         tasks["ab".index(who[0])].cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert asyncio.get_running_loop().time() < 3.0, "nobody waits for a group that is broken"
-    assert all(isinstance(outcome, RoomError | asyncio.CancelledError) for outcome in outcomes)
+    assert all(isinstance(outcome, ComponentError | asyncio.CancelledError) for outcome in outcomes)
     assert who != "trainer" or all(isinstance(outcome, WeightsLost) for outcome in outcomes)
     sender.failure, sender.seconds, engines.failing, engines.seconds = None, 1.0, {}, {"a": 1.0, "b": 1.0}
     await asyncio.gather(*engines.meet(1))
@@ -141,8 +148,8 @@ async def test_engine_with_wrong_weights_twice_is_lost() -> None:
     lost: list[str] = []
 
     def on_lost(error: EngineLost) -> None:
-        lost.append(error.room)
-        engines[int(error.room[-1])].disconnect_nowait()
+        lost.append(error.component)
+        engines[int(error.component[-1])].disconnect_nowait()
 
     for version in (1, 2):
         fakes[0].num_refused = version

@@ -36,7 +36,7 @@ def make_pool(
 ) -> tuple[EnginePool, list[FakeEngineServer]]:
     values = {"decode_s": DECODE_S} | values
     fakes = [FakeEngineServer(f"engine-{index}", **values) for index in range(num_fakes)]
-    on_lost = (lambda lost: pool.down_nowait(lost.room)) if leaves_lost else None
+    on_lost = (lambda lost: pool.down_nowait(lost.component)) if leaves_lost else None
     pool = EnginePool([EngineServer(fake) for fake in fakes], slots=fakes[0].slots, on_lost=on_lost)
     return pool, fakes
 

@@ -71,7 +71,7 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(interrupt: Int
 
     def on_lost(error: EngineLost) -> None:
         told.append(error.is_told)
-        pool.down_nowait(error.room)
+        pool.down_nowait(error.component)
         server.disconnect_nowait()
 
     pool = EnginePool([server], slots=SLOTS, on_lost=on_lost)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
+from asyncrl.base.errors import ComponentError, EngineLost, NodeLost, WeightsLost
 from asyncrl.base.http import Caller
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
@@ -121,11 +121,11 @@ SENT = ExportResponse(
         ("engine-0", None, SENT.path, []),
         ("engine-1", None, "on node 1", [1]),
         ("engine-1", NodeLost("n1", "the node is gone"), EngineLost, [1]),
-        ("engine-1", RoomError("n1", "is silent"), WeightsLost, [1]),
+        ("engine-1", ComponentError("n1", "is silent"), WeightsLost, [1]),
     ],
 )
 def test_engines_of_other_nodes_read_a_download(
-    engine: str, error: RoomError | None, outcome: Any, asked: list[int]
+    engine: str, error: ComponentError | None, outcome: Any, asked: list[int]
 ) -> None:
     nodes = list[int]()
     trainer = Caller("trainer-0", "http://10.0.0.1:80", SECRET)
@@ -140,6 +140,6 @@ def test_engines_of_other_nodes_read_a_download(
     files = NodeFiles(fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0)
     try:
         found: object = asyncio.run(files.locate(engine, SENT)).path
-    except RoomError as raised:
+    except ComponentError as raised:
         found = type(raised)
     assert (found, nodes) == (outcome, asked)

@@ -18,7 +18,7 @@ from test_gateway_hostile import GATEWAY, all_of, head, raw
 from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.agents.endpoint.openapi import schema
 from asyncrl.agents.work_queue import RolloutQueue
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 
 PARTS = [{"type": "text", "text": "Hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -97,7 +97,7 @@ async def test_page_of_the_routes_needs_no_other_server() -> None:
 
 @in_loop
 async def test_health_states_why_the_run_is_ending() -> None:
-    async with gateway_world(ScriptedEngine(error=RoomError("engine-0", "it is gone"))) as world:
+    async with gateway_world(ScriptedEngine(error=ComponentError("engine-0", "it is gone"))) as world:
         for status, said in ((200, "ok"), (503, "it is gone")):
             async with world.http.get(f"{world.url}/health") as response:
                 assert (response.status, said in (await response.json())["status"]) == (status, True)

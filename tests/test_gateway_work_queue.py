@@ -21,7 +21,7 @@ from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.base.errors import ErrorBody, RolloutFailure
 from asyncrl.base.http import Refused
 from asyncrl.config import Outcomes
-from asyncrl.messages import work as shapes
+from asyncrl.messages import worker_api as shapes
 from asyncrl.messages.records import Outcome
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 

@@ -16,11 +16,11 @@ from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of,
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec
-from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError, RolloutFailure
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.messages.work import WorkerHealth
+from asyncrl.messages.worker_api import WorkerHealth
 
 
 class Steps:
@@ -113,7 +113,7 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
         for each in (caller, own, late):
             await each.aclose()
     gone = Caller("gateway", gateway.url, WORKER_KEY)
-    with pytest.raises(RoomError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"):
+    with pytest.raises(ComponentError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"):
         await Worker(Steps(), gone, name="w", slots=1, give_up_s=0.0).run()
     await gone.aclose()
 

@@ -27,7 +27,7 @@ from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 
 import asyncrl
-from asyncrl.base.errors import ConfigError, JournalError, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError, JournalError
 from asyncrl.base.files import run_lock
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
@@ -69,7 +69,7 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RoomError("trainer-0", "cannot start"), "cannot start"),
+        (ComponentError("trainer-0", "cannot start"), "cannot start"),
         (OverflowError("too large"), r"internal error OverflowError: too large(.|\n)*controller.log"),
         (KeyboardInterrupt(), "internal error KeyboardInterrupt"),
         (OSError(errno.ENOSPC, "full"), "cannot use the run directory /.*: full"),
@@ -93,14 +93,14 @@ def test_failed_resume_leaves_the_run_as_it_was(
     monkeypatch.setattr(job, "build", raising(error) if error else interrupted)
     resuming = make_job(tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",)))
     if error:
-        with pytest.raises(RoomError, match=said):
-            asyncio.run(resuming.life.run(resuming.live))
+        with pytest.raises(ComponentError, match=said):
+            asyncio.run(resuming.lifecycle.run(resuming.live))
     else:
-        assert asyncio.run(resuming.life.run(resuming.live)) == 130
+        assert asyncio.run(resuming.lifecycle.run(resuming.live)) == 130
     assert {path: path.read_bytes() for path in before} == before
     state = json.loads((tmp_path / "status.json").read_text())["state"]
     assert state == ("failed" if error else "interrupted")
-    assert resuming.life.log.warnings == ["checkpoint step_9 is damaged"]
+    assert resuming.lifecycle.log.warnings == ["checkpoint step_9 is damaged"]
 
 
 @pytest.mark.parametrize("changed", [{}, {"learning_rate": 0.5}])
@@ -119,9 +119,9 @@ def test_failed_or_refused_start_restores_earlier_weights(
     with_journal(run_dir / "journal.sqlite", story)
     for name in (".final.new", ".model.new"):
         (run_dir / name).mkdir()
-    refused = raising(RoomError("trainer-0", "cannot start"))
+    refused = raising(ComponentError("trainer-0", "cannot start"))
     monkeypatch.setattr(job.Lifecycle, "run", refused)
-    with pytest.raises((RoomError, ConfigError), match="other settings" if changed else "cannot start"):
+    with pytest.raises((ComponentError, ConfigError), match="other settings" if changed else "cannot start"):
         job.run_job(make_config(tmp_path, trainer=changed), run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".model*")] == []
@@ -293,7 +293,7 @@ def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_m
     num_tokens = []
     for parses in (True, False):
         job = make_job(tmp_path, model=model, gateway={"parse_special_tokens": parses})
-        _, tokenizer = asyncio.run(prepare_model(job.life, now=date(2001, 2, 3)))
+        _, tokenizer = asyncio.run(prepare_model(job.lifecycle, now=date(2001, 2, 3)))
         ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])
         assert tokenizer.decode(ids, skip_special_tokens=False).startswith("2001")
         num_tokens.append(len(ids))

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import EnginePart, TransferStats
 from asyncrl.testing.virtual_time import run_virtual
@@ -49,7 +49,7 @@ class World:
             (self.hit_in_undo if self.hit else self.hit).append(fault)
         await asyncio.sleep(1.0)
         if fault in ("refuse", "bug"):
-            raise RoomError("it", "no memory") if fault == "refuse" else KeyError("a bug")
+            raise ComponentError("it", "no memory") if fault == "refuse" else KeyError("a bug")
         if fault == "hang":
             await asyncio.sleep(10 * TIMEOUT_S)
         if fault == "cancel":
@@ -58,7 +58,7 @@ class World:
             change(part)
             self.check()
         if fault == "half":
-            raise RoomError("it", "the answer is lost")
+            raise ComponentError("it", "the answer is lost")
         if fault == "cancel_after":
             await self.cancel()
         return TransferStats(num_bytes=10 * len(parts), seconds=1.0)
@@ -83,7 +83,7 @@ class World:
             for engine in self.engines:
                 assert "weights" in engine.awake, "there is no room for it"
                 if engine.version is not None:
-                    raise RoomError(engine.name, "a chunk would be written over weights that are served")
+                    raise ComponentError(engine.name, "a chunk would be written over weights that are served")
             for engine in self.engines:
                 engine.version = engine.committed = self.trained
 
@@ -171,7 +171,7 @@ class Turns(RuleBasedStateMachine):
         if {"cancel", "cancel_after"} & {*world.hit, *world.hit_in_undo}:
             assert isinstance(error, asyncio.CancelledError)
         elif error is not None:
-            assert isinstance(error, RoomError | KeyError)
+            assert isinstance(error, ComponentError | KeyError)
 
     @rule()
     @precondition(lambda self: self.world.lease.owner == "trainer")
@@ -185,7 +185,7 @@ class Turns(RuleBasedStateMachine):
     @precondition(lambda self: self.world.lease.state == "broken")
     def nothing_comes_after_a_broken_lease(self) -> None:
         error = self.world.run("trainer")
-        assert isinstance(error, RoomError)
+        assert isinstance(error, ComponentError)
         assert self.world.lease.broken in str(error)
 
     @invariant()

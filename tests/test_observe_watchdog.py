@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.base.waits import waiting
 from asyncrl.config import SupervisionConfig
 from asyncrl.observe.watchdog import Reported, Watchdog
@@ -120,7 +120,9 @@ def test_only_progress_or_a_starting_process_gets_time(log_path: Path, moves: st
 
 
 def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path) -> None:
-    with pytest.raises(RoomError, match="nothing has moved for 60 s: trainer-0: process 7 is stopped; no"):
+    with pytest.raises(
+        ComponentError, match="nothing has moved for 60 s: trainer-0: process 7 is stopped; no"
+    ):
         watched(log_path, 300, on_stuck="fail", is_well=False)
 
 

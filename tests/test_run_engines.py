@@ -208,7 +208,7 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
         await asyncio.sleep(1e4)
 
     error = fails(story, folder=tmp_path, **THREE, max_restarts=2)
-    assert error.room == "engine-1", "an engine that has worked is needed"
+    assert error.component == "engine-1", "an engine that has worked is needed"
 
 
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])

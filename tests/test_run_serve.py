@@ -14,7 +14,7 @@ from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import virtual
 
 from asyncrl.agents.work_queue import RolloutQueue, WorkerRecord
-from asyncrl.base.errors import EngineError, RoomError
+from asyncrl.base.errors import ComponentError, EngineError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
@@ -92,7 +92,7 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_evaluation_calls_use_their_own_engine() -> None:
-    other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
+    other, broken = ScriptedEngine(lambda _: "other"), list[ComponentError]()
     async with gateway_world() as world:
         values: Any = {"seed_of": lambda *_: 7, "on_broken": broken.append}
         host = world.gateway.add_route(other, sampling=SamplingParameters(temperature=0.0), **values)

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from rollout_cases import virtual
 
 import asyncrl
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.config import RunConfig
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.check import check_lines
@@ -47,14 +47,14 @@ class CountingClient(RoleClient):
 @virtual
 async def test_consequence_of_a_loss_follows_the_row() -> None:
     fake = FakeEngineServer("extra-0")
-    gone = list[RoomError]()
+    gone = list[ComponentError]()
     lost = RoleServer(ROLES[EVAL_ENGINE], FakeProcess(fake), RoleClient(fake), on_gone=gone.append)
     ending = RoleServer(replace(lost.role, on_loss=Loss.END), lost.server, lost.client)
     asyncio.get_running_loop().call_later(10.0, fake.die)
     await lost.watch(5.0)
-    assert [error.room for error in gone] == ["extra-0"]
+    assert [error.component for error in gone] == ["extra-0"]
     assert lost.state == "gone"
-    with pytest.raises(RoomError, match="was killed"):
+    with pytest.raises(ComponentError, match="was killed"):
         await ending.watch(5.0)
 
 

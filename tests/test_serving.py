@@ -134,7 +134,7 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     (engine,) = children_of(process)
     engine.kill()
     _, stderr = process.communicate(timeout=240)
-    assert (process.returncode, stderr.split(" process")[0]) == (1, "RoomError: engine-0:"), stderr
+    assert (process.returncode, stderr.split(" process")[0]) == (1, "ComponentError: engine-0:"), stderr
     assert "was killed by SIGKILL" in stderr
 
 

@@ -53,9 +53,9 @@ class Sync:
 
     def on_lost(self, lost: EngineLost) -> None:
         if not lost.is_told:
-            self.lost.append(lost.room)
-        self.publisher.down_nowait(lost.room)
-        next(target for target in self.targets if target.name == lost.room).disconnect_nowait()
+            self.lost.append(lost.component)
+        self.publisher.down_nowait(lost.component)
+        next(target for target in self.targets if target.name == lost.component).disconnect_nowait()
 
     def versions(self) -> list[int]:
         return [target.policy_version for target in self.targets]

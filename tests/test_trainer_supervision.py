@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
 
-from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import FirstStart, Server, Supervision
@@ -134,7 +134,7 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     async def start() -> None:
         await FirstStart([process], supervision).run()
 
-    with pytest.raises(RoomError, match="3 starts in a row have failed"):
+    with pytest.raises(ComponentError, match="3 starts in a row have failed"):
         run_virtual(start())
     assert len(process.started_at) == 3
 
@@ -145,7 +145,7 @@ def test_process_without_a_first_answer_is_late() -> None:
         fake.freeze()
         ask = partial(fake.get, "/health", TrainerHealth)
         server = Server(FakeChild(fake), fake, ask, start_s=5.0)
-        with pytest.raises(RoomError, match="did not start: .*no answer within 5.0 s"):
+        with pytest.raises(ComponentError, match="did not start: .*no answer within 5.0 s"):
             await server.come_up()
 
     run_virtual(story())

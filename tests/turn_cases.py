@@ -16,7 +16,7 @@ from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 from token_cases import trajectory_of
 
-from asyncrl.base.errors import EngineLost, ErrorBody, RoomError
+from asyncrl.base.errors import ComponentError, EngineLost, ErrorBody
 from asyncrl.base.http import CallRefused
 from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
@@ -180,8 +180,8 @@ class EngineRooms:
         self.announced.append(version)
 
     def on_lost(self, error: EngineLost) -> None:
-        self.supervisors[error.room].lost_nowait(error)
-        assert error.room in self.pool.down, "down when the call returns"
+        self.supervisors[error.component].lost_nowait(error)
+        assert error.component in self.pool.down, "down when the call returns"
 
 
 class House(EngineRooms):
@@ -298,11 +298,13 @@ def play(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any
     return run_virtual(story_of_a_run())
 
 
-def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> RoomError:
+def play_to_its_error(
+    make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any
+) -> ComponentError:
     """Play a story that ends the run, and return with what."""
     with pytest.raises(ExceptionGroup) as caught:
         play(make, story, **knobs)
-    return next(error for error in caught.value.exceptions if isinstance(error, RoomError))
+    return next(error for error in caught.value.exceptions if isinstance(error, ComponentError))
 
 
 def make_batch(version: int) -> Batch:

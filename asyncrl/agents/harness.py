@@ -19,7 +19,7 @@ from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import kind_of
 from asyncrl.messages.records import Outcome, task_of
-from asyncrl.messages.work import WorkItem
+from asyncrl.messages.worker_api import WorkItem
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

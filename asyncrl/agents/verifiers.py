@@ -17,7 +17,7 @@ from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure, inst
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import VERIFIERS_KEY
+from asyncrl.messages.worker_api import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""

@@ -23,7 +23,7 @@ from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import waiting
 from asyncrl.config import Outcomes
-from asyncrl.messages import work as wire
+from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome, Work
 
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)

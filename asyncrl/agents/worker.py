@@ -32,7 +32,7 @@ from asyncrl.agents.harness import (
     make_http_client,
     run_item,
 )
-from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line, first_cause
+from asyncrl.base.errors import ComponentError, ConfigError, ErrorBody, Message, fatal_line, first_cause
 from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
     SECRET_ENV,
@@ -49,7 +49,7 @@ from asyncrl.base.http import (
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import HARNESSES
-from asyncrl.messages import work as wire
+from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
 
 log = logging.getLogger("asyncrl.worker")
@@ -91,8 +91,10 @@ class Worker:
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
-        `give_up_s`.
+        """Run work items until the gateway says that the run is over.
+
+        Raises ConfigError if the gateway refuses this worker or the harness cannot run, ComponentError after
+        `give_up_s` without an answer.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -114,7 +116,7 @@ class Worker:
                     task.cancel()
         except BaseExceptionGroup as errors:  # Python 3.11.2 wraps what an except* raises
             error = first_cause(errors)
-            if not isinstance(error, (ConfigError, RoomError)):
+            if not isinstance(error, (ConfigError, ComponentError)):
                 raise
             raise error from None
         finally:
@@ -173,7 +175,7 @@ class Worker:
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
         """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if this worker is
-        rejected, RoomError after `give_up_s`.
+        rejected, ComponentError after `give_up_s`.
         """
         backoff_s = 0.5
         lost_since_s: float | None = None
@@ -191,7 +193,7 @@ class Worker:
                     log.warning("worker %s: %s. It retries.", self.name, error)
                 lost_s = self._clock() - lost_since_s
                 if self._give_up_s is not None and lost_s >= self._give_up_s:
-                    raise RoomError(
+                    raise ComponentError(
                         "gateway",
                         f"worker {self.name}: no answer for {lost_s:.0f} s: {error}",
                         rule=f"--give-up-after={self._give_up_s:g} s is the limit",

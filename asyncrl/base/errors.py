@@ -2,7 +2,7 @@
 
 AsyncrlError                the failure with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
-├── RoomError               a part of the run is broken; ends the run (exit code 1)
+├── ComponentError               a part of the run is broken; ends the run (exit code 1)
 │   ├── NodeLost            a machine is gone: the run waits, or continues without it
 │   ├── EngineError         an engine server died, refuses, or gives invalid answers
 │   │   └── EngineLost      it does not answer: restarted
@@ -80,19 +80,19 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoi
     folder: Path
 
 
-class RoomError(AsyncrlError):
+class ComponentError(AsyncrlError):
     """Ends the run. `fault` is the message without the name."""
 
-    def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
-        self.room, self.fault = room, what
-        super().__init__(f"{room}: {what}", rule=rule, way_out=way_out)
+    def __init__(self, component: str, what: str, *, rule: str = "", way_out: str = "") -> None:
+        self.component, self.fault = component, what
+        super().__init__(f"{component}: {what}", rule=rule, way_out=way_out)
 
 
-class NodeLost(RoomError):  # noqa: N818  a state of a machine
+class NodeLost(ComponentError):  # noqa: N818  a state of a machine
     pass
 
 
-class EngineError(RoomError):
+class EngineError(ComponentError):
     pass
 
 
@@ -101,7 +101,7 @@ class EngineLost(EngineError):  # noqa: N818  a state of the server
     """Its supervisor knows already."""
 
 
-class TrainerError(RoomError):
+class TrainerError(ComponentError):
     pass
 
 
@@ -109,7 +109,7 @@ class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer
     pass
 
 
-class PublishError(RoomError):
+class PublishError(ComponentError):
     pass
 
 
@@ -117,12 +117,12 @@ class WeightsLost(PublishError):  # noqa: N818  a state of the trainer's node
     pass
 
 
-class JournalError(RoomError):
+class JournalError(ComponentError):
     def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
         super().__init__("journal", what, rule=rule, way_out=way_out)
 
 
-class TaskError(RoomError):
+class TaskError(ComponentError):
     pass
 
 

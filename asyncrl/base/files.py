@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.base.errors import JournalError, RoomError
+from asyncrl.base.errors import ComponentError, JournalError
 
 _BLOCK = 2**16
 
@@ -195,7 +195,7 @@ def shared_memory_root() -> Path:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, owned until the end of this process. Raises RoomError. Blocks."""
+    """Make a staging folder, owned until the end of this process. Raises ComponentError. Blocks."""
     name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
     folder = (disk_dir or shared_memory_root()) / name
     unlocked = folder.with_name(f".{name}")  # clear_stale_staging does not see it
@@ -207,7 +207,7 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
         unlocked.rename(folder)
     except OSError as error:
         shutil.rmtree(unlocked, ignore_errors=True)
-        raise RoomError(
+        raise ComponentError(
             "placement",
             f"cannot make the folder {folder} for weights, and lock it: {error.strerror}",
             way_out="free space there, check its rights, or name another weight_sync.disk_dir.",

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from asyncrl.base.errors import EngineError, RoomError, TrainerError, TrainerLost, WeightsLost
+from asyncrl.base.errors import ComponentError, EngineError, TrainerError, TrainerLost, WeightsLost
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest
 
@@ -31,13 +31,13 @@ class Broadcast:
     sender: GroupMember
     outcome: asyncio.Future[None]
 
-    def fail_nowait(self, error: RoomError) -> None:
+    def fail_nowait(self, error: ComponentError) -> None:
         """End the round for all members, unless everything was sent."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
             self.outcome.exception()  # retrieved: a failed round may have no member left
 
-    def failed(self, name: str) -> RoomError:
+    def failed(self, name: str) -> ComponentError:
         """WeightsLost if the trainer was lost: a new one has other weights to send."""
         why = self.outcome.exception()
         kind = WeightsLost if isinstance(why, TrainerLost) else EngineError
@@ -113,7 +113,7 @@ class BroadcastGroup:
                 if self._last is begun:
                     self._last = None
                 why = "is gone" if isinstance(error, asyncio.CancelledError) else f"failed: {error}"
-                begun.fail_nowait(RoomError(name, why))
+                begun.fail_nowait(ComponentError(name, why))
             raise
 
     def _begin_nowait(self) -> None:

@@ -104,7 +104,7 @@ def reading(manifest: ExportResponse) -> Iterator[None]:
     except EngineError as error:
         if manifest.memory is None or isinstance(error, EngineLost):
             raise
-        raise WeightsLost(error.room, error.fault, rule=error.rule, way_out=error.way_out) from error
+        raise WeightsLost(error.component, error.fault, rule=error.rule, way_out=error.way_out) from error
 
 
 class ServerClient(ABC):

@@ -23,7 +23,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements
 from asyncrl.engines.vllm_server import CANARY_LIMITS, CANARY_TOKENS, VllmServer
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.worker_api import ChatTokenizer
 
 Body = dict[str, Any]
 

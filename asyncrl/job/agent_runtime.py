@@ -21,7 +21,7 @@ from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, health_over, start_all, summary_of
 from asyncrl.messages.sampling import SamplingParameters
-from asyncrl.messages.work import WorkerHealth
+from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -61,7 +61,7 @@ def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
 
 
 def make_gateway(
-    life: Lifecycle,
+    lifecycle: Lifecycle,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
     worker_key: str,
@@ -72,7 +72,7 @@ def make_gateway(
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.work_queue import RolloutQueue
 
-    config, seed, rollout = life.config, life.config.seed, life.config.rollout
+    config, seed, rollout = lifecycle.config, lifecycle.config.seed, lifecycle.config.rollout
     override = config.gateway.on_sampling_override
     if override == "auto":
         override = "honour" if is_for_users else "use_config"
@@ -102,7 +102,7 @@ def make_gateway(
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
-        on_broken=life.on_broken,
+        on_broken=lifecycle.on_broken,
         extra_routes=queue.routes(),
     )
     return gateway, queue

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.base.errors import RoomError, WeightsLost
+from asyncrl.base.errors import ComponentError, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.eval_config import EVAL_SEED
@@ -78,7 +78,7 @@ class Components:
     scheduler: WeightScheduler
     checkpointer: Checkpointer
     evaluation: Evaluation | None
-    harnessing: AgentRuntime | None
+    agents: AgentRuntime | None
 
     def write_pins(self) -> None:
         for pin in self.pins:
@@ -86,43 +86,43 @@ class Components:
 
 
 async def build(
-    life: Lifecycle, placement: Placement, reporter: Reporter, point: ResumePoint | None
+    lifecycle: Lifecycle, placement: Placement, reporter: Reporter, point: ResumePoint | None
 ) -> Components:
-    """Build and start all components; `life` closes them."""
-    config = life.config
+    """Build and start all components; `lifecycle` closes them."""
+    config = lifecycle.config
     rollout = config.rollout
-    journal, staging_dir = await _open_journal(life)
-    found = await check_everything(life)
+    journal, staging_dir = await _open_journal(lifecycle)
+    found = await check_everything(lifecycle)
     tasks = found.tasks
     pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
     digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
-    data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
+    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     is_free = point is not None and point.may_change_model
-    model_pin = ModelPin(life.run_dir, config.model.source, is_free=is_free)
-    model_path, tokenizer = await prepare_model(life, model_pin.revision, journal.start_date)
-    scorer = Scorers(tasks, config.tasks, tokenizer, seed=config.seed, warn=life.log.warn)
-    life.closes("rewards", scorer.aclose)
+    model_pin = ModelPin(lifecycle.run_dir, config.model.source, is_free=is_free)
+    model_path, tokenizer = await prepare_model(lifecycle, model_pin.revision, journal.start_date)
+    scorer = Scorers(tasks, config.tasks, tokenizer, seed=config.seed, warn=lifecycle.log.warn)
+    lifecycle.closes("rewards", scorer.aclose)
 
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
-    mps = await start_mps(life, placement)
+    mps = await start_mps(lifecycle, placement)
     servers = Servers(
         config,
         placement,
         model_path,
         tokenizer,
-        life.run_dir,
-        life.launcher,
+        lifecycle.run_dir,
+        lifecycle.launcher,
         role_models=role_models,
         mps=mps,
     )
     await servers.hold(staging_dir)
-    checkpoints = Checkpoints(life.run_dir, config.checkpoint)
-    fleet = Fleet(life, servers, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(life.run_dir, rollout.engine_range.numbers) or rollout.engine_range.min
+    checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
+    fleet = Fleet(lifecycle, servers, staging_dir, journal, checkpoints, wait_for_devices)
+    num_engines = read_wanted(lifecycle.run_dir, rollout.engine_range.numbers) or rollout.engine_range.min
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -139,17 +139,17 @@ async def build(
         num_batches=config.trainer.num_steps,
         on_requeued=requeued,
     )
-    harnessing = None
+    agents = None
     if config.generator.is_harness:
-        harnessing = AgentRuntime(life, fleet.engines, tokenizer, fleet.supervision)
-    generator = make_generator(config, fleet.engines, tokenizer, scorer, harnessing)
+        agents = AgentRuntime(lifecycle, fleet.engines, tokenizer, fleet.supervision)
+    generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
     for client in fleet.judges:
         generator = JudgedGenerator(generator, client.judge)
     producers = Producers(
         sink=buffer,
         source=feed,
         runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
-        spawn=life.spawn,
+        spawn=lifecycle.spawn,
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,
@@ -157,11 +157,11 @@ async def build(
     )
     evaluation = None
     if found.evals:
-        evaluation = _make_evaluation(life, fleet, found.evals, tokenizer, harnessing, checkpoints, reporter)
-    scheduler = _make_scheduler(life, fleet, journal, buffer, evaluation, reporter)
-    scale = _make_scale(life, fleet, scheduler, producers, num_engines)
-    if harnessing is not None:
-        await harnessing.open(life)
+        evaluation = _make_evaluation(lifecycle, fleet, found.evals, tokenizer, agents, checkpoints, reporter)
+    scheduler = _make_scheduler(lifecycle, fleet, journal, buffer, evaluation, reporter)
+    scale = _make_scale(lifecycle, fleet, scheduler, producers, num_engines)
+    if agents is not None:
+        await agents.open(lifecycle)
     state = partial(controller_state, feed, producers, buffer)
     return Components(
         fleet=fleet,
@@ -177,81 +177,85 @@ async def build(
         buffer=buffer,
         producers=producers,
         scheduler=scheduler,
-        checkpointer=Checkpointer(checkpoints, fleet.trainer, journal, state, life),
+        checkpointer=Checkpointer(checkpoints, fleet.trainer, journal, state, lifecycle),
         evaluation=evaluation,
-        harnessing=harnessing,
+        agents=agents,
     )
 
 
-async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
-    given = life.config.weight_sync.disk_dir
+async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
+    given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
-    path = journal_path(life.run_dir)
-    journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(life.run_dir))
-    life.closes("journal", journal.aclose)
+    path = journal_path(lifecycle.run_dir)
+    journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(lifecycle.run_dir))
+    lifecycle.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)
-    life.stack.callback(remove_staging_dir, staging_dir)
+    lifecycle.stack.callback(remove_staging_dir, staging_dir)
     return journal, staging_dir
 
 
 async def prepare_model(
-    life: Lifecycle, commit: str | None = None, now: date | None = None
+    lifecycle: Lifecycle, commit: str | None = None, now: date | None = None
 ) -> tuple[Path, HFChatTokenizer]:
     """Return the model's folder and its tokenizer, whose templates write the date `now` (None: today)."""
-    model = life.config.model
-    life.log.activity("making the model" if model.scratch else "finding the model")
-    folder = await make_model_folder(life.config, life.run_dir, run_module, commit=commit)
+    model = lifecycle.config.model
+    lifecycle.log.activity("making the model" if model.scratch else "finding the model")
+    folder = await make_model_folder(lifecycle.config, lifecycle.run_dir, run_module, commit=commit)
     tokenizer = await asyncio.to_thread(
         HFChatTokenizer,
         folder,
         chat_template=model.chat_template,
         chat_template_kwargs=model.chat_template_kwargs,
         now=now,
-        parse_special_tokens=life.config.gateway.parse_special_tokens,
+        parse_special_tokens=lifecycle.config.gateway.parse_special_tokens,
     )
     return folder, tokenizer
 
 
 def _make_evaluation(
-    life: Lifecycle,
+    lifecycle: Lifecycle,
     fleet: Fleet,
     eval_tasks: Mapping[str, EvalTask],
     tokenizer: HFChatTokenizer,
-    harnessing: AgentRuntime | None,
+    agents: AgentRuntime | None,
     checkpoints: Checkpoints,
     reporter: Reporter,
 ) -> Evaluation:
     """Evaluate on the eval engine or the rollout engines."""
-    config = life.config
+    config = lifecycle.config
     target = fleet.eval_client
     engine = fleet.engines.counted_apart()
     if target is not None:
         engine = EnginePool([target], slots=config.eval_slots)
-    earlier = by_evaluation(read_evaluations(life.run_dir, []))
+    earlier = by_evaluation(read_evaluations(lifecycle.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
 
-    def generator_of(sampling: SamplingParameters, scorers: Scorers, broken: list[RoomError]) -> Generator:
-        if harnessing is None or not config.evaluates_agent:
+    def generator_of(
+        sampling: SamplingParameters, scorers: Scorers, broken: list[ComponentError]
+    ) -> Generator:
+        if agents is None or not config.evaluates_agent:
             seeded = config.model_copy(update={"seed": EVAL_SEED})
             return make_generator(seeded, engine, tokenizer, scorers, None, sampling)
-        host = harnessing.gateway.add_route(
+        host = agents.gateway.add_route(
             engine,
             sampling=sampling,
             seed_of=lambda prompt, index, attempt, call: derive_seed(EVAL_SEED, prompt, index, call, attempt),
             on_broken=broken.append,
         )
-        return HarnessGenerator(host, harnessing.queue, scorers, on_overflow=config.generator.on_overflow)
+        return HarnessGenerator(host, agents.queue, scorers, on_overflow=config.generator.on_overflow)
 
     sets = list[HeldOut]()
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
-        broken = list[RoomError]()
-        scorers = Scorers({name: task}, {name: settings.task}, tokenizer, seed=EVAL_SEED, warn=life.log.warn)
-        life.closes("eval rewards", scorers.aclose)
+        broken = list[ComponentError]()
+        scorers = Scorers(
+            {name: task}, {name: settings.task}, tokenizer, seed=EVAL_SEED, warn=lifecycle.log.warn
+        )
+        lifecycle.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(
                 generator=generator_of(settings.sampling, scorers, broken),
@@ -272,7 +276,12 @@ def _make_evaluation(
 
     is_fetched = fleet.node_files is not None
     evaluation = Evaluation(
-        sets, target, fleet.staging_dir, on_result=evaluated, on_trouble=life.log.warn, is_fetched=is_fetched
+        sets,
+        target,
+        fleet.staging_dir,
+        on_result=evaluated,
+        on_trouble=lifecycle.log.warn,
+        is_fetched=is_fetched,
     )
     if target is not None:
         fleet.extra[EVAL_ENGINE].on_gone = evaluation.give_up
@@ -280,14 +289,14 @@ def _make_evaluation(
 
 
 def _make_scheduler(
-    life: Lifecycle,
+    lifecycle: Lifecycle,
     fleet: Fleet,
     journal: Journal,
     buffer: Buffer,
     evaluation: Evaluation | None,
     reporter: Reporter,
 ) -> WeightScheduler:
-    config = life.config
+    config = lifecycle.config
     sync = config.weight_sync
     files = fleet.node_files
 
@@ -317,7 +326,7 @@ def _make_scheduler(
         Disaggregated,
         interrupt=config.interrupt,
         is_held=sync.facts.holds_exports(is_turns=False),
-        spawn=life.spawn,
+        spawn=lifecycle.spawn,
         are_ours=config.rollout.external_urls is None,
     )
     if fleet.placement.mode == "colocated":
@@ -340,7 +349,7 @@ def _make_scheduler(
 
 
 def _make_scale(
-    life: Lifecycle, fleet: Fleet, scheduler: WeightScheduler, producers: Producers, num_engines: int
+    lifecycle: Lifecycle, fleet: Fleet, scheduler: WeightScheduler, producers: Producers, num_engines: int
 ) -> EngineScale:
     """Supervise the engines; the first `num_engines` work at first."""
     engines = [
@@ -350,11 +359,17 @@ def _make_scale(
     fleet.supervisors.update((engine.name, engine) for engine in engines)
 
     def resize(num_engines: int) -> None:
-        producers.resize_nowait(num_rollouts(life.config, num_engines))
+        producers.resize_nowait(num_rollouts(lifecycle.config, num_engines))
 
-    limits = life.config.rollout.engine_range
+    limits = lifecycle.config.rollout.engine_range
     return EngineScale(
-        engines, limits, life.run_dir, life.log, wanted=num_engines, spawn=life.spawn, on_change=resize
+        engines,
+        limits,
+        lifecycle.run_dir,
+        lifecycle.log,
+        wanted=num_engines,
+        spawn=lifecycle.spawn,
+        on_change=resize,
     )
 
 

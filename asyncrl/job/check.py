@@ -153,12 +153,12 @@ def _try_model(config: RunConfig) -> Iterator[str]:
         try_model(config, path.parent)
 
 
-async def check_everything(life: Lifecycle, *, reads_all: bool = True) -> Found:
+async def check_everything(lifecycle: Lifecycle, *, reads_all: bool = True) -> Found:
     """Validate a run's config, and load its tasks."""
-    life.log.activity("checking the config and reading the tasks")
-    found = await asyncio.to_thread(validate, life.config, reads_all=reads_all)
+    lifecycle.log.activity("checking the config and reading the tasks")
+    found = await asyncio.to_thread(validate, lifecycle.config, reads_all=reads_all)
     for note in found.notes:
-        life.log.info(note)
+        lifecycle.log.info(note)
     return found
 
 

@@ -32,7 +32,7 @@ class Checkpointer:
     trainer: SupervisedTrainer
     journal: Journal
     controller_state: Callable[[], Mapping[str, Any]]
-    life: Lifecycle
+    lifecycle: Lifecycle
     num_made: int = field(default=0, init=False)
     num_failed: int = field(default=0, init=False)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
@@ -46,10 +46,10 @@ class Checkpointer:
             return
         if self._writing is not None and not self._writing.done():
             text = "the previous one is still being written"
-            self.life.log.warn(f"checkpoint of version {version} skipped: {text}")
+            self.lifecycle.log.warn(f"checkpoint of version {version} skipped: {text}")
             return
         begun = asyncio.Event()
-        self._writing = self.life.spawn(self._make(begun), name=f"checkpoint {version}")
+        self._writing = self.lifecycle.spawn(self._make(begun), name=f"checkpoint {version}")
         await begun.wait()
 
     async def make_last(self, version: int) -> None:
@@ -77,13 +77,13 @@ class Checkpointer:
                     await asyncio.to_thread(self.checkpoints.finish, pending, version, controller)
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
-                if self.life.config.journal.keep == "checkpoint":
+                if self.lifecycle.config.journal.keep == "checkpoint":
                     await self.journal.compact(self.checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:
             if pending is not None:
                 await asyncio.to_thread(self.checkpoints.abandon, pending)
             self.num_failed += 1
             logger.warning("no checkpoint: %s", error)
-            self.life.log.warn(f"no checkpoint: {error.what}")
+            self.lifecycle.log.warn(f"no checkpoint: {error.what}")
         finally:
             begun.set()

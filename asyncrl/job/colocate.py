@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.waits import uncut, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -114,7 +114,7 @@ class Colocated(ColocatedPush):
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand the devices to the trainer. Raises RoomError with the failed phase."""
+        """Hand the devices to the trainer. Raises ComponentError with the failed phase."""
         await self.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
@@ -137,7 +137,7 @@ class Colocated(ColocatedPush):
             async with self._handover:
                 if self.lease.state == "broken":
                     what = f"{name} cannot be restarted: the device lease is broken: {self.lease.broken}"
-                    raise RoomError("placement", what, way_out="start the run again to resume it.")
+                    raise ComponentError("placement", what, way_out="start the run again to resume it.")
                 if self.lease.state == "generating":
                     yield
                     return

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
+from asyncrl.base.errors import AsyncrlError, CallbackError, ComponentError, ConfigError, first_cause
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import uncut
@@ -132,7 +132,7 @@ class Lifecycle:
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
                 # a broken call may mean that its process just died: give the kernel time to report it
-                timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
+                timeout_s = 1.0 if isinstance(first_cause(errors), ComponentError) else 0.0
                 if (death := await first_death(self.servers, timeout_s)) is not None:
                     raise death from errors
                 raise
@@ -154,7 +154,7 @@ class Lifecycle:
         """Register `close` for the end, before earlier ones."""
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
-    def on_broken(self, error: RoomError) -> None:
+    def on_broken(self, error: ComponentError) -> None:
         if not self._broken.done():
             self._broken.set_exception(error)
 
@@ -165,13 +165,13 @@ class Lifecycle:
         if isinstance(error, BaseExceptionGroup):
             error = first_cause(error)
         if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
-            error = RoomError(
+            error = ComponentError(
                 "controller",
                 f"cannot use {error.filename or f'the run directory {self.run_dir}'}: {error.strerror}",
                 way_out="restore it, its permissions or space on its disk, then start again.",
             )
         elif not isinstance(error, AsyncrlError):
-            error = RoomError(
+            error = ComponentError(
                 "controller",
                 f"internal error {message_of(error)}",
                 way_out=f"report it with the traceback in {self.run_dir / LOG_FILE}.",

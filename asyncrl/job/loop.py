@@ -1,5 +1,5 @@
 """Control loop of a run: start the components, train batch after batch, end everything. A broken component
-raises RoomError; a lost process first restarts.
+raises ComponentError; a lost process first restarts.
 
 Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the way.
 
@@ -80,7 +80,7 @@ def run_job(
     resume: str = "auto",
     allow_change: Sequence[str] = (),
     callbacks: Callbacks | None = None,
-    on_start: Callable[[Lifecycle], None] = lambda life: None,
+    on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
 ) -> int:
     """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises AsyncrlError, leaving no
     child process and no shared memory.
@@ -99,12 +99,12 @@ def run_job(
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(config, folder, name, callbacks, goes_on=point is not None)
-            life = Lifecycle(
+            lifecycle = Lifecycle(
                 config, folder, reporter.log, launcher, on_end=reporter.finish, on_exit=reporter.aclose
             )
-            on_start(life)
-            job = Job(life, reporter, plan.placement, point)
-            return run_loop(life.run(job.live))
+            on_start(lifecycle)
+            job = Job(lifecycle, reporter, plan.placement, point)
+            return run_loop(lifecycle.run(job.live))
 
 
 @contextlib.contextmanager
@@ -134,50 +134,50 @@ class Job:
     finishes the step and makes a checkpoint; the second ends at once.
     """
 
-    life: Lifecycle
+    lifecycle: Lifecycle
     reporter: Reporter
     placement: Placement
     point: ResumePoint | None
 
     async def live(self) -> int:
-        life = self.life
+        lifecycle = self.lifecycle
         self.reporter.start()
         if (server := self.reporter.status_server()) is not None:
-            life.closes("status server", server.aclose)
+            lifecycle.closes("status server", server.aclose)
             await server.start()
-        life.stack.callback(self.reporter.close_console)
+        lifecycle.stack.callback(self.reporter.close_console)
         for text in () if self.point is None else self.point.notes:
-            life.log.warn(text)
-        run = await build(life, self.placement, self.reporter, self.point)
-        life.servers = run.fleet.servers
-        life.stack.enter_context(rare_collections())
-        life.closes("producers", run.producers.aclose)
+            lifecycle.log.warn(text)
+        run = await build(lifecycle, self.placement, self.reporter, self.point)
+        lifecycle.servers = run.fleet.servers
+        lifecycle.stack.enter_context(rare_collections())
+        lifecycle.closes("producers", run.producers.aclose)
         self._start_guards(run)
         unfinished = await self._catch_up(run)
         step = run.trainer.policy_version + 1
-        for name in record_code(life.run_dir, life.config, step):
-            life.log.warn(
+        for name in record_code(lifecycle.run_dir, lifecycle.config, step):
+            lifecycle.log.warn(
                 f"{name} has changed since the run last started; steps before {step} used the old one"
             )
         self.reporter.training_starts()
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)
-        return 0 if life.signal is None else 128 + life.signal
+        return 0 if lifecycle.signal is None else 128 + lifecycle.signal
 
     def _start_guards(self, run: Components) -> None:
         watchdog = self._make_watchdog(run)
-        self.life.spawn(watchdog.run(), name="watchdog")
-        self.life.spawn(self._report_status(run, watchdog), name="status")
-        self.life.spawn(run.journal.wait_failed(), name="watch journal")
-        self.life.spawn(run.trainer.run(), name="watch trainer")
+        self.lifecycle.spawn(watchdog.run(), name="watchdog")
+        self.lifecycle.spawn(self._report_status(run, watchdog), name="status")
+        self.lifecycle.spawn(run.journal.wait_failed(), name="watch journal")
+        self.lifecycle.spawn(run.trainer.run(), name="watch trainer")
         run.scale.watch_nowait()
         for name, extra in run.fleet.extra.items():
-            self.life.spawn(extra.watch(self.life.config.observe.heartbeat_s), name=f"watch {name}")
+            self.lifecycle.spawn(extra.watch(self.lifecycle.config.observe.heartbeat_s), name=f"watch {name}")
 
     def _make_watchdog(self, run: Components) -> Watchdog:
-        log_path = self.life.run_dir / LOG_FILE
-        command = run_again(self.life.run_dir, "--resume", "must")
+        log_path = self.lifecycle.run_dir / LOG_FILE
+        command = run_again(self.lifecycle.run_dir, "--resume", "must")
 
         async def ask_children() -> dict[str, bool]:
             servers = processes(run)
@@ -195,10 +195,10 @@ class Job:
                 engine.lost_nowait(EngineLost(engine.name, why, rule="supervision.on_stuck=restart"))
 
         return Watchdog(
-            self.life.config.supervision,
+            self.lifecycle.config.supervision,
             lambda: reported(run),
             log_path=log_path,
-            tell=self.life.log.warn,
+            tell=self.lifecycle.log.warn,
             way_out=f"read the stacks in {log_path} and the other logs; resume with `{command}`.",
             ask_children=ask_children,
             restart=restart_engines,
@@ -213,13 +213,15 @@ class Job:
             run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
-        self.life.log.activity(f"training again on {state.next_version - point.version} journaled batches")
+        self.lifecycle.log.activity(
+            f"training again on {state.next_version - point.version} journaled batches"
+        )
         unfinished = await restore(run, self.reporter, point, state)
         # a refused resume changes nothing
-        write_whole(self.life.run_dir / "config.yaml", run_config_yaml(self.life.config))
+        write_whole(self.lifecycle.run_dir / "config.yaml", run_config_yaml(self.lifecycle.config))
         run.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.life.log.info(text)
+            self.lifecycle.log.info(text)
         return unfinished
 
     async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
@@ -227,32 +229,32 @@ class Job:
         evaluation = run.evaluation
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
         if evaluation is not None:
-            self.life.spawn(evaluation.run(), name="evaluation")
+            self.lifecycle.spawn(evaluation.run(), name="evaluation")
         if on_rollout_engines is not None:
-            self.life.spawn(self._stop_evaluation(on_rollout_engines), name="evaluation stop")
+            self.lifecycle.spawn(self._stop_evaluation(on_rollout_engines), name="evaluation stop")
         if version > 0:
-            self.life.log.activity("bringing the weights to the engines")
+            self.lifecycle.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
         if on_rollout_engines is not None and version == 0:
             on_rollout_engines.served_nowait(version)
-        self.life.log.activity("training")
+        self.lifecycle.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
             await asyncio.sleep(0)
-        self.life.spawn(run.producers.run(), name="producers")
+        self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
-            self.life.spawn(run.scale.follow(), name="scale")
-        numbers = self.life.config.rollout.engine_range.numbers
-        following = follow_live(self.life.run_dir, numbers, run.scale.want_nowait)
-        self.life.spawn(following, name="live settings")
+            self.lifecycle.spawn(run.scale.follow(), name="scale")
+        numbers = self.lifecycle.config.rollout.engine_range.numbers
+        following = follow_live(self.lifecycle.run_dir, numbers, run.scale.want_nowait)
+        self.lifecycle.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
-        await self.life.stop.wait()
+        await self.lifecycle.stop.wait()
         evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
-        self.life.can_stop = True
-        while run.trainer.policy_version < self.life.config.trainer.num_steps:
+        self.lifecycle.can_stop = True
+        while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:
             batch = await self._next_batch(run)
             if batch is None:
                 return
@@ -273,10 +275,10 @@ class Job:
                 await run.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, run: Components) -> Batch | None:
-        if self.life.stop.is_set():
+        if self.lifecycle.stop.is_set():
             return None
         waiting = asyncio.ensure_future(run.buffer.wait_batch())
-        stopping = asyncio.ensure_future(self.life.stop.wait())
+        stopping = asyncio.ensure_future(self.lifecycle.stop.wait())
         try:
             await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return waiting.result() if waiting.done() else None
@@ -285,26 +287,26 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        is_interrupted = self.life.signal is not None
-        self.life.can_stop = is_interrupted  # else a signal cancels from here
+        is_interrupted = self.lifecycle.signal is not None
+        self.lifecycle.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted
-        self.life.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)
+        self.lifecycle.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)
         # colocated: the host may lack memory for a second copy of the trainer's state
-        self.life.log.activity("writing a checkpoint")
+        self.lifecycle.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
         if is_interrupted:
             return
         await run.scheduler.to_trainer()
-        self.life.log.activity("saving the weights")
+        self.lifecycle.log.activity("saving the weights")
         with span("trainer", "save"):
-            await run.trainer.save(self.life.run_dir / "final")
+            await run.trainer.save(self.lifecycle.run_dir / "final")
         if run.evaluation is not None:
-            self.life.log.activity("evaluating the last weights")
+            self.lifecycle.log.activity("evaluating the last weights")
             if run.fleet.eval_client is None:
                 await run.scheduler.to_engines(run.trainer.policy_version, is_for_evaluation=True)
             await run.evaluation.wait_last()
-        if run.harnessing is not None:
-            run.harnessing.queue.is_over = True
+        if run.agents is not None:
+            run.agents.queue.is_over = True
 
     async def _report_status(self, run: Components, watchdog: Watchdog) -> None:
         while True:

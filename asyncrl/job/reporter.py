@@ -22,7 +22,7 @@ from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
-from asyncrl.messages.work import WorkerHealth
+from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
@@ -227,7 +227,7 @@ class Reporter:
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
         self._timeline.flush()
         now = self._now = self._counted(gauges(run))
-        missing = None if run.harnessing is None else run.harnessing.missing_workers()
+        missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
         if self._slots_at is None and self.log.current_activity == "training":  # the first batch fills
@@ -336,18 +336,18 @@ class Reporter:
 
 
 def processes(run: Components) -> tuple[Server, ...]:
-    workers = () if run.harnessing is None else run.harnessing.workers
+    workers = () if run.agents is None else run.agents.workers
     servers = (*run.fleet.servers, *run.fleet.side_servers)
     return (*(server for server in servers if run.scale.states.get(server.name) != "parked"), *workers)
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
-    harnessing = run.harnessing
+    agents = run.agents
     sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler, run.scorer, run.trainer]
     sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
-    if harnessing is not None:
-        sources += [harnessing.gateway, harnessing.queue]
+    if agents is not None:
+        sources += [agents.gateway, agents.queue]
     found = dict[str, float | Mapping[str, float]]()
     for source in sources:
         found |= {} if source is None else source.gauges()
@@ -360,8 +360,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
-    if harnessing is not None:
-        found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
+    if agents is not None:
+        found["harness/restarts"] = sum(one.num_restarts for one in agents.supervisors)
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
         found["harness/abandoned"] = {name: health.num_abandoned for name, health in workers.items()}
         found["harness/cpu_s"] = {name: health.cpu_s for name, health in workers.items()}

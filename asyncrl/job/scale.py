@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.waits import waiting
 from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineClient
@@ -77,7 +77,7 @@ class EngineSupervisor(Supervisor):
     def _is_dispensable(self) -> bool:
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
-    def _down(self, lost: RoomError) -> None:
+    def _down(self, lost: ComponentError) -> None:
         self._disconnect_nowait()
 
     def _room(self) -> AbstractAsyncContextManager[None]:
@@ -168,7 +168,7 @@ class EngineScale:
     async def _watch(self, engine: EngineSupervisor) -> None:
         try:
             await engine.run()
-        except (RoomError, ConfigError) as error:
+        except (ComponentError, ConfigError) as error:
             if engine.state == "working" or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)

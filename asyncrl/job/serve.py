@@ -68,14 +68,14 @@ def serve_gateway(
 ) -> int:
     """Serve until Ctrl-C, or run `num_tried` rollouts; return the exit code."""
     hide_memory()  # a tried agent runs as the same user
-    with _opened_lifecycle(config, run_dir, name) as life:
-        live = partial(_live_gateway, life, record, num_tried)
-        return run_loop(life.run(live))
+    with _opened_lifecycle(config, run_dir, name) as lifecycle:
+        live = partial(_live_gateway, lifecycle, record, num_tried)
+        return run_loop(lifecycle.run(live))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    with _opened_lifecycle(config, run_dir, name) as life:
-        return run_loop(life.run(partial(_live_engine, life)))
+    with _opened_lifecycle(config, run_dir, name) as lifecycle:
+        return run_loop(lifecycle.run(partial(_live_engine, lifecycle)))
 
 
 @contextlib.contextmanager
@@ -96,67 +96,71 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
 
 
 async def _start_engines(
-    life: Lifecycle, num_engines: int | None = None
+    lifecycle: Lifecycle, num_engines: int | None = None
 ) -> tuple[Servers, list[EngineClient], HFChatTokenizer]:
-    config = life.config
-    model_path, tokenizer = await prepare_model(life)
-    placement = place(config, life.launcher.nodes)
-    servers = Servers(config, placement, model_path, tokenizer, life.run_dir, life.launcher)
+    config = lifecycle.config
+    model_path, tokenizer = await prepare_model(lifecycle)
+    placement = place(config, lifecycle.launcher.nodes)
+    servers = Servers(config, placement, model_path, tokenizer, lifecycle.run_dir, lifecycle.launcher)
     await servers.hold()
     made = servers.engines()[:num_engines]
     engines = [engine.server for engine in made]
     clients = [as_engine(engine.client) for engine in made]
-    life.log.activity(f"loading the model in {', '.join(engine.name for engine in engines)}")
-    life.servers = engines
+    lifecycle.log.activity(f"loading the model in {', '.join(engine.name for engine in engines)}")
+    lifecycle.servers = engines
     for engine in engines:
-        life.closes(engine.name, engine.aclose)
+        lifecycle.closes(engine.name, engine.aclose)
     await start_all(engines)
     for engine in engines:
-        life.spawn(engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}")
+        lifecycle.spawn(engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}")
     return servers, clients, tokenizer
 
 
-async def _live_engine(life: Lifecycle) -> int:
-    servers, _, _ = await _start_engines(life, 1)
-    (engine,) = life.servers
+async def _live_engine(lifecycle: Lifecycle) -> int:
+    servers, _, _ = await _start_engines(lifecycle, 1)
+    (engine,) = lifecycle.servers
     url = engine.child.url
     for line in (
-        f"{engine.name} ready; logs in {life.run_dir / 'logs'}",
+        f"{engine.name} ready; logs in {lifecycle.run_dir / 'logs'}",
         f"  export ENGINE_URL={url} ENGINE_KEY={servers.secret}",
         '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
     ):
-        life.log.print_secret(line)
-    life.can_stop = True  # Ctrl-C is a normal end
-    await life.stop.wait()
+        lifecycle.log.print_secret(line)
+    lifecycle.can_stop = True  # Ctrl-C is a normal end
+    await lifecycle.stop.wait()
     return 0
 
 
-async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | None) -> int:
-    tasks = (await check_everything(life, reads_all=num_tried is not None)).tasks
-    _, clients, tokenizer = await _start_engines(life)
-    pool = EnginePool(clients, slots=life.config.rollout.slots)
+async def _live_gateway(lifecycle: Lifecycle, path: Path | None, num_tried: int | None) -> int:
+    tasks = (await check_everything(lifecycle, reads_all=num_tried is not None)).tasks
+    _, clients, tokenizer = await _start_engines(lifecycle)
+    pool = EnginePool(clients, slots=lifecycle.config.rollout.slots)
     recorder = RolloutRecorder(tokenizer, path)
     if num_tried is None:
-        code = await _serve_user(life, pool, recorder)
+        code = await _serve_user(lifecycle, pool, recorder)
     else:
-        code = await _try_agent(life, pool, tasks, recorder, num_tried)
+        code = await _try_agent(lifecycle, pool, tasks, recorder, num_tried)
     if path is not None:
-        life.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
+        lifecycle.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
     return code
 
 
-async def _serve_user(life: Lifecycle, pool: EnginePool, recorder: RolloutRecorder) -> int:
-    config = life.config
+async def _serve_user(lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutRecorder) -> int:
+    config = lifecycle.config
     name = model_name(config)
-    gateway, queue = make_gateway(life, pool, recorder.tokenizer, secrets.token_hex(24), is_for_users=True)
-    life.closes("work queue", queue.aclose)
-    life.closes("gateway", gateway.aclose)
+    gateway, queue = make_gateway(
+        lifecycle, pool, recorder.tokenizer, secrets.token_hex(24), is_for_users=True
+    )
+    lifecycle.closes("work queue", queue.aclose)
+    lifecycle.closes("gateway", gateway.aclose)
     url = await gateway.start()
-    user = UserKey(gateway, queue, recorder, life.log)
+    user = UserKey(gateway, queue, recorder, lifecycle.log)
     call = _json_data({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     header = "Authorization: Bearer"
-    logs = life.run_dir / "logs"
-    life.log.info(f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}")
+    logs = lifecycle.run_dir / "logs"
+    lifecycle.log.info(
+        f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}"
+    )
     # not exported: an agent started there must not inherit the outcome key
     for line in (
         f"export OPENAI_BASE_URL={url}/v1",
@@ -165,11 +169,13 @@ async def _serve_user(life: Lifecycle, pool: EnginePool, recorder: RolloutRecord
         f'curl -sS "$OPENAI_BASE_URL/chat/completions" -H "{header} $OPENAI_API_KEY" {call}',
         f'curl -sS "$OPENAI_BASE_URL/outcome" -H "{header} $OUTCOME_KEY" {_json_data({"reward": 1.0})}',
     ):
-        life.log.print_secret(f"  {line}")
-    life.log.info("each posted outcome ends a rollout and starts the next; press Ctrl-C to stop the gateway")
+        lifecycle.log.print_secret(f"  {line}")
+    lifecycle.log.info(
+        "each posted outcome ends a rollout and starts the next; press Ctrl-C to stop the gateway"
+    )
     try:
-        life.can_stop = True  # Ctrl-C is a normal end
-        await life.stop.wait()
+        lifecycle.can_stop = True  # Ctrl-C is a normal end
+        await lifecycle.stop.wait()
     finally:
         user.close()
     return 0
@@ -220,38 +226,38 @@ class UserKey:
 
 
 async def _try_agent(
-    life: Lifecycle,
+    lifecycle: Lifecycle,
     pool: EnginePool,
     tasks: Mapping[str, PromptTask],
     recorder: RolloutRecorder,
     num_tried: int,
 ) -> int:
-    config = life.config
+    config = lifecycle.config
     feed = make_prompt_source(config, tasks)
-    scorer = Scorers(tasks, config.tasks, recorder.tokenizer, seed=config.seed, warn=life.log.warn)
-    life.closes("rewards", scorer.aclose)
-    harnessing = None
+    scorer = Scorers(tasks, config.tasks, recorder.tokenizer, seed=config.seed, warn=lifecycle.log.warn)
+    lifecycle.closes("rewards", scorer.aclose)
+    agents = None
     if config.generator.is_harness:
         heartbeat_s = config.observe.heartbeat_s
-        supervision = Supervision(config.supervision, heartbeat_s, life.log.warn, lambda *_: None)
-        harnessing = AgentRuntime(life, pool, recorder.tokenizer, supervision)
-        await harnessing.open(life)
-    life.log.info(f"ready; logs in {life.run_dir / 'logs'}")
-    generator = make_generator(config, pool, recorder.tokenizer, scorer, harnessing)
+        supervision = Supervision(config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None)
+        agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
+        await agents.open(lifecycle)
+    lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
+    generator = make_generator(config, pool, recorder.tokenizer, scorer, agents)
     prompts = [feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))]
-    return 0 if await try_rollouts(life, generator, prompts, num_tried, recorder) else 1
+    return 0 if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder) else 1
 
 
 async def try_rollouts(
-    life: Lifecycle,
+    lifecycle: Lifecycle,
     generator: Generator,
     prompts: Sequence[Prompt],
     num_tried: int,
     recorder: RolloutRecorder,
 ) -> bool:
     """Run, print and record rollouts. Return True if any succeeded."""
-    rollout = life.config.rollout
-    slots = Slots(num_rollouts(life.config))
+    rollout = lifecycle.config.rollout
+    slots = Slots(num_rollouts(lifecycle.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
     places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
     rewards = list[float]()
@@ -265,20 +271,20 @@ async def try_rollouts(
         num_ended += 1
         head = f"[{num_ended}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
-            life.log.info(f"{head} {how_failed(result.num_attempts)}: {result.failure.what}")
+            lifecycle.log.info(f"{head} {how_failed(result.num_attempts)}: {result.failure.what}")
             return
         rewards.append(result[0].reward)
         recorder.record(prompt, result[0].reward, result)
-        life.log.info(f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}")
+        lifecycle.log.info(f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}")
         sampled = result[-1].token_ids[int(result[-1].loss_mask.argmax()) :].tolist()
         text = recorder.tokenizer.decode(sampled, skip_special_tokens=False)
-        life.log.info(f"    {text[:MAX_TEXT]!r}")
+        lifecycle.log.info(f"    {text[:MAX_TEXT]!r}")
 
     await asyncio.wait(
-        [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+        [lifecycle.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
     )
     if rewards:
-        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts")
+        lifecycle.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts")
     return bool(rewards)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
@@ -53,7 +53,7 @@ class RoleServer:
     server: Server
     client: ServerClient
     supervisor: Supervisor | None = None
-    on_gone: Callable[[RoomError], None] | None = None
+    on_gone: Callable[[ComponentError], None] | None = None
 
     @property
     def state(self) -> str:
@@ -67,12 +67,15 @@ class RoleServer:
         return self.client.gauges() | {f"{self.role.name}/restarts": self.supervisor.num_restarts}
 
     async def watch(self, heartbeat_s: float) -> None:
-        """Keep the server running, or watch it until it is lost. Raises the RoomError that ends the run."""
+        """Keep the server running, or watch it until it is lost.
+
+        Raises the ComponentError that ends the run.
+        """
         if self.supervisor is not None:
             await self.supervisor.run()
         try:
             await self.server.watch(heartbeat_s)
-        except RoomError as error:
+        except ComponentError as error:
             if self.on_gone is None:
                 raise
             self.server.health = None
@@ -254,7 +257,7 @@ class Servers:
 
     async def hold(self, staging_dir: Path | None = None) -> None:
         """Reserve resources on the nodes; without `staging_dir` only for engines. Raises ConfigError or
-        RoomError.
+        ComponentError.
         """
         placement = self.placement
         has_engines = self.config.rollout.external_urls is None
@@ -288,15 +291,15 @@ class Servers:
         return files
 
 
-async def start_mps(life: Lifecycle, placement: Placement) -> Mps | None:
+async def start_mps(lifecycle: Lifecycle, placement: Placement) -> Mps | None:
     """Start MPS if both sides use devices at once and can have it."""
     devices = placement.shared_at_once.values()
-    if not devices or why_time_slices(life.config, devices):
+    if not devices or why_time_slices(lifecycle.config, devices):
         return None
-    mps = Mps(devices, life.run_dir / "logs" / "mps")
-    life.closes("MPS", mps.aclose)
+    mps = Mps(devices, lifecycle.run_dir / "logs" / "mps")
+    lifecycle.closes("MPS", mps.aclose)
     if failed := await mps.start():
-        life.log.warn(f"trainer and engines take time slices of the device: {failed}")
+        lifecycle.log.warn(f"trainer and engines take time slices of the device: {failed}")
         return None
     return mps
 
@@ -306,20 +309,20 @@ class Fleet:
 
     def __init__(
         self,
-        life: Lifecycle,
+        lifecycle: Lifecycle,
         servers: Servers,
         staging_dir: Path,
         journal: Journal,
         checkpoints: Checkpoints,
         wait_for_devices: Callable[[], Awaitable[None]],
     ) -> None:
-        config = life.config
-        self._life = life
+        config = lifecycle.config
+        self._lifecycle = lifecycle
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
         self.supervision = Supervision(
-            config.supervision, config.observe.heartbeat_s, life.log.warn, journal.event_nowait
+            config.supervision, config.observe.heartbeat_s, lifecycle.log.warn, journal.event_nowait
         )
         self.ranks = servers.trainers(staging_dir)
 
@@ -352,7 +355,7 @@ class Fleet:
         self.engine_servers = [engine.server for engine in engines]
         self.clients = [as_engine(engine.client) for engine in engines]
         self.engines = EnginePool(self.clients, slots=config.rollout.slots, on_lost=self.on_lost)
-        self.node_files = _node_files(life, servers.placement, self.ranks[0])
+        self.node_files = _node_files(lifecycle, servers.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
         self.extra = {
             name: self._extra(servers.make(ROLES[name], [device]))
@@ -379,8 +382,8 @@ class Fleet:
             )
         return extra
 
-    def _continue_without(self, lost: RoomError) -> None:
-        self._life.log.warn(f"the run continues without {lost.room}: {lost}")
+    def _continue_without(self, lost: ComponentError) -> None:
+        self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")
 
     @property
     def judges(self) -> list[RoleClient]:
@@ -394,17 +397,17 @@ class Fleet:
         return None if extra is None else as_engine(extra.client)
 
     def on_lost(self, error: EngineLost) -> None:
-        self.supervisors[error.room].lost_nowait(error)
+        self.supervisors[error.component].lost_nowait(error)
 
     async def start(self, num_engines: int) -> None:
         """Start the processes. On shared devices the engines start first and sleep, so no device holds both
         sides; resident engines too, because vLLM measures free memory at its start.
         """
         for server in (*self.servers, *self.side_servers):
-            self._life.closes(server.name, server.aclose)
+            self._lifecycle.closes(server.name, server.aclose)
         engines = [*self.engine_servers[:num_engines], *self.side_servers]
         names = ", ".join(server.name for server in (*self.ranks, *engines))
-        self._life.log.activity(f"loading the model in {names}")
+        self._lifecycle.log.activity(f"loading the model in {names}")
         starts = [FirstStart([engine], self.supervision).run() for engine in engines]
         trainer = FirstStart(self.ranks, self.supervision)
         trainer.stale = self.staging_dir / RENDEZVOUS
@@ -415,24 +418,24 @@ class Fleet:
         if self.placement.moves:
             limit_s = max(server.start_s for server in engines)
             what = f"an engine did not free the trainer's device within {limit_s:g} s"
-            late = RoomError("placement", what, way_out="read the logs of the engines.")
+            late = ComponentError("placement", what, way_out="read the logs of the engines.")
             async with within(limit_s, lambda: late):
                 sleeps = (client.sleep() for client in self.clients[:num_engines])
                 await asyncio.gather(*sleeps)
         await trainer.run()
 
 
-def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:
+def _node_files(lifecycle: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:
     """Return None if all nodes read files in place."""
     readers = placement.weight_readers
-    if placement.num_nodes == 1 or not fetches_files(life.config, has_eval_engine=bool(readers)):
+    if placement.num_nodes == 1 or not fetches_files(lifecycle.config, has_eval_engine=bool(readers)):
         return None
     engines = {f"{ENGINE}-{number}": devices[0] for number, devices in enumerate(placement.engines)}
     node_of = {name: device.node for name, device in {**engines, **readers}.items()}
     return NodeFiles(
-        life.launcher.fetch,
+        lifecycle.launcher.fetch,
         rank.caller,
         node_of,
         trainer_node=placement.trainer[0].node,
-        timeout_s=life.config.weight_sync.timeout_s,
+        timeout_s=lifecycle.config.weight_sync.timeout_s,
     )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
 from asyncrl.base.waits import waiting
 from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
 from asyncrl.journal.journal import Journal
@@ -48,7 +48,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
         self._catches_up = bring_back
         self._may_start = before_start
-        self._over: RoomError | None = None
+        self._over: ComponentError | None = None
         self._up_changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
 
@@ -60,7 +60,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         }
 
     async def wait_up(self) -> None:
-        """Raises RoomError if the processes never come back."""
+        """Raises ComponentError if the processes never come back."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
@@ -80,7 +80,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
     async def run(self) -> None:
         try:
             await super().run()
-        except RoomError as error:
+        except ComponentError as error:
             self._over = error
             asyncio.get_running_loop().call_soon(self._wake)
             raise

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.base.errors import AsyncrlError, RoomError
+from asyncrl.base.errors import AsyncrlError, ComponentError
 from asyncrl.base.waits import note_span, uncut, waiting, within
 from asyncrl.messages.engine_api import TransferStats
 
@@ -61,7 +61,7 @@ class Lease:
                                                   engines              generating
         hand_to("trainer")
           engines: sleep kv and weights           nothing              handover
-          trainer: onload weights and optimizer   raises RoomError     handover
+          trainer: onload weights and optimizer   raises ComponentError     handover
         undo, by WAY["engines"]
           trainer: offload gradients, optimizer   nothing was moved    handover
           engines: sleep kv and weights           they sleep already   handover
@@ -70,7 +70,7 @@ class Lease:
           publisher: push                         both, equal          handover
           trainer: offload weights                engines              handover
           engines: wake kv                        engines              generating
-        hand_to raises the RoomError; owner is "engines", as before.
+        hand_to raises the ComponentError; owner is "engines", as before.
 
     If a call of the undo fails too, the state is "broken" and nobody owns the devices.
 
@@ -104,11 +104,11 @@ class Lease:
         return f"<Lease {self.state}{phase}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> TransferStats:
-        """Return bytes freed, taken or moved. Raises RoomError; the owner then keeps the devices."""
+        """Return bytes freed, taken or moved. Raises ComponentError; the owner then keeps the devices."""
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             what = f"a handover to the {to} cannot begin ({why})"
-            raise RoomError("placement", what)
+            raise ComponentError("placement", what)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         total_bytes = 0
@@ -154,11 +154,11 @@ class Lease:
             elif error is None:
                 error = outcome
         if isinstance(error, asyncio.CancelledError):
-            error = RoomError("placement", "a call was cancelled from outside")
+            error = ComponentError("placement", "a call was cancelled from outside")
         return num_bytes, error
 
     async def _one(self, name: str, verb: str, work: Awaitable[TransferStats]) -> int:
-        late = RoomError(
+        late = ComponentError(
             name,
             f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
             way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
@@ -183,7 +183,7 @@ class Lease:
             return error
         what = f"handing over failed while {phase!r}: {why}; {outcome}"
         way_out = error.way_out or "read the logs of the trainer and the engines."
-        failed = RoomError(
+        failed = ComponentError(
             "placement",
             what,
             rule=error.rule,

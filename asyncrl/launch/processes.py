@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.base.errors import RoomError, find_fatal
+from asyncrl.base.errors import ComponentError, find_fatal
 from asyncrl.base.files import keep_private
 from asyncrl.base.http import SECRET_ENV, SECRETS
 from asyncrl.base.waits import uncut
@@ -103,15 +103,15 @@ class Process:
         """Return whether its log gives the reason of its end: another start would end alike."""
         return find_fatal(self._log()) is not None
 
-    def death(self) -> RoomError:
+    def death(self) -> ComponentError:
         """Return the reason of its end, from its log."""
         fatal = find_fatal(self._log())
         if fatal is not None:
-            return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+            return ComponentError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
         code = self.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
-        return RoomError(
+        return ComponentError(
             self.name,
             f"{self.place} {how}; the end of its log:\n{self.log_tail()}",
             way_out=f"read {self.log_path}, correct the cause, and start the run again.",
@@ -244,7 +244,7 @@ class Launcher:
     """The controller's is first."""
 
     async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
-        """Reserve devices by node; all nodes see `files`. Raises ConfigError or RoomError."""
+        """Reserve devices by node; all nodes see `files`. Raises ConfigError or ComponentError."""
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
         raise NotImplementedError
@@ -253,7 +253,7 @@ class Launcher:
         raise NotImplementedError
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Return the local path of downloaded weights. Raises RoomError."""
+        """Return the local path of downloaded weights. Raises ComponentError."""
         raise NotImplementedError
 
     async def aclose(self) -> None: ...

@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.base.errors import ConfigError, NodeLost, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError, NodeLost
 from asyncrl.base.waits import waiting
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import ONE_THREAD
@@ -143,7 +143,7 @@ class RayLauncher(Launcher):
                     self._group = group
                     return
         await asyncio.to_thread(remove_placement_group, group)
-        raise RoomError(
+        raise ComponentError(
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
             way_out="end other programs (see `ray status`), or place less.",
@@ -253,21 +253,21 @@ class RayNode:
             logger.warning("the node %s is lost: %s", self.node.name, error)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """Raises NodeLost without an answer, RoomError if the method raised."""
+        """Raises NodeLost without an answer, ComponentError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
         actor = self.actor
         try:
             return await _within(timeout_s, getattr(actor, method), *arguments)
         except RayTaskError as error:
-            raise RoomError(self.node.name, f"{method} failed: {_reason(error)}") from error
+            raise ComponentError(self.node.name, f"{method} failed: {_reason(error)}") from error
         except LOST_ERRORS as error:
             if isinstance(error, ActorDiedError):  # the next open() starts another
                 self.lose_nowait(actor, error)
             raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
 
     async def aclose(self) -> None:
-        with contextlib.suppress(RoomError):
+        with contextlib.suppress(ComponentError):
             await self.call("leave")
         self._lost = self._lost or "it was closed"
         await self._end_actor()
@@ -292,14 +292,14 @@ class RayProcess(Process):
         self._on = on
         self._actor: Any = None
         self._spec = spec
-        self._gone: RoomError | None = None
+        self._gone: ComponentError | None = None
         self._starting: asyncio.Future[tuple[str, int]] | None = None
 
     def seen(self) -> str:
         return super().seen() if self._gone is None else self._gone.fault
 
     async def start(self) -> None:
-        """Raises NodeLost, ConfigError or RoomError."""
+        """Raises NodeLost, ConfigError or ComponentError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
@@ -309,7 +309,7 @@ class RayProcess(Process):
             spec = replace(self._spec, env={**threads, **self._spec.env})
             self._starting = asyncio.ensure_future(self._on.call("start", self.key, spec, timeout_s=START_S))
             self.url, pid = await asyncio.shield(self._starting)
-        except RoomError as error:
+        except ComponentError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         self.place = f"process {pid} on {self._on.node.name}"
 
@@ -331,7 +331,7 @@ class RayProcess(Process):
                 self._on.lose_nowait(self._actor, error)
                 self._gone = self._on.gone(self.name, f"is gone: {_reason(error)}")
 
-    def death(self) -> RoomError:
+    def death(self) -> ComponentError:
         return self._gone or super().death()
 
     async def aclose(self) -> None:
@@ -339,7 +339,7 @@ class RayProcess(Process):
         self._starting = None
         if starting is None or self._gone is not None:
             return
-        with contextlib.suppress(RoomError):  # a lost node has ended it
+        with contextlib.suppress(ComponentError):  # a lost node has ended it
             await starting
             self.returncode = await self._on.call("call", self.key, "aclose", timeout_s=END_S)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base import errors
-from asyncrl.base.errors import NodeLost, RoomError
+from asyncrl.base.errors import ComponentError, NodeLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.config import SupervisionConfig
 from asyncrl.launch.processes import Process
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
-from asyncrl.messages.work import WorkerHealth
+from asyncrl.messages.worker_api import WorkerHealth
 
 logger = logging.getLogger("asyncrl.launch.supervise")
 
@@ -63,9 +63,11 @@ class Supervision:
     """By name: seconds of work before each counting restart."""
 
 
-def _final(lost: RoomError, rule: str) -> RoomError:
-    way_out = lost.way_out or f"read the log of {lost.room}, then resume the run."
-    return RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {rule}".lstrip("; "), way_out=way_out)
+def _final(lost: ComponentError, rule: str) -> ComponentError:
+    way_out = lost.way_out or f"read the log of {lost.component}, then resume the run."
+    return ComponentError(
+        lost.component, lost.fault, rule=f"{lost.rule}; {rule}".lstrip("; "), way_out=way_out
+    )
 
 
 class Supervisor:
@@ -85,7 +87,7 @@ class Supervisor:
         supervision: Supervision,
         *,
         kind: str | None = None,
-        on_down: Callable[[RoomError], None] | None = None,
+        on_down: Callable[[ComponentError], None] | None = None,
         on_start: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
     ) -> None:
@@ -110,7 +112,7 @@ class Supervisor:
         self.is_up = True
         self.is_starting = False
         """Processes end or start, within start limits."""
-        self._report = asyncio.Future[RoomError]()
+        self._report = asyncio.Future[ComponentError]()
 
     @property
     def name(self) -> str:
@@ -122,7 +124,7 @@ class Supervisor:
             self._lost_by(error)
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises the RoomError that ends the run."""
+        """Watch until cancelled. Raises the ComponentError that ends the run."""
         clock = asyncio.get_running_loop().time
         lost = None
         if not self.is_up:
@@ -142,8 +144,8 @@ class Supervisor:
                 lost = await self._replace(lost, is_told=is_told)
                 is_told = is_node_gone
 
-    def _allow(self, lost: RoomError) -> tuple[str, float]:
-        """Return the allowance as text, and seconds to wait. Raises the final RoomError.
+    def _allow(self, lost: ComponentError) -> tuple[str, float]:
+        """Return the allowance as text, and seconds to wait. Raises the final ComponentError.
 
         At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as none: it is waited for
         NODE_WAIT_S, or as long as it is dispensable.
@@ -169,13 +171,13 @@ class Supervisor:
         self._restarts_s.append(self._worked_s)
         return f"{num + 1} of {limit}", min(self.config.backoff_s * 2.0**num, MAX_BACKOFF_S)
 
-    async def _replace(self, lost: RoomError, *, is_told: bool) -> RoomError | None:
+    async def _replace(self, lost: ComponentError, *, is_told: bool) -> ComponentError | None:
         """Return the reason of another loss, if any. `is_told`: its node was missing before."""
         clock = asyncio.get_running_loop().time
         is_node_gone = isinstance(lost, NodeLost)
         try:
             allowance, wait_s = self._allow(lost)
-        except RoomError:
+        except ComponentError:
             if self.config.max_restarts:  # report this error instead of the death
                 await self._end()
             raise
@@ -203,7 +205,7 @@ class Supervisor:
         for process in self._processes:
             await process.end()
 
-    async def _start(self) -> RoomError | None:
+    async def _start(self) -> ComponentError | None:
         """Return the reason of another loss, if any."""
         self._report = asyncio.Future()
         async with self._room():
@@ -212,7 +214,7 @@ class Supervisor:
             try:
                 with waiting("its new process", on=self._processes[0].name):
                     await start_all(self._processes)
-            except RoomError as error:
+            except ComponentError as error:
                 self._num_failed_starts += 1
                 return error
             finally:
@@ -225,20 +227,20 @@ class Supervisor:
         await self._works_again()
         return None
 
-    async def _until_lost(self, work: Coroutine[Any, Any, object]) -> RoomError | None:
+    async def _until_lost(self, work: Coroutine[Any, Any, object]) -> ComponentError | None:
         """Return the loss, or None when `work` ends. Raises other errors of `work`."""
         watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
         working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
         error = (await _race(watching, working)).exception()
         ends_run = isinstance(error, NO_LOSS) and not isinstance(error, errors.TrainerLost)
-        if error is None or (isinstance(error, RoomError) and not ends_run):
+        if error is None or (isinstance(error, ComponentError) and not ends_run):
             return error
         raise error
 
     async def _raise_report(self) -> None:
         raise await asyncio.shield(self._report)
 
-    def _lost_by(self, error: RoomError) -> None:
+    def _lost_by(self, error: ComponentError) -> None:
         if not self._report.done():
             self._report.set_result(error)
             self._down(error)
@@ -248,7 +250,7 @@ class Supervisor:
     def _is_dispensable(self) -> bool:
         return False
 
-    def _down(self, lost: RoomError) -> None:
+    def _down(self, lost: ComponentError) -> None:
         """Stop sending calls to the processes. Idempotent."""
         self.is_up = False
         if self._on_down is not None:
@@ -281,12 +283,12 @@ class FirstStart(Supervisor):
     """A file to remove before each start, where ranks of ended processes have met."""
 
     async def run(self) -> None:
-        """Return when all serve. Raises the RoomError that ends the run."""
+        """Return when all serve. Raises the ComponentError that ends the run."""
         lost = await self._start()
         while lost is not None:
             lost = await self._replace(lost, is_told=False)
 
-    def _allow(self, lost: RoomError) -> tuple[str, float]:
+    def _allow(self, lost: ComponentError) -> tuple[str, float]:
         children = [process.child for process in self._processes]
         if any(child.is_refused() for child in children) or all(
             child.returncode is None for child in children
@@ -333,12 +335,12 @@ class Server:
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
 
     async def watch(self, heartbeat_s: float) -> None:
-        """Raise RoomError when the process ends, or does not answer within `heartbeat_s`."""
+        """Raise ComponentError when the process ends, or does not answer within `heartbeat_s`."""
         try:
             await self._while_alive(self._beat(heartbeat_s))
         except UNANSWERED as error:
             where = f"process {self.child.pid}" if self.child.pid else f"the server at {self.child.url}"
-            raise RoomError(
+            raise ComponentError(
                 self.name,
                 f"{where} does not answer: {_reason(error)}",
                 rule=f"the limit is observe.heartbeat_s={heartbeat_s}",
@@ -351,7 +353,10 @@ class Server:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def come_up(self) -> None:
-        """Wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never serve."""
+        """Start the process and wait until it serves.
+
+        Raises ComponentError if it dies or is late, ConfigError if it can never serve.
+        """
         await self.child.start()
         self.caller.url = self.child.url
         try:
@@ -359,7 +364,7 @@ class Server:
             self.health = await self._while_alive(first)
         except UNANSWERED as error:
             way_out = f"read {self.child.log_path}; raise supervision.start_timeout_s if it needs more time."
-            raise RoomError(
+            raise ComponentError(
                 self.name,
                 f"did not start: {_reason(error)}; the end of its log:\n{self.child.log_tail()}",
                 way_out=(error.way_out if isinstance(error, errors.EngineError) else "") or way_out,
@@ -385,7 +390,7 @@ class Server:
 
 
 def _reason(error: CallLost | CallRefused | errors.EngineError) -> str:
-    return error.fault if isinstance(error, RoomError) else str(error)
+    return error.fault if isinstance(error, ComponentError) else str(error)
 
 
 async def _race(
@@ -408,7 +413,7 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def start_all(servers: Sequence[Server]) -> None:
-    """Raises the first RoomError immediately: trainer ranks wait for each other."""
+    """Raises the first ComponentError immediately: trainer ranks wait for each other."""
     await all_or_none([server.come_up() for server in servers])
 
 
@@ -421,7 +426,7 @@ async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         await cancel_all(tasks)
 
 
-async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
+async def first_death(servers: Sequence[Server], timeout_s: float) -> ComponentError | None:
     children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.base.errors import RoomError
+from asyncrl.base.errors import ComponentError
 from asyncrl.base.user_code import place_of
 from asyncrl.base.waits import open_waits, task_stacks, waits_of_tasks
 from asyncrl.config import SupervisionConfig
@@ -42,7 +42,7 @@ class Watchdog:
 
     Waits: run() sleeps until a report would be due; the status calls look() each second.
     Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn, restart the
-        engines, or end the run with a RoomError.
+        engines, or end the run with a ComponentError.
 
     A daemon thread reports what blocks the loop itself, such as an async reward with plain code in it. Code
     that also keeps Python's global lock is in the stacks that faulthandler's timer writes into `log_path`.
@@ -81,7 +81,7 @@ class Watchdog:
         return waits
 
     async def run(self) -> None:
-        """Raises RoomError if nothing moves and on_stuck is fail."""
+        """Raises ComponentError if nothing moves and on_stuck is fail."""
         here = (asyncio.get_running_loop(), threading.get_ident())
         threading.Thread(target=self._watch_loop, args=here, name="loop watch", daemon=True).start()
         with self.log_path.open("a", encoding="utf-8") as file:
@@ -143,7 +143,7 @@ class Watchdog:
         self.note("stuck", {**details, "children": list(children), "on_stuck": policy})
         if policy == "fail":
             ill = [child for child, is_well in children.items() if not is_well]
-            raise RoomError(
+            raise ComponentError(
                 "watchdog",
                 f"{headline}: {'; '.join(ill or waits)}",
                 rule=f"supervision.watchdog_s={self.settings.watchdog_s:g} and on_stuck=fail end such a run",

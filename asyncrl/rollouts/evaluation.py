@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import ClassVar, Literal
 
-from asyncrl.base.errors import PublishError, RoomError
+from asyncrl.base.errors import ComponentError, PublishError
 from asyncrl.base.waits import note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
@@ -85,7 +85,7 @@ class HeldOut:
     name: str = ""
     last: int = 0
     rollout_timeout_s: float | None = None
-    broken: list[RoomError] = field(default_factory=list)
+    broken: list[ComponentError] = field(default_factory=list)
     evaluated: int | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class HeldOut:
         return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
-        """Return all samples, in prompt order. Raises RoomError if the engine is lost."""
+        """Return all samples, in prompt order. Raises ComponentError if the engine is lost."""
         self.broken.clear()
         runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
         slots = Slots(self.config.slots)
@@ -265,7 +265,7 @@ class Evaluation:
             while not self.is_over and not self.is_off:
                 await self._changed.wait()
 
-    def give_up(self, error: RoomError) -> None:
+    def give_up(self, error: ComponentError) -> None:
         """End evaluation, not the run."""
         if not self.is_off:
             self.stop_nowait()
@@ -287,7 +287,7 @@ class Evaluation:
             for held_out in pending.due:
                 await self._sample(held_out, pending.version, start_s)
                 start_s = asyncio.get_running_loop().time()
-        except RoomError as error:
+        except ComponentError as error:
             if self.target is None:
                 raise
             self.give_up(error)

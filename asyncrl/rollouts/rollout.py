@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.base.errors import ComponentError, PromptUnusable, RolloutFailure, RolloutTimeout
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
@@ -28,7 +28,7 @@ from asyncrl.messages.records import (
     Work,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
-from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
+from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
@@ -183,7 +183,7 @@ class RolloutAttempt:
 
 class Generator(Protocol):
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run)."""
+        """Sampling and scoring raise RolloutFailure (data), or ComponentError (ends the run)."""
         ...
 
 
@@ -207,8 +207,8 @@ class RolloutRunner:
     Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s in total unless
     the generator holds the clock.
 
-    Invariant: run returns data for any failure; only RoomError and CancelledError pass. An attempt holds a
-    slot exactly while it samples.
+    Invariant: run returns data for any failure; only ComponentError and CancelledError pass. An attempt holds
+        a slot exactly while it samples.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
@@ -273,7 +273,7 @@ class RolloutRunner:
             if not all(branch.tokens.spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
-        except RoomError:
+        except ComponentError:
             raise
         except RolloutFailure as failure:
             return failure

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from asyncrl.base.errors import EngineLost, NodeLost, PublishError, RoomError, WeightsLost
+from asyncrl.base.errors import ComponentError, EngineLost, NodeLost, PublishError, WeightsLost
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import SHORTEST_S, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
@@ -24,7 +24,7 @@ OnLost: TypeAlias = Callable[[EngineLost], None]
 Locate: TypeAlias = Callable[[str, Any], Awaitable[Any]]
 """Bring weights to an engine's node and return them with their path there (NodeFiles.locate)."""
 Fetch: TypeAlias = Callable[[int, FileRequest, float], Awaitable[str]]
-"""Download a file to a node within a limit in seconds. Raises RoomError."""
+"""Download a file to a node within a limit in seconds. Raises ComponentError."""
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
 
 
@@ -65,7 +65,7 @@ class NodeFiles:
         node = self.node_of[engine]
         try:
             path = await self.fetch(node, request, self.timeout_s)
-        except RoomError as error:
+        except ComponentError as error:
             lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
             raise lost(
                 engine,
@@ -221,7 +221,7 @@ class Push:
         calls = [on_engine(target) for target in targets]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
-            if isinstance(outcome, RoomError) and not isinstance(outcome, WeightsLost):
+            if isinstance(outcome, ComponentError) and not isinstance(outcome, WeightsLost):
                 raise self._error(
                     f"{target.name} failed in {doing}: {outcome.fault}",
                     outcome.rule,
@@ -446,7 +446,7 @@ class PushLoop(Publisher):
         lost: list[EngineLost] = []
 
         def note(error: EngineLost) -> None:
-            if error.room == name:
+            if error.component == name:
                 lost.append(error)
             else:
                 self.on_lost(error)

@@ -21,7 +21,7 @@ from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
-from asyncrl.messages.work import ChatTokenizer, answer_text
+from asyncrl.messages.worker_api import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Reward,
     RewardFunction,

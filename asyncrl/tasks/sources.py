@@ -24,7 +24,7 @@ from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
-from asyncrl.messages.work import VERIFIERS_KEY
+from asyncrl.messages.worker_api import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.rewards import (
     RewardFunction,

@@ -22,7 +22,7 @@ class FetchedFiles:
     """A node's files: each is downloaded once, and the newest of each purpose stay."""
 
     def __init__(self) -> None:
-        """Raises RoomError without space. Blocks."""
+        """Raises ComponentError without space. Blocks."""
         clear_stale_staging()
         self.folder = new_staging_dir()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)

@@ -13,7 +13,7 @@ from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFor
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import REPLACEMENT, overlap
 from asyncrl.messages.tokens import NO_COMPLETION, TOP_IDS, TOP_LOGPROBS
-from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
+from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest

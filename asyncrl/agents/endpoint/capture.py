@@ -37,7 +37,7 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
-from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
+from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,10 +33,10 @@ from asyncrl.agents.endpoint.sessions import (
     session_ended,
 )
 from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
-from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
+from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.worker_api import ChatTokenizer
 
 Value = TypeVar("Value")
 
@@ -50,7 +50,7 @@ MAX_CHARACTERS = 64
 """Most characters per prompt token."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed from (prompt_id, sample_index, attempt, key of the call)."""
-OnBroken = Callable[[RoomError], None]
+OnBroken = Callable[[ComponentError], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -199,7 +199,7 @@ class EngineRoute:
         except RolloutFailure as failure:  # a retry would fail too
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
-        except RoomError as error:
+        except ComponentError as error:
             self.sessions.end_run_nowait(error.what)
             self.on_broken(error)
             raise engine_unavailable(error.what) from None

@@ -42,12 +42,12 @@ from asyncrl.agents.endpoint.sessions import (
     client_gone,
 )
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingParameters
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.worker_api import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
@@ -88,9 +88,9 @@ class Gateway:
         self._model = rules.model_name
         self.sessions = Sessions(config)
         self._refused = Counter[int]()
-        self._broken: RoomError | None = None
+        self._broken: ComponentError | None = None
 
-        def broke(error: RoomError) -> None:
+        def broke(error: ComponentError) -> None:
             self._broken = error
             on_broken(error)
 

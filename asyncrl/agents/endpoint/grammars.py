@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, Newest, invalid
 from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.messages.token_grammars import GrammarError, check_grammar
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.worker_api import ChatTokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _MATCH_S = 0.1

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_marks, split_thought
-from asyncrl.messages.work import ChatTokenizer, new_hash
+from asyncrl.messages.worker_api import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.capture import ChatNode

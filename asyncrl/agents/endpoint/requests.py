@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingParameters
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.worker_api import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
