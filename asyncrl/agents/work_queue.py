@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import Outcomes
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome, Work
@@ -81,7 +81,7 @@ class RolloutQueue:
         """Receivers of posted outcomes, by key."""
         self._run_id = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._changed = asyncio.Event()
+        self._changed = Signal()
         self._loop = asyncio.get_running_loop()
         self._last_seen_s = self._loop.time()
         self._is_closed = False
@@ -109,7 +109,7 @@ class RolloutQueue:
         self._queue[item.item.item_id] = item
         if item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
-        self._wake()
+        self._changed.notify()
         try:
             with waiting(self._what_runs, on="a worker's result"):
                 result = await item.done
@@ -134,11 +134,10 @@ class RolloutQueue:
         for worker in self._workers.values():
             if worker.silence is not None:
                 worker.silence.cancel()
-        self._wake()
+        self._changed.notify()
 
     async def wait_no_workers(self) -> None:
-        while self._workers:
-            await self._changed.wait()
+        await self._changed.wait_for(lambda: not self._workers)
 
     # ---- routes
 
@@ -193,7 +192,7 @@ class RolloutQueue:
     ) -> list[wire.WorkItem]:
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = self._loop.time() + wait_s
-        self._wake()  # ends this worker's older poll
+        self._changed.notify()  # ends this worker's older poll
         while not self._is_closed and is_connected(request) and worker.last_number == message.number:
             num_taken = min(message.max_items, len(self._queue))
             taken = [self._queue.popitem(last=False)[1] for _ in range(num_taken)]
@@ -270,7 +269,7 @@ class RolloutQueue:
         for item in list(worker.held.values()):
             why = f"{item.item.rollout_id}: worker {worker_id[0]} {what}"
             self._end(item, RolloutFailure(why, way_out=way_out))
-        self._wake()
+        self._changed.notify()
 
     def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None = None) -> None:
         """Idempotent."""
@@ -318,10 +317,6 @@ class RolloutQueue:
             what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
             raise PromptUnusable(what, rule="its `answer` and `info` must be JSON values") from error
         return item
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
 
 
 def _as_response(message: Message) -> Response:

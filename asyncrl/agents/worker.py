@@ -47,6 +47,7 @@ from asyncrl.base.http import (
     secret_of,
 )
 from asyncrl.base.user_code import run_loop
+from asyncrl.base.waits import Signal
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
@@ -84,7 +85,7 @@ class Worker:
         self._caller = caller
         self._give_up_s = give_up_s
         self._identity = {"worker": name, "instance": secrets.token_hex(8)}
-        self._freed = asyncio.Event()
+        self._freed = Signal()
         self._numbers = itertools.count()
         self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
@@ -105,9 +106,7 @@ class Worker:
                         name = f"{item.rollout_id} attempt {item.attempt}"
                         running = tasks.create_task(self._run_item(item, answer.model), name=name)
                         self.running[item.item_id] = running
-                    while len(self.running) >= self.slots:
-                        self._freed.clear()
-                        await self._freed.wait()
+                    await self._freed.wait_for(lambda: len(self.running) < self.slots)
                     answer = await self._take()
                 if self._give_up_s is None:
                     await asyncio.Event().wait()  # the run ends this process
@@ -155,7 +154,7 @@ class Worker:
             log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
         finally:
             del self.running[item.item_id]
-            self._freed.set()
+            self._freed.notify()
 
     def _http_client(self) -> Any:
         self._http = self._http or make_http_client()

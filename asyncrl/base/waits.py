@@ -50,6 +50,44 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
     return doing.result(), cancelled
 
 
+class Signal:
+    """Wakes the tasks that wait for a change of state. It has no state of its own.
+
+    Waits: wait sleeps until the next notify; wait_for until a notify after which `predicate()` is true.
+
+    Invariant: no change is missed, since nothing is awaited between a test of the predicate and the sleep.
+
+    >>> free, has_changed = [], Signal()
+    >>> async def take():
+    ...     await has_changed.wait_for(lambda: len(free) > 0)
+    ...     return free.pop()
+    >>> async def give():
+    ...     free.append("engine-0")
+    ...     has_changed.notify()
+    >>> async def both():
+    ...     return await asyncio.gather(take(), give())
+    >>> asyncio.run(both())
+    ['engine-0', None]
+    """
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        self._next.set()  # for those who wait; later waits need another notify
+        self._next = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._next.wait()
+
+    async def wait_for(self, predicate: Callable[[], object]) -> None:
+        """Return once `predicate()` is true: at once, or after a notify."""
+        while not predicate():
+            await self._next.wait()
+
+
 class OpenWait:
     """A waiting task. Its text is computed on demand."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from asyncrl.base.errors import TaskError, WouldWait
-from asyncrl.base.waits import note_span, waiting
+from asyncrl.base.waits import Signal, note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
@@ -66,7 +66,7 @@ class Buffer:
             look_ahead=look_ahead,
         )
         self._ready: dict[GroupId, Group] = {}
-        self._opened, self._formed = asyncio.Event(), asyncio.Event()
+        self._opened, self._formed = Signal(), Signal()
         self._causes: list[tuple[float, WaitCause | None]] | None = None
         """During wait_batch: times at which the cause of the wait changed, and causes."""
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
@@ -91,8 +91,7 @@ class Buffer:
     async def wait_open(self) -> None:
         """Wait until admit_nowait succeeds. Sleeps until cancelled once all groups are admitted."""
         with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
-            while not self.rule.num_open:
-                await self._opened.wait()
+            await self._opened.wait_for(lambda: self.rule.num_open > 0)
 
     def admit_nowait(self) -> Ticket:
         """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
@@ -225,11 +224,9 @@ class Buffer:
             self._causes.append((asyncio.get_running_loop().time(), cause))
         self._note_load()
         if cause is None:
-            self._formed.set()
-            self._formed = asyncio.Event()
+            self._formed.notify()
         if self.rule.num_open:
-            self._opened.set()
-            self._opened = asyncio.Event()
+            self._opened.notify()
 
     def _note_load(self) -> None:
         if self._auto is not None:

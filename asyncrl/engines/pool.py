@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
@@ -50,7 +50,7 @@ class EnginePool:
         self._sent: list[dict[str, None]] = [{} for _ in servers]
         """Requests of each server, in order of arrival."""
         self._busy_s = [0.0] * len(servers)
-        self._changed = asyncio.Event()
+        self._changed = Signal()
         self._interrupted = self._tokens = 0
 
     @property
@@ -91,8 +91,7 @@ class EnginePool:
     def up_nowait(self, name: str) -> None:
         """Route to this server, which serves the newest announced version. Idempotent."""
         self._router.up.add(self._index[name])
-        self._changed.set()
-        self._changed.clear()
+        self._changed.notify()
 
     async def drain(self, name: str) -> None:
         """Stop routing to this server and move its requests."""
@@ -129,9 +128,9 @@ class EnginePool:
                 on_tokens(new.ids.tolist())
 
         while not join.is_finished:
-            while not self._router.up:
+            if not self._router.up:
                 with waiting("an engine that is up", on="supervisor"):
-                    await self._changed.wait()
+                    await self._changed.wait_for(lambda: self._router.up)
             with self._router.take(request.route_key, self._near(request)) as charge:
                 try:
                     await self._sample_on(charge, join, on_part, is_streamed=on_tokens is not None)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from asyncrl.base.errors import ConfigError, EngineError, ErrorBody
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
+from asyncrl.base.waits import Signal
 from asyncrl.engines.engine import CallScope
 from asyncrl.messages.engine_api import EnginePart
 from asyncrl.messages.sampling import Decode
@@ -149,7 +150,7 @@ class VllmProcess(CallScope):
     Life: `state` is serving -> paused (a commit holds new requests back) -> loading -> serving, once
         checked; or asleep. A process that fails while loading is cut.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began;
-        change_nowait wakes both.
+        `changed` wakes both.
     Invariant: a segment is sent only under `label` while `version` serves. No token of a failed load is
         passed on.
     """
@@ -169,7 +170,7 @@ class VllmProcess(CallScope):
         """Set when ready."""
         self.segments: dict[str, Segment] = {}
         """In flight, by wire id."""
-        self._changed = asyncio.Event()
+        self.changed = Signal()
 
     @property
     def sent(self) -> list[Segment]:
@@ -183,10 +184,6 @@ class VllmProcess(CallScope):
         version, _, mark = label.partition("~")
         return int(version) if version.isdecimal() and mark == self._mark else -1
 
-    def change_nowait(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     def begin_load_nowait(self) -> None:
         """Mark the weights as unknown until confirm_nowait."""
         self.state = "loading"
@@ -195,17 +192,17 @@ class VllmProcess(CallScope):
 
     def confirm_nowait(self) -> None:
         self.state = "serving"
-        self.change_nowait()
+        self.changed.notify()
 
     async def wait_open(self, segment: Segment) -> None:
         """Wait until the segment may be sent, or is aborted."""
-        while not segment.is_aborted and (self.state != "serving" or self.asleep):
-            await self._changed.wait()
+        await self.changed.wait_for(
+            lambda: segment.is_aborted or (self.state == "serving" and not self.asleep)
+        )
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        while not segment.is_certain and self.state == "loading":
-            await self._changed.wait()
+        await self.changed.wait_for(lambda: segment.is_certain or self.state != "loading")
 
     async def end(self, segments: Sequence[Segment]) -> None:
         """Abort these segments and wait for vLLM's answers."""

@@ -212,7 +212,7 @@ class VllmServer(EngineClient):
         ]
         for segment in segments:
             segment.is_aborted = True
-        process.change_nowait()
+        process.changed.notify()
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
             await process.end([segment for segment in segments if segment.is_sent])
         return [segment.request.request_id for segment in segments]
@@ -309,7 +309,7 @@ class VllmServer(EngineClient):
                     async with process.calls():
                         await self._confirm(process, load)
             process.asleep -= woken
-            process.change_nowait()
+            process.changed.notify()
         return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def _swap(self, process: VllmProcess, load: Load, interrupt: api.Interrupt) -> api.CommitResponse:

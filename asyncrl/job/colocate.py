@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
-from asyncrl.base.waits import uncut, waiting
+from asyncrl.base.waits import Signal, uncut, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
@@ -85,12 +85,12 @@ class Colocated(ColocatedPush):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._changed = Signal()
         self.lease = Lease(
-            self._calls, timeout_s=self.timeout_s, on_change=self._wake, resident=self.resident
+            self._calls, timeout_s=self.timeout_s, on_change=self._changed.notify, resident=self.resident
         )
         self._handover = asyncio.Lock()
         self._num_needing = 0
-        self._changed = asyncio.Event()
         self._last = dict[Side, TransferStats]()
 
     def status(self) -> dict[str, Any]:
@@ -159,8 +159,9 @@ class Colocated(ColocatedPush):
     async def wait_room_for_trainer(self) -> None:
         """Return when the engines have no turn, or a handover waits."""
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
-            while self.lease.state in ("generating", "handover") and not self._num_needing:
-                await self._changed.wait()
+            await self._changed.wait_for(
+                lambda: self._num_needing or self.lease.state not in ("generating", "handover")
+            )
 
     async def _hand_to_trainer(self) -> TransferStats:
         if not self.trainer.is_up:
@@ -187,15 +188,11 @@ class Colocated(ColocatedPush):
 
     async def _needing(self, call: Awaitable[T]) -> T:
         self._num_needing += 1
-        self._wake()
+        self._changed.notify()
         try:
             return await call
         finally:
             self._num_needing -= 1
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 WeightScheduler: TypeAlias = Disaggregated | Colocated

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import Signal, waiting
 from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
@@ -49,7 +49,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         self._catches_up = bring_back
         self._may_start = before_start
         self._over: ComponentError | None = None
-        self._up_changed = asyncio.Event()
+        self._up_changed = Signal()
         self._offloaded = frozenset[TrainerPart]()
 
     def gauges(self) -> dict[str, float]:
@@ -62,10 +62,9 @@ class SupervisedTrainer(Supervisor, TrainerClient):
     async def wait_up(self) -> None:
         """Raises ComponentError if the processes never come back."""
         with waiting("the trainer to be back", on="watch trainer"):
-            while not self.is_up:
-                if self._over is not None:
-                    raise self._over
-                await self._up_changed.wait()
+            await self._up_changed.wait_for(lambda: self.is_up or self._over is not None)
+        if not self.is_up and self._over is not None:
+            raise self._over
 
     async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         moved = await super().offload(parts)
@@ -82,7 +81,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             await super().run()
         except ComponentError as error:
             self._over = error
-            asyncio.get_running_loop().call_soon(self._wake)
+            asyncio.get_running_loop().call_soon(self._up_changed.notify)
             raise
 
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -116,11 +115,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             await client.offload(sorted(self._offloaded))
 
     async def _works_again(self) -> None:
-        self._wake()
-
-    def _wake(self) -> None:
-        self._up_changed.set()
-        self._up_changed = asyncio.Event()
+        self._up_changed.notify()
 
 
 async def recover_trainer(

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import ClassVar, Literal
 
 from asyncrl.base.errors import ComponentError, PublishError
-from asyncrl.base.waits import note_span, waiting, within
+from asyncrl.base.waits import Signal, note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
@@ -184,7 +184,7 @@ class Evaluation:
     """Published files are on the eval engine's node."""
     stats: EvaluationStats = field(default_factory=EvaluationStats, init=False)
     _pending: DueVersion | None = field(default=None, init=False)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _changed: Signal = field(default_factory=Signal, init=False)
     _limit: asyncio.Timeout | None = field(default=None, init=False)
 
     def gauges(self) -> dict[str, float]:
@@ -237,12 +237,12 @@ class Evaluation:
                 self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
-                    while self._pending is None:
-                        await self._changed.wait()
+                    await self._changed.wait_for(lambda: self._pending is not None)
                 pending = self._pending
+                assert pending is not None
                 self._pending = None
                 await self._evaluate(pending)
-                self._wake()
+                self._changed.notify()
         finally:
             self._drop()
 
@@ -255,15 +255,13 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         start_s = clock()
         with waiting("the evaluation of the version that is served", on="evaluation"):
-            while is_held():
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: not is_held())
         self.stats.held_s += clock() - start_s
         note_span("weight sync", "held for an evaluation", start_s, clock(), self.stats.version)
 
     async def wait_last(self) -> None:
         with waiting("the evaluation of the last version", on="evaluation"):
-            while not self.is_over and not self.is_off:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self.is_over or self.is_off)
 
     def give_up(self, error: ComponentError) -> None:
         """End evaluation, not the run."""
@@ -349,17 +347,13 @@ class Evaluation:
     def _keep(self, pending: DueVersion) -> None:
         self._drop()
         self._pending = pending
-        self._wake()
+        self._changed.notify()
 
     def _drop(self) -> None:
         if self._pending is not None and self._pending.weights is not None:
             self._unlink(self._pending.weights)
         self._pending = None
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
+        self._changed.notify()
 
     def _unlink(self, kept: ExportResponse) -> None:
         if not self.is_fetched:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from asyncrl.base.errors import ComponentError, PromptUnusable, RolloutFailure, RolloutTimeout
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
@@ -67,7 +67,7 @@ class Slots:
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
         self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; other names are skipped
-        self._spare = asyncio.Event()
+        self._spare = Signal()
 
     @property
     def num_held(self) -> int:
@@ -88,8 +88,7 @@ class Slots:
 
     async def wait_spare(self) -> None:
         with waiting(self._what_is_free, on="a rollout that ends"):
-            while self.num_held >= self.capacity:
-                await self._spare.wait()
+            await self._spare.wait_for(lambda: self.num_held < self.capacity)
 
     def _what_is_free(self) -> str:
         return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
@@ -112,8 +111,7 @@ class Slots:
                 if not self._asked[name].done():  # cancelled just now; its end releases the slot
                     self._asked[name].set_result(None)
         if self.num_held < self.capacity:
-            self._spare.set()
-            self._spare.clear()
+            self._spare.notify()
 
 
 class RolloutClock:

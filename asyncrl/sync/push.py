@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost, NodeLost, PublishError, WeightsLost
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import SHORTEST_S, note_span, waiting, within
+from asyncrl.base.waits import SHORTEST_S, Signal, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import CommitResponse, FileRequest, Interrupt, TransferStats
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
@@ -383,7 +383,7 @@ class PushLoop(Publisher):
         self._restarts_at_loss = -1
         self._num_restarts = 0
         """Restarts of the trainer before it exported the announced weights."""
-        self._changed = asyncio.Event()
+        self._changed = Signal()
 
     async def run(self) -> None:
         """Publish until cancelled. Raises PublishError, or what the trainer's client raises."""
@@ -407,8 +407,7 @@ class PushLoop(Publisher):
 
     async def bring_up(self, name: str) -> None:
         """Give an engine with a new process the announced weights. Raises EngineLost or PublishError."""
-        while self._announced is None and self._is_first_push_due:
-            await self._changed.wait()
+        await self._changed.wait_for(lambda: self._announced is not None or not self._is_first_push_due)
         lost: list[EngineLost] = []
         async with self._lock:
             if self._announced is not None:
@@ -474,16 +473,14 @@ class PushLoop(Publisher):
     async def wait_announced(self, version: int) -> None:
         """Return once every live engine serves `version` or a newer one."""
         with waiting(f"the engines to serve policy_version {version}", on="publisher"):
-            while self.version < version:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self.version >= version)
 
     async def wait_exported_or_busy(self, version: int) -> None:
         """Return once the copy of `version` has begun, or during another copy or push. The trainer
         changes no weight before the copy is complete.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
-            while self._exported_version < version and not self._is_pushing:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self._is_pushing or self._exported_version >= version)
 
     async def _export(self, newest: int) -> tuple[ExportResponse, float]:
         clock = asyncio.get_running_loop().time
@@ -544,5 +541,4 @@ class PushLoop(Publisher):
 
     def _set_pushing(self, is_pushing: bool) -> None:
         self._is_pushing = is_pushing
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -11,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.waits import computed, waiting
+from asyncrl.base.waits import Signal, computed, waiting
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
@@ -81,7 +80,7 @@ class TrainerClient:
         self._caller = caller
         self._timeout_s = timeout_s
         self.policy_version = policy_version
-        self._version_changed = asyncio.Event()
+        self._version_changed = Signal()
 
     async def train(self, batch: Batch) -> api.TrainResponse:
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
@@ -90,8 +89,7 @@ class TrainerClient:
         return report
 
     async def wait_version_above(self, version: int) -> int:
-        while self.policy_version <= version:
-            await self._version_changed.wait()
+        await self._version_changed.wait_for(lambda: self.policy_version > version)
         return self.policy_version
 
     async def begin_export(self) -> int:
@@ -207,8 +205,7 @@ class TrainerClient:
 
     def _reached(self, version: int) -> None:
         self.policy_version = version
-        self._version_changed.set()
-        self._version_changed = asyncio.Event()
+        self._version_changed.notify()
 
 
 def pack_groups(batch: Batch) -> tuple[api.BatchHeader, Tokens]:
