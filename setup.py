@@ -1,4 +1,6 @@
-"""Gives the package's README absolute links, which work on a package index. All else is in pyproject.toml."""
+"""Gives the package's README absolute links, which work on a package index. All else is
+in pyproject.toml.
+"""
 
 import re
 from pathlib import Path
@@ -18,4 +20,6 @@ def absolute(text: str) -> str:
 
 if __name__ == "__main__":
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    setup(long_description=absolute(readme), long_description_content_type="text/markdown")
+    setup(
+        long_description=absolute(readme), long_description_content_type="text/markdown"
+    )

@@ -1,5 +1,5 @@
-"""asyncrl: fully asynchronous reinforcement learning of language models, with a hard staleness bound on every
-token. From Python: docs/python.md.
+"""asyncrl: fully asynchronous reinforcement learning of language models, with a hard
+staleness bound on every token. From Python: docs/python.md.
 """
 
 from __future__ import annotations

@@ -33,21 +33,28 @@ def run(
 ) -> RunRecord:
     """Train as `config` says, to the end or to Ctrl-C, and return the run's record.
 
-    `config`: YAML file, mapping or RunConfig; `overrides`: settings such as "buffer.max_staleness=4".
-    `run_dir`, `resume` and `allow_change` are the options of `asyncrl run`.
+    `config`: YAML file, mapping or RunConfig; `overrides`: settings such as
+    "buffer.max_staleness=4". `run_dir`, `resume` and `allow_change` are the options of
+    `asyncrl run`.
 
     Callbacks run in the run's loop and must return soon: on_step(step, metrics),
-    on_evaluation(policy_version, metrics), on_sample(sample) per rollout of samples.jsonl, and
-    on_weights(policy_version, digest) once every engine serves new weights. Their exceptions end the run with
-    CallbackError; it can be resumed. `signal.raise_signal(signal.SIGINT)` ends it after the step, with a
-    checkpoint.
+    on_evaluation(policy_version, metrics), on_sample(sample) per rollout of
+    samples.jsonl, and on_weights(policy_version, digest) once every engine serves new
+    weights. Their exceptions end the run with CallbackError; it can be resumed.
+    `signal.raise_signal(signal.SIGINT)` ends it after the step, with a checkpoint.
 
-    In a notebook or a running event loop, the run works in a thread; only the main thread receives signals.
-    In a script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
-    AsyncrlError that ended the run, with all processes ended.
+    In a notebook or a running event loop, the run works in a thread; only the main
+    thread receives signals. In a script, call it below `if __name__ == "__main__":`.
+    Raises ConfigError before the start, or the AsyncrlError that ended the run, with
+    all processes ended.
     """
     callbacks = Callbacks(
-        {"on_step": on_step, "on_evaluation": on_evaluation, "on_sample": on_sample, "on_weights": on_weights}
+        {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_sample": on_sample,
+            "on_weights": on_weights,
+        }
     )
     from asyncrl.job.loop import run_job
 
@@ -93,7 +100,9 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _run_in_thread(train: Callable[[], None], lifecycles: Sequence[Lifecycle], early: list[int]) -> None:
+def _run_in_thread(
+    train: Callable[[], None], lifecycles: Sequence[Lifecycle], early: list[int]
+) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
 
     def forward(number: int, frame: object) -> None:
@@ -108,7 +117,8 @@ def _run_in_thread(train: Callable[[], None], lifecycles: Sequence[Lifecycle], e
         with ThreadPoolExecutor(1, "asyncrl run") as pool:
             training = pool.submit(train)
             while not training.done():
-                wait([training], timeout=1.0)  # a signal to another thread does not end a wait
+                # a signal to another thread does not end a wait
+                wait([training], timeout=1.0)
             training.result()
     finally:
         for number, handler in before.items():

@@ -25,15 +25,22 @@ Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
 
 Overrides = Annotated[
-    Texts, Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. buffer.max_staleness=4.")
+    Texts,
+    Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. buffer.max_staleness=4."),
 ]
 NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
 RunDir = Annotated[
-    File, Argument(metavar="[RUN_DIR]", help="Directory of a run (default: the newest in runs/).")
+    File,
+    Argument(
+        metavar="[RUN_DIR]", help="Directory of a run (default: the newest in runs/)."
+    ),
 ]
 RunDirs = Annotated[
     list[Path] | None,
-    Argument(metavar="[RUN_DIR]...", help="Directories of runs (default: the newest in runs/)."),
+    Argument(
+        metavar="[RUN_DIR]...",
+        help="Directories of runs (default: the newest in runs/).",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -45,16 +52,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-serve_app = typer.Typer(help="A gateway, to try an agent, or an engine.", no_args_is_help=True)
+serve_app = typer.Typer(
+    help="A gateway, to try an agent, or an engine.", no_args_is_help=True
+)
 app.add_typer(serve_app, name="serve")
-ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
+ConfigPath = Annotated[
+    Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")
+]
 DEVICES_HELP = """Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes.
 GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory."""
-ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
+ServeDir = Annotated[
+    File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")
+]
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.")
+    ] = False,
+) -> None:
     if version:
         typer.echo(f"asyncrl {__version__}")
         raise typer.Exit
@@ -62,12 +79,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def init(
-    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")],
+    kind: Annotated[
+        str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")
+    ],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
     """Write a config with its task and agent. Never overwrites files.
 
-    quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
+    quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent:
+    a model calls a tool.
     """
     from asyncrl.templates import write_template
 
@@ -79,15 +99,21 @@ def init(
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
-    run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
-    resume: Annotated[str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")] = "auto",
-    allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
+    run_dir: Annotated[
+        File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")
+    ] = "auto",
+    allow_change: Annotated[
+        Texts, Option(help="Key or section that may change in a resumed run.")
+    ] = None,
 ) -> None:
-    """Train. Start with trainer.num_groups, buffer.max_staleness and placement; `asyncrl keys` describes all
-    settings.
+    """Train. Start with trainer.num_groups, buffer.max_staleness and placement;
+    `asyncrl keys` describes all settings.
 
-    Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143 interrupted. Repeat with the same
-    --run-dir to resume.
+    Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143
+    interrupted. Repeat with the same --run-dir to resume.
     """
     from asyncrl.launch.fork_server import serving
 
@@ -96,7 +122,11 @@ def run(
         from asyncrl.job.loop import run_job
 
         code = run_job(
-            loaded, run_dir, name=name_of_config(config), resume=resume, allow_change=allow_change or []
+            loaded,
+            run_dir,
+            name=name_of_config(config),
+            resume=resume,
+            allow_change=allow_change or [],
         )
     _exit(code)
 
@@ -106,10 +136,16 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[Text, Option(metavar="NxNAME-SIZE", help=DEVICES_HELP)] = None,
-    cores: Annotated[int | None, Option(metavar="N", help="Cores of each node.")] = None,
-    memory: Annotated[Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")] = None,
+    cores: Annotated[
+        int | None, Option(metavar="N", help="Cores of each node.")
+    ] = None,
+    memory: Annotated[
+        Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
+    ] = None,
 ) -> None:
-    """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
+    """Validate a config without loading weights, and print processes, devices, threads
+    and memory by node.
+    """
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.machine import described_nodes
@@ -125,15 +161,23 @@ def check(
 @app.command()
 def keys(
     what: Annotated[
-        Text, Argument(metavar="[WHAT]", help="Section (buffer), key (buffer.max_staleness), or search word.")
+        Text,
+        Argument(
+            metavar="[WHAT]",
+            help="Section (buffer), key (buffer.max_staleness), or search word.",
+        ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting.")] = False,
-    schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
+    schema: Annotated[
+        bool, Option("--schema", help="All as a JSON schema, for editors.")
+    ] = False,
 ) -> None:
     """Describe the basic settings, or the settings matching WHAT."""
     from asyncrl.config.load import describe_keys, schema_text
 
-    typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))
+    typer.echo(
+        schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all)
+    )
 
 
 def _or_newest(run_dir: Path | None) -> Path:
@@ -149,7 +193,9 @@ def _or_newest(run_dir: Path | None) -> Path:
 
 @app.command()
 def runs(
-    folder: Annotated[File, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = None,
+    folder: Annotated[
+        File, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first: state, steps, reward, and time of the last write."""
@@ -162,7 +208,8 @@ def runs(
 def status(
     run_dir: RunDir = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
+        bool,
+        typer.Option("--verbose", help="Add waits, queues, engines and time spent."),
     ] = False,
 ) -> None:
     """Describe a run's learning, health and speed."""
@@ -176,25 +223,47 @@ def inspect(
     run_dir: RunDir = None,
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
-    group: Annotated[int | None, Option(help="History of this group, with its conversation.")] = None,
-    samples: Annotated[bool, Option("--samples", help="Rollouts as text: the newest, or of --step.")] = False,
-    best: Annotated[bool, Option("--best", help="Samples with the best reward of their batch.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
+    group: Annotated[
+        int | None, Option(help="History of this group, with its conversation.")
+    ] = None,
+    samples: Annotated[
+        bool, Option("--samples", help="Rollouts as text: the newest, or of --step.")
+    ] = False,
+    best: Annotated[
+        bool, Option("--best", help="Samples with the best reward of their batch.")
+    ] = False,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="Samples with the worst reward.")
+    ] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Samples of rollouts that failed.")
+    ] = False,
 ) -> None:
     """Show the trained groups, and all others in the journal."""
     from asyncrl.observe.show import render_inspect
 
-    kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
+    kinds = [
+        name
+        for name, is_asked in (("best", best), ("worst", worst), ("failed", failed))
+        if is_asked
+    ]
     run = _or_newest(run_dir)
-    typer.echo(render_inspect(run, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
+    typer.echo(
+        render_inspect(
+            run, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds
+        )
+    )
 
 
 @app.command()
 def report(
     run_dirs: RunDirs = None,
     out: Annotated[
-        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
+        File,
+        Option(
+            metavar="FILE",
+            help="The page (default: RUN_DIR/report.html; of several: report.html).",
+        ),
     ] = None,
 ) -> None:
     """Write an HTML page about one or several runs: verdict, curves, timeline, samples.
@@ -213,7 +282,9 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
-    """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
+    """Show the page of one or several runs in a browser, live and read-only, until
+    Ctrl-C.
+    """
     import asyncio
 
     from asyncrl.observe import web
@@ -225,20 +296,30 @@ def watch(
 def export(
     paths: Annotated[
         list[Path],
-        Argument(metavar="[RUN_DIR] OUT", help="Run (default: the newest in runs/), and new folder."),
+        Argument(
+            metavar="[RUN_DIR] OUT",
+            help="Run (default: the newest in runs/), and new folder.",
+        ),
     ],
-    step: Annotated[str, typer.Option(metavar="N|best|last", help="best: by eval/reward_mean.")] = "last",
-    adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
+    step: Annotated[
+        str, typer.Option(metavar="N|best|last", help="best: by eval/reward_mean.")
+    ] = "last",
+    adapter: Annotated[
+        bool, Option("--adapter", help="LoRA: only the adapters, not merged.")
+    ] = False,
 ) -> None:
-    """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+    """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
+    and peft.
 
-    Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/ if it exists, else
-    the newest checkpoint. Needs no GPU.
+    Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/
+    if it exists, else the newest checkpoint. Needs no GPU.
     """
     from asyncrl.job.run_export import export_run
 
     if len(paths) > 2:
-        raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
+        raise typer.BadParameter(
+            f"export takes RUN_DIR and OUT, not {len(paths)} paths"
+        )
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
 
@@ -246,9 +327,12 @@ def export(
 @app.command()
 def scale(
     run_dir: NamedRun,
-    asked: Annotated[str, Argument(metavar="NAME=N", help="A live setting, such as engines=3.")],
+    asked: Annotated[
+        str, Argument(metavar="NAME=N", help="A live setting, such as engines=3.")
+    ],
 ) -> None:
-    """Change a live setting of a running job, such as engines=3 within rollout.num_engines={min: 1, max: 8}.
+    """Change a live setting of a running job, such as engines=3 within
+    rollout.num_engines={min: 1, max: 8}.
 
     `asyncrl status` shows the progress. The number survives a resume.
     """
@@ -259,30 +343,53 @@ def scale(
 
 @app.command()
 def work(
-    url: Annotated[str, Argument(metavar="URL", help="Printed address of the gateway.")],
-    python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
-    command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
-    verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
+    url: Annotated[
+        str, Argument(metavar="URL", help="Printed address of the gateway.")
+    ],
+    python: Annotated[
+        Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")
+    ] = None,
+    command: Annotated[
+        Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")
+    ] = None,
+    verifiers: Annotated[
+        Text, Option(metavar="ID", help="Agent: a verifiers environment.")
+    ] = None,
     key_file: Annotated[
-        File, Option(metavar="FILE", help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).")
+        File,
+        Option(
+            metavar="FILE",
+            help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).",
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
-    env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
-    pass_env: Annotated[Texts, Option(metavar="NAME", help="Variable to pass on.")] = None,
-    sandbox: Annotated[Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")] = None,
-    sandbox_paths: Annotated[
-        Texts, Option("--sandbox-path", metavar="PATH", help="Readable path in the sandbox.")
+    env: Annotated[
+        Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")
     ] = None,
-    max_memory_mb: Annotated[int | None, Option(help="Memory of a sandboxed process, in MiB.")] = None,
+    pass_env: Annotated[
+        Texts, Option(metavar="NAME", help="Variable to pass on.")
+    ] = None,
+    sandbox: Annotated[
+        Text, Option(metavar="KIND", help="Run a command in a sandbox: bubblewrap.")
+    ] = None,
+    sandbox_paths: Annotated[
+        Texts,
+        Option("--sandbox-path", metavar="PATH", help="Readable path in the sandbox."),
+    ] = None,
+    max_memory_mb: Annotated[
+        int | None, Option(help="Memory of a sandboxed process, in MiB.")
+    ] = None,
     give_up_after: Annotated[
         float, Option(metavar="SECONDS", help="End if the gateway is silent this long.")
     ] = 1800.0,
 ) -> None:
-    """Run rollouts for a run with generator.remote: true. Workers can join and leave at any time.
+    """Run rollouts for a run with generator.remote: true. Workers can join and leave at
+    any time.
 
-    Exits with code 0 when the run is done. Gives up after --give-up-after seconds without an answer.
+    Exits with code 0 when the run is done. Gives up after --give-up-after seconds
+    without an answer.
     """
     from asyncrl.agents.worker import run_worker
 
@@ -307,14 +414,18 @@ def work(
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
-    rollouts: Annotated[int | None, Option(metavar="N", min=1, help="Run N rollouts, and end.")] = None,
+    record: Annotated[
+        File, Option(metavar="FILE", help="Append rollouts as JSON lines.")
+    ] = None,
+    rollouts: Annotated[
+        int | None, Option(metavar="N", min=1, help="Run N rollouts, and end.")
+    ] = None,
     run_dir: ServeDir = None,
 ) -> None:
     """Serve engines and a gateway without training, until Ctrl-C.
 
-    The printed key never expires: POST /v1/outcome with a reward ends a rollout and begins the next. With
-    --rollouts: exit code 1 if all fail.
+    The printed key never expires: POST /v1/outcome with a reward ends a rollout and
+    begins the next. With --rollouts: exit code 1 if all fail.
     """
     from asyncrl.launch.fork_server import serving
 
@@ -322,14 +433,18 @@ def serve_gateway(
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_tried=rollouts)
+        code = serve.serve_gateway(
+            loaded, run_dir, name=name, record=record, num_tried=rollouts
+        )
     _exit(code)
 
 
 @serve_app.command("engine")
-def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """Serve one engine with the initial weights, by its own protocol (asyncrl/messages or vLLM's), until
-    Ctrl-C.
+def serve_engine(
+    config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None
+) -> None:
+    """Serve one engine with the initial weights, by its own protocol (asyncrl/messages
+    or vLLM's), until Ctrl-C.
     """
     from asyncrl.launch.fork_server import serving
 
@@ -342,7 +457,9 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 
 def _exit(exit_code: int) -> None:
-    """Exit, immediately if a library's thread would delay it: of a download, or of a stuck tracker."""
+    """Exit, immediately if a library's thread would delay it: of a download, or of a
+    stuck tracker.
+    """
     trackers = sys.modules.get("asyncrl.observe.trackers")
     if exit_code > 128 or (trackers is not None and trackers.LEFT):
         for file in (sys.stdout, sys.stderr):

@@ -1,15 +1,17 @@
-"""Compare asynchronous with synchronous training on rollouts that wait for slow tools (simulated by sleeps).
+"""Compare asynchronous with synchronous training on rollouts that wait for slow tools
+(simulated by sleeps).
 
-Each row is a separate `asyncrl run`: embedded engine, tiny model, real optimizer steps, look_ahead auto. The
-first 20 steps are dropped. A step takes at least the largest of three bounds, all measured in the same run:
+Each row is a separate `asyncrl run`: embedded engine, tiny model, real optimizer steps,
+look_ahead auto. The first 20 steps are dropped. A step takes at least the largest of
+three bounds, all measured in the same run:
 
     generate    decode seconds of the engine per batch
     train       perf/train_s
     little      mean time of a group (its slowest rollout, or until it is requeued) / (look_ahead + 1): by
                 Little's law, as at most (look_ahead + 1) * num_groups groups are in flight
 
-`of bound` is the largest bound over the step. The rest is lost to the batch that waits for its last groups,
-the batch in training, and requeued groups (`again`: their share).
+`of bound` is the largest bound over the step. The rest is lost to the batch that waits
+for its last groups, the batch in training, and requeued groups (`again`: their share).
 
     python benchmarks/async_vs_sync.py [--seconds 240]
 
@@ -80,9 +82,19 @@ class Row:
         return max(self.train_s, self.generate_s, self.little_s) / self.step_s
 
     def line(self) -> str:
-        seconds = (self.step_s, self.generate_s, self.train_s, self.little_s, self.of_bound)
+        seconds = (
+            self.step_s,
+            self.generate_s,
+            self.train_s,
+            self.little_s,
+            self.of_bound,
+        )
         shares = (f"{self.masked:.2%}", f"{self.again:.1%}", f"{self.look_ahead:.1f}")
-        cells = [*(f"{value:.3f}" for value in seconds), f"{self.idle:.0%}", f"{self.age:.2f}"]
+        cells = [
+            *(f"{value:.3f}" for value in seconds),
+            f"{self.idle:.0%}",
+            f"{self.age:.2f}",
+        ]
         return f"{self.name:<17} " + " ".join(
             f"{cell:>8}" for cell in [*cells, f"{self.oldest:.0f}", *shares]
         )
@@ -92,9 +104,14 @@ def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -
     config = folder / "tools.yaml"
     config.write_text(CONFIG)
     run_dir = folder / f"{max_staleness}-{on_overdue}"
-    settings = [f"buffer.max_staleness={max_staleness}", f"buffer.on_overdue={on_overdue}"]
+    settings = [
+        f"buffer.max_staleness={max_staleness}",
+        f"buffer.on_overdue={on_overdue}",
+    ]
     settings += [f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)]
-    subprocess.run([*ASYNCRL, str(config), *settings], check=True, env=child_environ(), timeout=900)
+    subprocess.run(
+        [*ASYNCRL, str(config), *settings], check=True, env=child_environ(), timeout=900
+    )
     steps = read_steps(run_dir)
     num_first = NUM_FIRST if max_staleness else num_steps // 5
     first, kept = steps[num_first - 1], steps[num_first:]
@@ -129,9 +146,15 @@ def main() -> None:
 
 
 def run_all(seconds: float) -> None:
-    """Run the rows one after the other, each for its share of `seconds`, and print the table."""
-    print(f"{NUM_GROUPS} groups of {GROUP_SIZE}; tools of 0.2 s (median, lognormal sigma 1); seconds")
-    columns = "step generate train little of_bound idle age max masked again ahead".split()
+    """Run the rows one after the other, each for its share of `seconds`, and print the
+    table.
+    """
+    print(
+        f"{NUM_GROUPS} groups of {GROUP_SIZE}; tools of 0.2 s (median, lognormal sigma 1); seconds"
+    )
+    columns = (
+        "step generate train little of_bound idle age max masked again ahead".split()
+    )
     print(f"{'max_staleness':<17}", *(f"{column:>8}" for column in columns))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -140,11 +163,17 @@ def run_all(seconds: float) -> None:
             num_steps = max(least, int(seconds / len(ROWS) / about_s))
             rows.append(run_row(max_staleness, on_overdue, num_steps, Path(folder)))
             print(rows[-1].line(), flush=True)
-    print("idle: share of wall time in which the trainer waited; age: mean staleness; ahead: mean look_ahead")
+    print(
+        "idle: share of wall time in which the trainer waited; age: mean staleness; ahead: mean look_ahead"
+    )
     sync, *_ = rows
     for row in rows[1:]:
-        print(f"{row.name}: {sync.step_s / row.step_s:.2f} times the steps of max_staleness 0")
-    print(f"ratio: {min(row.of_bound for row in rows if row.name.endswith('mask')):.2f}")
+        print(
+            f"{row.name}: {sync.step_s / row.step_s:.2f} times the steps of max_staleness 0"
+        )
+    print(
+        f"ratio: {min(row.of_bound for row in rows if row.name.endswith('mask')):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A whole run in virtual time: rollouts, rewards, a trainer and weight pushes around the real staleness rule.
-No asyncio, no model.
+"""A whole run in virtual time: rollouts, rewards, a trainer and weight pushes around
+the real staleness rule. No asyncio, no model.
 
-Every sequence samples one token per second. Groups start, and prompts are requeued, as in the product: a test
-plays both. Lengths follow from the workload's seed, the prompt and how often it was requeued, so two rules
-see the same prompts.
+Every sequence samples one token per second. Groups start, and prompts are requeued, as
+in the product: a test plays both. Lengths follow from the workload's seed, the prompt
+and how often it was requeued, so two rules see the same prompts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from asyncrl.messages.records import GroupId
 class Lognormal:
     """Rollouts of lognormal length with mean `tokens` and shape `sigma`.
 
-    `prompt_share` of the variance of the logarithm belongs to the prompt: long for all its rollouts, and
-    again when it is requeued. With `tool_s` > 0 the reward waits for a tool, lognormal with mean `tool_s`
-    and shape `tool_sigma`.
+    `prompt_share` of the variance of the logarithm belongs to the prompt: long for all
+    its rollouts, and again when it is requeued. With `tool_s` > 0 the reward waits for
+    a tool, lognormal with mean `tool_s` and shape `tool_sigma`.
     """
 
     sigma: float
@@ -41,16 +41,25 @@ class Lognormal:
 
     def length(self, prompt: int, num_requeued: int, sample_index: int) -> float:
         """Return the tokens of one rollout."""
-        of_prompt = random.Random(f"{self.seed}/{prompt}").gauss() if self.prompt_share else 0.0
-        of_sample = random.Random(f"{self.seed}/{prompt}/{num_requeued}/{sample_index}").gauss()
-        normal = math.sqrt(self.prompt_share) * of_prompt + math.sqrt(1 - self.prompt_share) * of_sample
+        of_prompt = (
+            random.Random(f"{self.seed}/{prompt}").gauss() if self.prompt_share else 0.0
+        )
+        of_sample = random.Random(
+            f"{self.seed}/{prompt}/{num_requeued}/{sample_index}"
+        ).gauss()
+        normal = (
+            math.sqrt(self.prompt_share) * of_prompt
+            + math.sqrt(1 - self.prompt_share) * of_sample
+        )
         return self.tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
     def wait_s(self, prompt: int, num_requeued: int, sample_index: int) -> float:
         """Return the seconds of one rollout's tool."""
         if not self.tool_s:
             return 0.0
-        draw = random.Random(f"tool {self.seed}/{prompt}/{num_requeued}/{sample_index}").gauss()
+        draw = random.Random(
+            f"tool {self.seed}/{prompt}/{num_requeued}/{sample_index}"
+        ).gauss()
         return self.tool_s * math.exp(self.tool_sigma * draw - self.tool_sigma**2 / 2)
 
 
@@ -102,9 +111,9 @@ class Simulation:
         max_requeues: int = 3,
         auto: LookAhead | None = None,
     ) -> None:
-        """A batch trains for `train_s`, and its version is served `publish_s` later; versions that come
-        during a push are skipped. A requeued prompt starts before any new one, `max_requeues` times at most.
-        `auto` sets the look-ahead.
+        """A batch trains for `train_s`, and its version is served `publish_s` later;
+        versions that come during a push are skipped. A requeued prompt starts before
+        any new one, `max_requeues` times at most. `auto` sets the look-ahead.
         """
         self.rule = rule
         self.workload = workload
@@ -119,7 +128,8 @@ class Simulation:
         """When each batch was taken."""
         self.look_aheads: list[int] = []
         """In force when each batch was taken."""
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
+        # heap; numbered in the order of calls
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._groups: dict[GroupId, _Group] = {}
         self._queue: deque[_Rollout] = deque()
@@ -143,7 +153,9 @@ class Simulation:
         while self.rule.next_batch < self.rule.num_batches or self._is_training:
             if not self._events:
                 waits_for = self.rule.waits_for
-                raise RuntimeError(f"deadlock: batch {self.rule.next_batch} waits for {waits_for}")
+                raise RuntimeError(
+                    f"deadlock: batch {self.rule.next_batch} waits for {waits_for}"
+                )
             self.now_s, _, event = heapq.heappop(self._events)
             event()
             self._settle()
@@ -159,7 +171,9 @@ class Simulation:
         if delay_s <= 0.0:
             event()
         else:
-            heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), event))
+            heapq.heappush(
+                self._events, (self.now_s + delay_s, next(self._numbers), event)
+            )
 
     def _settle(self) -> None:
         """Do all that can be done at this time: fill free slots, take a batch."""
@@ -186,7 +200,9 @@ class Simulation:
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
-        prompt, num_requeued = heapq.heappop(self._requeued) if self._requeued else (self._num_drawn, 0)
+        prompt, num_requeued = (
+            heapq.heappop(self._requeued) if self._requeued else (self._num_drawn, 0)
+        )
         self._num_drawn += num_requeued == 0
         size = self.workload.group_size
         rollouts = [
@@ -197,7 +213,9 @@ class Simulation:
             )
             for index in range(size)
         ]
-        self._groups[ticket.group_id] = _Group(prompt, num_requeued, rollouts, size, size)
+        self._groups[ticket.group_id] = _Group(
+            prompt, num_requeued, rollouts, size, size
+        )
         self._queue.extend(rollouts)
 
     def _sampled(self, rollout: _Rollout) -> None:
@@ -233,7 +251,11 @@ class Simulation:
 
     def _take_if_formed(self) -> None:
         rule = self.rule
-        if self._is_training or rule.next_batch == rule.num_batches or rule.waits_for is not None:
+        if (
+            self._is_training
+            or rule.next_batch == rule.num_batches
+            or rule.waits_for is not None
+        ):
             return
         self._waited_s += self.now_s - self._waits_since_s
         self.look_aheads.append(rule.look_ahead)
@@ -243,11 +265,15 @@ class Simulation:
         taken = [(group_id, self._groups.pop(group_id)) for group_id in group_ids]
         for _, group in taken:
             self._count_tokens(version, group)
-        self.batches.append((version, tuple((group_id, group.oldest) for group_id, group in taken)))
+        self.batches.append(
+            (version, tuple((group_id, group.oldest) for group_id, group in taken))
+        )
         for group_id in requeued:
             self._requeue(group_id)
         if self.auto is not None:
-            rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
+            rule.set_look_ahead(
+                self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready)
+            )
         self._is_training = True
         self._after(self.train_s, self._trained)
 

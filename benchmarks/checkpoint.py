@@ -1,16 +1,18 @@
-"""Time that a save of the trainer's state holds up training, against a memory copy of the same bytes.
+"""Time that a save of the trainer's state holds up training, against a memory copy of
+the same bytes.
 
-A real TrainerRank of 69 M parameters: 277 MB of float32 weights and twice that of AdamW's moments. Each
-repetition in the same run: a memory copy of that size (source and target warm), one optimizer step, a save
-that is awaited, and a save with concurrent optimizer steps. Files are synced to the disk of the temporary
-directory.
+A real TrainerRank of 69 M parameters: 277 MB of float32 weights and twice that of
+AdamW's moments. Each repetition in the same run: a memory copy of that size (source and
+target warm), one optimizer step, a save that is awaited, and a save with concurrent
+optimizer steps. Files are synced to the disk of the temporary directory.
 
     python benchmarks/checkpoint.py [--seconds 60]
 
-`held up` is the time in which a trainer neither computes nor steps: until a save begins, and before the first
-step changes weights, until they are copied into host buffers. `copy` is only that copy. The first copy also
-allocates these buffers and has its own row. `step during a save` counts steps that ran entirely during the
-writing of files.
+`held up` is the time in which a trainer neither computes nor steps: until a save
+begins, and before the first step changes weights, until they are copied into host
+buffers. `copy` is only that copy. The first copy also allocates these buffers and has
+its own row. `step during a save` counts steps that ran entirely during the writing of
+files.
 
 Last line: `ratio: X` = held up over memory copy, medians of the same run.
 """
@@ -70,14 +72,17 @@ def make_step(folder: Path) -> TrainerRank:
 
 
 def as_a_child() -> None:
-    """Start this process again, once, with the environment that a run gives a trainer of one thread."""
+    """Start this process again, once, with the environment that a run gives a trainer
+    of one thread.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         environ = {**os.environ, **HUGE_PAGES, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], environ)
 
 
 def train_once(step: TrainerRank) -> float:
-    rng, num_tokens = np.random.default_rng(step.policy_version), NUM_TOKENS * NUM_SEQUENCES
+    rng = np.random.default_rng(step.policy_version)
+    num_tokens = NUM_TOKENS * NUM_SEQUENCES
     mask = np.arange(num_tokens) % NUM_TOKENS > 0
     header = BatchHeader(
         version=step.policy_version,
@@ -121,7 +126,9 @@ def timed(step: TrainerRank) -> Iterator[list[float]]:
         step.before_change = before_change  # type: ignore[method-assign]
 
 
-def save(step: TrainerRank, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
+def save(
+    step: TrainerRank, path: Path, *, is_beside: bool
+) -> tuple[float, float, list[float]]:
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
@@ -142,7 +149,9 @@ def save(step: TrainerRank, path: Path, *, is_beside: bool) -> tuple[float, floa
 
 
 def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]:
-    """Repetitions until the time is over; seconds held up by the first save; bytes of a state."""
+    """Repetitions until the time is over; seconds held up by the first save; bytes of a
+    state.
+    """
     step = make_step(folder)
     train_once(step)
     first_s, _, _ = save(step, folder / "state", is_beside=False)
@@ -150,27 +159,46 @@ def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]
     repetitions: list[Repetition] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
-        memcpy_s, step_s = copy_costs(num_bytes, torch.device("cpu"))[0][0], train_once(step)
+        memcpy_s, step_s = (
+            copy_costs(num_bytes, torch.device("cpu"))[0][0],
+            train_once(step),
+        )
         copy_s, whole_s, _ = save(step, folder / "state", is_beside=False)
         held_s, _, steps_beside_s = save(step, folder / "state", is_beside=True)
-        repetitions.append(Repetition(memcpy_s, step_s, copy_s, held_s, whole_s, steps_beside_s))
+        repetitions.append(
+            Repetition(memcpy_s, step_s, copy_s, held_s, whole_s, steps_beside_s)
+        )
     return repetitions, first_s, num_bytes
 
 
 def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
     """The table and the last line."""
     memcpy_s = median(one.memcpy_s for one in repetitions)
-    held_s, whole_s = median(one.held_s for one in repetitions), median(one.whole_s for one in repetitions)
-    print(f"{num_bytes / 1e6:.0f} MB of weights and optimizer, {len(repetitions)} repetitions, medians")
+    held_s, whole_s = (
+        median(one.held_s for one in repetitions),
+        median(one.whole_s for one in repetitions),
+    )
+    print(
+        f"{num_bytes / 1e6:.0f} MB of weights and optimizer, {len(repetitions)} repetitions, medians"
+    )
     print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
     copy_s = median(one.copy_s for one in repetitions)
-    rows = {"memory copy": memcpy_s, "held up": held_s, "copy": copy_s, "first copy": first_s}
+    rows = {
+        "memory copy": memcpy_s,
+        "held up": held_s,
+        "copy": copy_s,
+        "first copy": first_s,
+    }
     rows["whole save"] = whole_s
     for name, seconds in rows.items():
-        print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
+        print(
+            f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}"
+        )
     print(f"{'step':28}{median(one.step_s for one in repetitions):10.4f}")
     if beside := [seconds for one in repetitions for seconds in one.steps_beside_s]:
-        print(f"{'step during a save':28}{median(beside):10.4f}   ({len(beside)} steps)")
+        print(
+            f"{'step during a save':28}{median(beside):10.4f}   ({len(beside)} steps)"
+        )
     print(f"held up for {held_s / whole_s:.1%} of the whole save")
     print(f"ratio: {held_s / memcpy_s:.2f}")
 

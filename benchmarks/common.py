@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: options, the kept report, random models, engine servers, memory copies."""
+"""Shared by all benchmarks: options, the kept report, random models, engine servers,
+memory copies.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,26 @@ RUN_TIMEOUT_S = 900.0
 
 def options(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
     """Return a parser with --seconds and --write."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help="time to measure, start-up excluded (%(default)s)"
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="keep the output in benchmarks/results/")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="time to measure, start-up excluded (%(default)s)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the output in benchmarks/results/"
+    )
     return parser
 
 
 @contextlib.contextmanager
 def reported(name: str, *, is_kept: bool) -> Iterator[None]:
-    """Print the machine and the block's output; with `is_kept`, also write both to results/NAME.txt."""
+    """Print the machine and the block's output; with `is_kept`, also write both to
+    results/NAME.txt.
+    """
     kept = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, kept)):
         print(machine_line())
@@ -81,9 +92,15 @@ class _Both(io.TextIOBase):
 
 def machine_line() -> str:
     """Return the processor, device and versions that the figures depend on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    )
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return (
         f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {device}; "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
@@ -93,7 +110,9 @@ def machine_line() -> str:
 
 def child_environ() -> dict[str, str]:
     """Return this environment for children that import modules of this folder."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    }
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
@@ -104,12 +123,16 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class RunProcesses:
-    """Samples of a run's processes, by name: CPU seconds so far, and memory if it is sampled."""
+    """Samples of a run's processes, by name: CPU seconds so far, and memory if it is
+    sampled.
+    """
 
     root: psutil.Process
     run_dir: Path
     memory_of: str | None = None
-    """None, cpu (proportional set sizes) or cuda (used memory of all devices, as "device")."""
+    """None, cpu (proportional set sizes) or cuda (used memory of all devices, as
+    "device").
+    """
     samples: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)
     """(steps done, time, CPU seconds)."""
     memory: list[tuple[int, dict[str, int]]] = field(default_factory=list)
@@ -118,7 +141,11 @@ class RunProcesses:
     def sample(self) -> None:
         """Take one sample."""
         cpu_s = dict[str, float]()
-        held = {"device": _device_bytes()} if self.memory_of == "cuda" else dict[str, int]()
+        held = (
+            {"device": _device_bytes()}
+            if self.memory_of == "cuda"
+            else dict[str, int]()
+        )
         try:
             for process in (self.root, *self.root.children(recursive=True)):
                 name = "controller" if process == self.root else _name_of(process)
@@ -127,20 +154,27 @@ class RunProcesses:
                     held[name] = held.get(name, 0) + process.memory_full_info().pss
         except psutil.NoSuchProcess:  # the run is ending
             return
-        # Read last: a sample that a busy machine delayed must not count for an earlier step.
+        # Read last: a sample that a busy machine delayed must not count for an earlier
+        # step.
         metrics = self.run_dir / "metrics.jsonl"
         num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         self.samples.append((num_steps, time.monotonic(), cpu_s))
         self.memory.append((num_steps, held))
 
     def peak_bytes(self, num_steps: int) -> dict[str, int]:
-        """Return the peak of each process, and of all as "all", until the last of `num_steps` ends."""
-        held = [{**each, "all": sum(each.values())} for done, each in self.memory if done < num_steps]
+        """Return the peak of each process, and of all as "all", until the last of
+        `num_steps` ends.
+        """
+        held = [
+            {**each, "all": sum(each.values())}
+            for done, each in self.memory
+            if done < num_steps
+        ]
         return {name: max(each.get(name, 0) for each in held) for name in held[-1]}
 
     def cpu(self, first: int, last: int) -> dict[str, float]:
-        """Return each process's CPU seconds per wall second between two steps. Raises SystemExit if the steps
-        took less than two samples.
+        """Return each process's CPU seconds per wall second between two steps. Raises
+        SystemExit if the steps took less than two samples.
         """
         inside = [sample for sample in self.samples if first <= sample[0] <= last]
         if len(inside) < 2:
@@ -149,24 +183,39 @@ class RunProcesses:
                 "  Way out: raise --seconds."
             )
         (_, begin_s, before), (_, end_s, after) = inside[0], inside[-1]
-        return {name: (after[name] - before[name]) / (end_s - begin_s) for name in after if name in before}
+        return {
+            name: (after[name] - before[name]) / (end_s - begin_s)
+            for name in after
+            if name in before
+        }
 
 
 def _name_of(process: psutil.Process) -> str:
-    return next((Path(part).stem for part in process.cmdline() if part.endswith(".json")), "fork server")
+    return next(
+        (Path(part).stem for part in process.cmdline() if part.endswith(".json")),
+        "fork server",
+    )
 
 
 def _device_bytes() -> int:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    lines = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.split()
     return 2**20 * sum(map(int, lines))
 
 
-def watched(command: list[str], run_dir: Path, *, memory_of: str | None = None) -> RunProcesses:
-    """Execute a run in `run_dir` and sample its processes. Raises SystemExit if it fails."""
+def watched(
+    command: list[str], run_dir: Path, *, memory_of: str | None = None
+) -> RunProcesses:
+    """Execute a run in `run_dir` and sample its processes. Raises SystemExit if it
+    fails.
+    """
     is_over = threading.Event()
     command = [*command, "--run-dir", str(run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=child_environ()) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=child_environ()
+    ) as child:
         processes = RunProcesses(psutil.Process(child.pid), run_dir, memory_of)
 
         def watch() -> None:
@@ -182,13 +231,15 @@ def watched(command: list[str], run_dir: Path, *, memory_of: str | None = None) 
             is_over.set()
             watcher.join()
     if code != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {code}; see {run_dir / 'logs'}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {code}; see {run_dir / 'logs'}"
+        )
     return processes
 
 
 def random_qwen3(folder: Path, **sizes: int) -> Qwen3ForCausalLM:
-    """Save and return a random Qwen3 with tied embeddings and without an end token. `sizes`: fields of
-    Qwen3Config.
+    """Save and return a random Qwen3 with tied embeddings and without an end token.
+    `sizes`: fields of Qwen3Config.
     """
     torch.manual_seed(0)
     ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
@@ -214,7 +265,9 @@ def qwen3_69m(folder: Path, max_length: int) -> Qwen3ForCausalLM:
 
 def printable_tokenizer(folder: Path) -> Path:
     """Save a tokenizer with one token per printable ASCII character; return its folder."""
-    make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder / "tokenizer")
+    make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(
+        folder / "tokenizer"
+    )
     (folder / "tokenizer" / "config.json").write_text("{}")
     return folder / "tokenizer"
 
@@ -232,7 +285,9 @@ def spent(work: Callable[[], object]) -> Spent:
 
 
 def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
-    """Return the cost of a copy onto warm memory and onto new pages; on CUDA, to pinned memory for both."""
+    """Return the cost of a copy onto warm memory and onto new pages; on CUDA, to pinned
+    memory for both.
+    """
     is_cuda = device.type == "cuda"
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -243,7 +298,11 @@ def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
             torch.cuda.synchronize()
 
     warm = sorted(spent(lambda: copy_to(target)) for _ in range(3))[1]
-    new = warm if is_cuda else spent(lambda: copy_to(torch.empty(num_bytes, dtype=torch.uint8)))
+    new = (
+        warm
+        if is_cuda
+        else spent(lambda: copy_to(torch.empty(num_bytes, dtype=torch.uint8)))
+    )
     return warm, new
 
 
@@ -260,8 +319,9 @@ def has_vllm() -> bool:
 async def engine_server(
     kind: str, model: Path, folder: Path, *, slots: int, max_length: int, **fields: Any
 ) -> AsyncIterator[tuple[EngineClient, Caller]]:
-    """Run a server of `kind` (embedded, vllm), by default on the CPU in float32, without an end token; yield
-    its client and the client's caller. `fields`: more fields of the engine's spec.
+    """Run a server of `kind` (embedded, vllm), by default on the CPU in float32,
+    without an end token; yield its client and the client's caller. `fields`: more
+    fields of the engine's spec.
     """
     secret = secrets.token_hex(16)
     spec: dict[str, Any] = {
@@ -270,10 +330,16 @@ async def engine_server(
         "slots": slots,
         "max_length": max_length,
     }
-    spec |= {"device": "cpu"} | ({"dtype": "float32"} if kind == "vllm" else {}) | fields
-    python = partial(find_python, RolloutConfig(engine="vllm")) if kind == "vllm" else None
+    spec |= (
+        {"device": "cpu"} | ({"dtype": "float32"} if kind == "vllm" else {}) | fields
+    )
+    python = (
+        partial(find_python, RolloutConfig(engine="vllm")) if kind == "vllm" else None
+    )
     module = f"asyncrl_servers.{kind}"
-    child = ChildProcess(ProcessSpec("engine-0", module, json.dumps(spec), folder, secret, python=python))
+    child = ChildProcess(
+        ProcessSpec("engine-0", module, json.dumps(spec), folder, secret, python=python)
+    )
     await child.start()
     caller = Caller("engine-0", child.url, secret)
     client: EngineClient

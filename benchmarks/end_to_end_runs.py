@@ -19,7 +19,9 @@ from common import child_environ, read_steps
 
 LEVELS = (0.5, 0.7, 0.8)
 WINDOW = 10
-"""Optimizer steps of the moving mean that has to reach a level; the first WINDOW - 1 steps reach none."""
+"""Optimizer steps of the moving mean that has to reach a level; the first WINDOW - 1
+steps reach none.
+"""
 FINAL_PART = 10
 """The final reward is the mean over the last tenth of the steps."""
 TIMEOUT_S = 3600.0
@@ -33,8 +35,8 @@ def running_mean(values: list[float], *, window: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A finished run. Seconds and reward/mean, one a step; seconds count from the start of the loop, and
-    start_up_s are those of the process before it.
+    """A finished run. Seconds and reward/mean, one a step; seconds count from the start
+    of the loop, and start_up_s are those of the process before it.
     """
 
     start_up_s: float
@@ -43,15 +45,23 @@ class Curve:
     lengths: list[float]
 
     def reach_s(self, level: float) -> float:
-        """Seconds until the moving mean first reaches the level; infinite if it never does."""
+        """Seconds until the moving mean first reaches the level; infinite if it never
+        does.
+        """
         means = running_mean(self.rewards, window=WINDOW)
-        found = (self.times_s[step] for step in range(WINDOW - 1, len(means)) if means[step] >= level)
+        found = (
+            self.times_s[step]
+            for step in range(WINDOW - 1, len(means))
+            if means[step] >= level
+        )
         return next(found, math.inf)
 
     @property
     def final_reward(self) -> float:
         """Mean over the last tenth of the steps."""
-        return statistics.fmean(self.rewards[-max(1, len(self.rewards) // FINAL_PART) :])
+        return statistics.fmean(
+            self.rewards[-max(1, len(self.rewards) // FINAL_PART) :]
+        )
 
     @property
     def steps_per_min(self) -> float:
@@ -77,7 +87,9 @@ class Measured:
 
     def reach_s(self, level: float, *, with_start: bool = False) -> float:
         """Median seconds until a level."""
-        return self.median(lambda curve: curve.reach_s(level) + with_start * curve.start_up_s)
+        return self.median(
+            lambda curve: curve.reach_s(level) + with_start * curve.start_up_s
+        )
 
     @property
     def final_reward(self) -> float:
@@ -92,8 +104,8 @@ class Work:
     folder: Path
 
     def measure(self, name: str, command: Sequence[str]) -> Curve:
-        """Execute the command (it takes --run-dir), or return the kept result of the same command. Raises
-        SystemExit if it fails.
+        """Execute the command (it takes --run-dir), or return the kept result of the
+        same command. Raises SystemExit if it fails.
         """
         kept = self.folder / f"{name}.json"
         if kept.exists():
@@ -116,22 +128,32 @@ class Work:
             log.seek(0)
             if done.returncode != 0:
                 tail = log.read()[-3000:]
-                raise SystemExit(f"{name} ended with {done.returncode}: {' '.join(command)}\n{tail}")
+                raise SystemExit(
+                    f"{name} ended with {done.returncode}: {' '.join(command)}\n{tail}"
+                )
         curve = read_curve(run_dir, started_s)
-        kept.write_text(json.dumps({"command": [*command]} | vars(curve)), encoding="utf-8")
+        kept.write_text(
+            json.dumps({"command": [*command]} | vars(curve)), encoding="utf-8"
+        )
         seconds = curve.times_s[-1]
-        print(f"{name}: {seconds:.1f} s, reward {curve.final_reward:.3f}", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {seconds:.1f} s, reward {curve.final_reward:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
         return curve
 
 
 def read_curve(run_dir: Path, started_s: float) -> Curve:
-    """Return the curve of a run whose process started at `started_s`. metrics.jsonl was last written at the
-    end of the last step, which dates the start of the loop.
+    """Return the curve of a run whose process started at `started_s`. metrics.jsonl was
+    last written at the end of the last step, which dates the start of the loop.
     """
     steps = read_steps(run_dir)
     times_s = [float(step["time_s"]) for step in steps]
     return Curve(
-        start_up_s=(run_dir / "metrics.jsonl").stat().st_mtime - started_s - times_s[-1],
+        start_up_s=(run_dir / "metrics.jsonl").stat().st_mtime
+        - started_s
+        - times_s[-1],
         times_s=times_s,
         rewards=[float(step["reward/mean"]) for step in steps],
         lengths=[float(step["sample/length_mean"]) for step in steps],
@@ -139,7 +161,10 @@ def read_curve(run_dir: Path, started_s: float) -> Curve:
 
 
 def best_rate(curves: dict[str, Curve]) -> str:
-    return min(curves, key=lambda rate: (curves[rate].reach_s(LEVELS[-1]), -curves[rate].final_reward))
+    return min(
+        curves,
+        key=lambda rate: (curves[rate].reach_s(LEVELS[-1]), -curves[rate].final_reward),
+    )
 
 
 # ---- the plot
@@ -156,33 +181,58 @@ NUM_PLACES = 400
 
 
 def on_grid(curves: Sequence[Curve], axis: str, window: int) -> tuple[Any, Any]:
-    """Return places (float64, one axis) and the seeds' smoothed rewards there, one row per seed. Places end
-    where the shortest seed ends. `axis`: steps or seconds; rewards between steps are interpolated.
+    """Return places (float64, one axis) and the seeds' smoothed rewards there, one row
+    per seed. Places end where the shortest seed ends. `axis`: steps or seconds; rewards
+    between steps are interpolated.
     """
     smooth = [running_mean(curve.rewards, window=window) for curve in curves]
-    times = [curve.times_s if axis == "seconds" else [*range(1, len(curve.rewards) + 1)] for curve in curves]
+    times = [
+        curve.times_s if axis == "seconds" else [*range(1, len(curve.rewards) + 1)]
+        for curve in curves
+    ]
     first = max(each[0] for each in times)
     last = min(each[-1] for each in times)
     places = np.linspace(first, last, NUM_PLACES if axis == "seconds" else int(last))
-    return places, np.array([np.interp(places, *pair) for pair in zip(times, smooth, strict=True)])
+    return places, np.array(
+        [np.interp(places, *pair) for pair in zip(times, smooth, strict=True)]
+    )
 
 
 def draw(
-    runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path, *, title: str = ""
+    runs: Mapping[str, Sequence[Curve]],
+    labels: Mapping[str, str],
+    path: Path,
+    *,
+    title: str = "",
 ) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8), dpi=130, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for name, curves in runs.items():
-        # The plain loop is dashed and on top: max_staleness 0 is exactly under it in the first panel.
-        style = {"linestyle": (0, (4, 3)), "zorder": 5} if name == "plain" else {"zorder": 3}
+        # The plain loop is dashed and on top: max_staleness 0 is exactly under it in
+        # the first panel.
+        style = (
+            {"linestyle": (0, (4, 3)), "zorder": 5}
+            if name == "plain"
+            else {"zorder": 3}
+        )
         for panel, axis in zip(panels, ("steps", "seconds"), strict=True):
             places, rewards = on_grid(curves, axis, WINDOW)
             ends = rewards.min(0), rewards.max(0)
-            panel.fill_between(places, *ends, color=COLOURS[name], alpha=0.15, linewidth=0)
-            panel.plot(places, rewards.mean(0), color=COLOURS[name], label=labels[name], **style)
-    for panel, label in zip(panels, ("optimizer step", "seconds, without start-up"), strict=True):
+            panel.fill_between(
+                places, *ends, color=COLOURS[name], alpha=0.15, linewidth=0
+            )
+            panel.plot(
+                places,
+                rewards.mean(0),
+                color=COLOURS[name],
+                label=labels[name],
+                **style,
+            )
+    for panel, label in zip(
+        panels, ("optimizer step", "seconds, without start-up"), strict=True
+    ):
         panel.set_xlabel(label)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

@@ -1,19 +1,22 @@
-"""TRL's side of benchmarks/end_to_end.py: GRPOTrainer as shipped on an asyncrl config's model, prompts and
-reward.
+"""TRL's side of benchmarks/end_to_end.py: GRPOTrainer as shipped on an asyncrl config's
+model, prompts and reward.
 
-    python benchmarks/end_to_end_trl.py CONFIG [key=value ...] --run-dir DIR [--threads 1] [--micro-batch 64]
-    [--attention sdpa] [--device cuda] [--generation batching]
+    python benchmarks/end_to_end_trl.py CONFIG [key=value ...] --run-dir DIR [--threads
+    1] [--micro-batch 64] [--attention sdpa] [--device cuda] [--generation batching]
 
-It writes metrics.jsonl (step, time_s, reward/mean, sample/length_mean; time_s from the start of train() to
-the end of the step) as `asyncrl run` does. The same for both: the model folder, the prompts and their order,
-the chat template, the reward function, batch, steps, temperature, most tokens, AdamW's settings, schedule,
-gradient clipping, clip range and the mean over the batch's tokens (TRL's loss_type "dapo"). TRL is spared all
-that a user may turn off: logging, evaluation, checkpoints, progress bars, gradient checkpointing, top-k and
-top-p. One generation a step makes its whole batch. TRL strips special tokens before it calls a reward
-function; here the function decodes the ids itself, so that both systems are rewarded for the same text.
+It writes metrics.jsonl (step, time_s, reward/mean, sample/length_mean; time_s from the
+start of train() to the end of the step) as `asyncrl run` does. The same for both: the
+model folder, the prompts and their order, the chat template, the reward function,
+batch, steps, temperature, most tokens, AdamW's settings, schedule, gradient clipping,
+clip range and the mean over the batch's tokens (TRL's loss_type "dapo"). TRL is spared
+all that a user may turn off: logging, evaluation, checkpoints, progress bars, gradient
+checkpointing, top-k and top-p. One generation a step makes its whole batch. TRL strips
+special tokens before it calls a reward function; here the function decodes the ids
+itself, so that both systems are rewarded for the same text.
 
-On CUDA, weights and optimizer are float32 and the passes run in bfloat16, as asyncrl's. `--generation
-batching` is the continuous batching of transformers; with it, TRL casts the trained weights to bfloat16.
+On CUDA, weights and optimizer are float32 and the passes run in bfloat16, as asyncrl's.
+`--generation batching` is the continuous batching of transformers; with it, TRL casts
+the trained weights to bfloat16.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         self._started_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        times = {"step": state.global_step, "time_s": time.monotonic() - self._started_s}
+        times = {
+            "step": state.global_step,
+            "time_s": time.monotonic() - self._started_s,
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(times | self.step_values) + "\n")
 
@@ -74,7 +80,10 @@ def make_config(config: RunConfig, arguments: argparse.Namespace) -> GRPOConfig:
         bf16=is_cuda,
         use_transformers_continuous_batching=arguments.generation == "batching",
         use_vllm=arguments.generation == "vllm",
-        model_init_kwargs={"dtype": "float32", "attn_implementation": arguments.attention},
+        model_init_kwargs={
+            "dtype": "float32",
+            "attn_implementation": arguments.attention,
+        },
         gradient_checkpointing=False,
         per_device_train_batch_size=arguments.micro_batch,
         gradient_accumulation_steps=num_sequences // arguments.micro_batch,
@@ -113,10 +122,17 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--micro-batch", type=int, default=64, help="sequences in one forward and backward")
+    parser.add_argument(
+        "--micro-batch",
+        type=int,
+        default=64,
+        help="sequences in one forward and backward",
+    )
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--generation", choices=["generate", "batching", "vllm"], default="generate")
+    parser.add_argument(
+        "--generation", choices=["generate", "batching", "vllm"], default="generate"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     config = load_config(arguments.config, arguments.overrides)
@@ -125,15 +141,25 @@ def main() -> None:
     task, tokenizer = build_task(config.task, config.seed), HFChatTokenizer(model_path)
     shuffle = config.task.shuffle
     system = config.task.system_prompt
-    feed = PromptSource(TaskPrompts(task, seed=config.seed, shuffle=shuffle, system_prompt=system))
-    prompts = [feed.next_nowait() for _ in range(config.trainer.num_steps * config.trainer.num_groups)]
+    feed = PromptSource(
+        TaskPrompts(task, seed=config.seed, shuffle=shuffle, system_prompt=system)
+    )
+    prompts = [
+        feed.next_nowait()
+        for _ in range(config.trainer.num_steps * config.trainer.num_groups)
+    ]
     log = StepLog(arguments.run_dir / "metrics.jsonl")
 
     def reward(
-        completions: list[Any], completion_ids: list[list[int]], index: list[int], **_: Any
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        index: list[int],
+        **_: Any,
     ) -> list[float]:
         scores = [
-            float(task.score(prompts[at], answer_text(tokenizer, ids, shows_special=True)))  # type: ignore[arg-type]
+            float(
+                task.score(prompts[at], answer_text(tokenizer, ids, shows_special=True))
+            )  # type: ignore[arg-type]
             for at, ids in zip(index, completion_ids, strict=True)
         ]
         lengths = [len(ids) for ids in completion_ids]
@@ -143,10 +169,13 @@ def main() -> None:
         }
         return scores
 
-    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow 26 on Python 3.12.
+    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow
+    # 26 on Python 3.12.
     rows = pa.table(
         {
-            "prompt": [[dict(message) for message in prompt.messages] for prompt in prompts],
+            "prompt": [
+                [dict(message) for message in prompt.messages] for prompt in prompts
+            ],
             "index": list(range(len(prompts))),
         }
     )

@@ -1,17 +1,20 @@
-"""Tokens per second of the embedded engine against Hugging Face `generate`, and against vLLM on the CPU.
+"""Tokens per second of the embedded engine against Hugging Face `generate`, and against
+vLLM on the CPU.
 
     python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
-The first part alternates both sides in one process. They sample the same prompts for the same numbers of
-tokens (no end token) with the same model, float32 (bfloat16 on CUDA), one thread, at most C sequences at a
-time. Our engine runs its own loop thread (no HTTP) in deterministic mode and returns logprobs. `generate`
-returns no logprobs, runs static batches of C in order of arrival, each until its longest sequence ends, with
-the faster of eager and sdpa attention. Only requested tokens count. The last line is the ratio of medians for
-long-tailed lengths.
+The first part alternates both sides in one process. They sample the same prompts for
+the same numbers of tokens (no end token) with the same model, float32 (bfloat16 on
+CUDA), one thread, at most C sequences at a time. Our engine runs its own loop thread
+(no HTTP) in deterministic mode and returns logprobs. `generate` returns no logprobs,
+runs static batches of C in order of arrival, each until its longest sequence ends, with
+the faster of eager and sdpa attention. Only requested tokens count. The last line is
+the ratio of medians for long-tailed lengths.
 
-If vLLM is installed (`make setup-vllm`), three cases follow over HTTP through an EnginePool, as in a run: the
-embedded server, then a vLLM server, float32. vLLM has one core for its worker and may use the other core for
-its API server and scheduler; the embedded server decodes with one thread.
+If vLLM is installed (`make setup-vllm`), three cases follow over HTTP through an
+EnginePool, as in a run: the embedded server, then a vLLM server, float32. vLLM has one
+core for its worker and may use the other core for its API server and scheduler; the
+embedded server decodes with one thread.
 """
 
 from __future__ import annotations
@@ -58,15 +61,21 @@ def make_model(folder: Path) -> None:
 
 def long_tailed_lengths(count: int, mean: float, sigma: float) -> list[int]:
     """Lognormal lengths with this mean and sigma, within 1..MAX_NEW."""
-    draws = np.random.default_rng(0).lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    draws = np.random.default_rng(0).lognormal(
+        math.log(mean) - sigma**2 / 2, sigma, count
+    )
     return [int(length) for length in np.clip(np.rint(draws), 1, MAX_NEW)]
 
 
 def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds for all requests; all are queued at once, the slots bound the concurrency."""
+    """Seconds for all requests; all are queued at once, the slots bound the
+    concurrency.
+    """
     started = time.perf_counter()
     requests = [
-        SamplingRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
+        SamplingRequest(
+            request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index
+        )
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     produced = [len(answer.result().token_ids) for answer in ask(engine, requests)]
@@ -77,7 +86,10 @@ def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> fl
 
 
 def run_generate(
-    model: Qwen3ForCausalLM, prompts: list[list[int]], lengths: list[int], concurrency: int
+    model: Qwen3ForCausalLM,
+    prompts: list[list[int]],
+    lengths: list[int],
+    concurrency: int,
 ) -> float:
     """Seconds for all requests in static batches."""
     started = time.perf_counter()
@@ -99,7 +111,11 @@ def run_generate(
 
 
 def run_case(
-    engine: Engine, peers: list[Qwen3ForCausalLM], lengths: list[int], concurrency: int, seconds: float
+    engine: Engine,
+    peers: list[Qwen3ForCausalLM],
+    lengths: list[int],
+    concurrency: int,
+    seconds: float,
 ) -> tuple[float, float, int]:
     generator = np.random.default_rng(1)
     prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
@@ -108,7 +124,8 @@ def run_case(
     peer = min(
         peers,
         key=lambda model: min(
-            run_generate(model, prompts[:concurrency], short, concurrency) for _ in range(2)
+            run_generate(model, prompts[:concurrency], short, concurrency)
+            for _ in range(2)
         ),
     )
     times: tuple[list[float], list[float]] = ([], [])
@@ -119,7 +136,9 @@ def run_case(
     return statistics.median(times[0]), statistics.median(times[1]), len(times[0])
 
 
-async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed: int) -> float:
+async def time_pool(
+    pool: EnginePool, lengths: list[int], concurrency: int, seed: int
+) -> float:
     """Seconds for all requests through the pool, at most `concurrency` at a time."""
     generator, limit = np.random.default_rng(seed), asyncio.Semaphore(concurrency)
 
@@ -130,7 +149,12 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
             return len((await pool.generate(request)).token_ids)
 
     started = time.perf_counter()
-    if await asyncio.gather(*(one(index, length) for index, length in enumerate(lengths))) != lengths:
+    if (
+        await asyncio.gather(
+            *(one(index, length) for index, length in enumerate(lengths))
+        )
+        != lengths
+    ):
         raise SystemExit("the engine did not produce the lengths that were asked for")
     return time.perf_counter() - started
 
@@ -138,7 +162,9 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
 async def time_server(
     kind: str, folder: Path, cases: dict[str, tuple[int, list[int]]], seconds: float
 ) -> dict[str, float]:
-    """Median seconds of each case on a server of this kind. A case is (sequences at a time, lengths)."""
+    """Median seconds of each case on a server of this kind. A case is (sequences at a
+    time, lengths).
+    """
     slots, times = max(concurrency for concurrency, _ in cases.values()), {}
     async with engine_server(
         kind, folder, folder / kind, slots=slots, max_length=PROMPT_LENGTH + MAX_NEW
@@ -156,7 +182,10 @@ def run_servers(seconds: float, concurrency: int) -> None:
     """Both servers over HTTP, one after the other, `seconds` each."""
     cases = {
         "1 at a time, 128 new tokens": (1, [128] * 4),
-        f"{concurrency} at a time, 64 new tokens": (concurrency, [64] * (4 * concurrency)),
+        f"{concurrency} at a time, 64 new tokens": (
+            concurrency,
+            [64] * (4 * concurrency),
+        ),
         f"{concurrency} at a time, lognormal, mean 64": (
             concurrency,
             long_tailed_lengths(8 * concurrency, 64.0, 1.0),
@@ -167,7 +196,9 @@ def run_servers(seconds: float, concurrency: int) -> None:
         make_model(Path(folder))
         for kind in ("embedded", "vllm"):
             rows[kind] = asyncio.run(time_server(kind, Path(folder), cases, seconds))
-    print("\nembedded server and vLLM on the CPU, over HTTP, same model in float32; tokens/s")
+    print(
+        "\nembedded server and vLLM on the CPU, over HTTP, same model in float32; tokens/s"
+    )
     print(f"{'case':<42}{'embedded':>10}{'vLLM':>10}{'ratio':>8}")
     for name, (_, lengths) in cases.items():
         ours, theirs = (sum(lengths) / times[name] for times in rows.values())
@@ -177,11 +208,18 @@ def run_servers(seconds: float, concurrency: int) -> None:
 def main() -> None:
     """Run both cases and print the table."""
     parser = options(__doc__, seconds=20.0)
-    parser.add_argument("--concurrency", type=int, default=32, help="sequences at a time, on both sides")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, help="sequences at a time, on both sides"
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with reported("engine" if arguments.device == "cpu" else "engine-cuda", is_kept=arguments.write):
+    with reported(
+        "engine" if arguments.device == "cpu" else "engine-cuda",
+        is_kept=arguments.write,
+    ):
         ratio = run_cases(arguments.seconds, arguments.concurrency, arguments.device)
         if arguments.device == "cpu" and has_vllm():
             run_servers(arguments.seconds, arguments.concurrency)
@@ -191,13 +229,21 @@ def main() -> None:
 
 
 def run_cases(seconds: float, concurrency: int, device: str) -> float:
-    """Measure both cases for `seconds` each and print the table; returns the last ratio."""
+    """Measure both cases for `seconds` each and print the table; returns the last
+    ratio.
+    """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    print(f"Qwen3, 1M parameters, {dtype}, 1 thread, {concurrency} sequences at a time, in one process")
-    print(f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}")
+    print(
+        f"Qwen3, 1M parameters, {dtype}, 1 thread, {concurrency} sequences at a time, in one process"
+    )
+    print(
+        f"{'lengths':<42}{'tokens':>8}{'ours tok/s':>12}{'generate tok/s':>16}{'ratio':>8}{'runs':>6}"
+    )
     cases = {
         "equal, 64 new tokens": [64] * (4 * concurrency),
-        "lognormal sigma 1, mean 64, at most 496": long_tailed_lengths(8 * concurrency, 64.0, 1.0),
+        "lognormal sigma 1, mean 64, at most 496": long_tailed_lengths(
+            8 * concurrency, 64.0, 1.0
+        ),
     }
     ratio = math.nan
     with tempfile.TemporaryDirectory() as folder:
@@ -212,16 +258,22 @@ def run_cases(seconds: float, concurrency: int, device: str) -> float:
             )
         )
         peers = [
-            AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kind, dtype=dtype)
+            AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=kind, dtype=dtype
+            )
             .eval()
             .to(device)
             for kind in ("sdpa", "eager")
         ]
         engine.start()
         for name, lengths in cases.items():
-            ours_s, peer_s, runs = run_case(engine, peers, lengths, concurrency, seconds)
+            ours_s, peer_s, runs = run_case(
+                engine, peers, lengths, concurrency, seconds
+            )
             ratio, total = peer_s / ours_s, sum(lengths)
-            print(f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}")
+            print(
+                f"{name:<42}{total:>8}{total / ours_s:>12.0f}{total / peer_s:>16.0f}{ratio:>8.2f}{runs:>6}"
+            )
         engine.stop()
     return ratio
 

@@ -14,13 +14,22 @@ from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS, SegmentPart, Tokens
 
 def top_logprobs(answer: SegmentPart) -> list[list[tuple[int, float]]]:
     """Return (id, logprob) of the likeliest tokens, for each new token."""
-    ids, logprobs = (answer.new.column(name).lists() for name in (TOP_IDS, TOP_LOGPROBS))
-    return [[*zip(*of_token, strict=True)] for of_token in zip(ids, logprobs, strict=True)]
+    ids, logprobs = (
+        answer.new.column(name).lists() for name in (TOP_IDS, TOP_LOGPROBS)
+    )
+    return [
+        [*zip(*of_token, strict=True)] for of_token in zip(ids, logprobs, strict=True)
+    ]
 
 
 class Reply(Future[SegmentPart]):
     def __init__(
-        self, engine: Any, request: SamplingRequest, *, is_streamed: bool = False, ends: bool = True
+        self,
+        engine: Any,
+        request: SamplingRequest,
+        *,
+        is_streamed: bool = False,
+        ends: bool = True,
     ) -> None:
         """Raises Refused (400)."""
         super().__init__()

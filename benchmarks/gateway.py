@@ -1,12 +1,16 @@
-"""Cost of the gateway: added latency, and requests per second of one core, next to LiteLLM's proxy.
+"""Cost of the gateway: added latency, and requests per second of one core, next to
+LiteLLM's proxy.
 
-    python benchmarks/gateway.py [--seconds 60] [--litellm-python VENV/bin/python | --no-litellm] [--write]
+    python benchmarks/gateway.py [--seconds 60] [--litellm-python VENV/bin/python |
+    --no-litellm] [--write]
 
-The load (this process) and the engine share one core; the proxy has another. The engine is simulated: each
-completion has 32 tokens and takes 32 ms, however many run. LiteLLM reaches the same engine over an OpenAI
-route; it is installed on demand into ~/.cache/asyncrl-bench and runs one worker without key, database or
-logging. The load holds conversations of 4 calls with about 45 tokens per turn; each one is a session of our
-gateway, which ends with its rollout. Opening and ending sessions count as our time, not as our requests.
+The load (this process) and the engine share one core; the proxy has another. The engine
+is simulated: each completion has 32 tokens and takes 32 ms, however many run. LiteLLM
+reaches the same engine over an OpenAI route; it is installed on demand into
+~/.cache/asyncrl-bench and runs one worker without key, database or logging. The load
+holds conversations of 4 calls with about 45 tokens per turn; each one is a session of
+our gateway, which ends with its rollout. Opening and ending sessions count as our time,
+not as our requests.
 
 added latency    p50 and p99 of calls through the gateway minus those of the engine, with a mean
                  pause of 0.3 s between the calls of a session. Medians over the rounds.
@@ -40,7 +44,14 @@ from urllib.parse import urlsplit
 
 import psutil
 import yaml
-from common import SMOLLM2, START_S, child_environ, options, printable_tokenizer, reported
+from common import (
+    SMOLLM2,
+    START_S,
+    child_environ,
+    options,
+    printable_tokenizer,
+    reported,
+)
 from pydantic_core import from_json, to_json
 
 from asyncrl.base.http import Caller
@@ -67,7 +78,9 @@ class Wire:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, key: str, content: object) -> tuple[bytes, float]:
-        """Return the response body and the seconds it took. Raises SystemExit for any status but 200."""
+        """Return the response body and the seconds it took. Raises SystemExit for any
+        status but 200.
+        """
         if self._streams is None or self._streams[0].at_eof():
             self._streams = await asyncio.open_connection(HOST, self._port)
         reader, writer = self._streams
@@ -165,7 +178,9 @@ class EngineAlone(Side):
 
 
 class Ours(Side):
-    """Our gateway: each conversation has a session, opened and ended over a route of the benchmark."""
+    """Our gateway: each conversation has a session, opened and ended over a route of
+    the benchmark.
+    """
 
     def __init__(self, pid: int, port: int) -> None:
         super().__init__(pid, port)
@@ -191,7 +206,9 @@ class Ours(Side):
         return stats
 
     async def _turn(self, wire: Wire, ended: list[str], num_open: int) -> list[str]:
-        body, _ = await wire.post("/bench/turn", "none", {"end": ended, "open": num_open})
+        body, _ = await wire.post(
+            "/bench/turn", "none", {"end": ended, "open": num_open}
+        )
         keys: list[str] = from_json(body)
         self._keys.difference_update(ended)
         self._keys.update(keys)
@@ -222,8 +239,12 @@ class Measured:
         return 1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-async def measure(side: Side, sessions: int, seconds: float, *, think_s: float = 0.0) -> Measured:
-    """Load `side` with that many conversations; sessions end after the call that they are in."""
+async def measure(
+    side: Side, sessions: int, seconds: float, *, think_s: float = 0.0
+) -> Measured:
+    """Load `side` with that many conversations; sessions end after the call that they
+    are in.
+    """
     latencies_s: list[float] = []
     is_over = False
 
@@ -231,7 +252,8 @@ async def measure(side: Side, sessions: int, seconds: float, *, think_s: float =
         draw = random.Random(number)
         wire = Wire(side.port)
         talk = None
-        num_turns = draw.randint(1, TURNS)  # of the first conversation, so that they do not end together
+        # of the first conversation, so that they do not end together
+        num_turns = draw.randint(1, TURNS)
         await asyncio.sleep(draw.random() * think_s)
         while not is_over:
             talk = await side.next_talk(talk, wire)
@@ -252,7 +274,9 @@ async def measure(side: Side, sessions: int, seconds: float, *, think_s: float =
         cpu_s = side.cpu_s()
         started_s = time.perf_counter()
         await asyncio.sleep(seconds)
-        measured = Measured(time.perf_counter() - started_s, side.cpu_s() - cpu_s, [*latencies_s])
+        measured = Measured(
+            time.perf_counter() - started_s, side.cpu_s() - cpu_s, [*latencies_s]
+        )
         is_over = True
     await side.finish()
     return measured
@@ -262,16 +286,27 @@ async def added_latency(direct: EngineAlone, ours: Ours, seconds: float) -> None
     """Print the first table."""
     part_s = seconds / (2 * ROUNDS)
     rounds = [
-        [await measure(side, SESSIONS, part_s, think_s=THINK_S) for side in (direct, ours)]
+        [
+            await measure(side, SESSIONS, part_s, think_s=THINK_S)
+            for side in (direct, ours)
+        ]
         for _ in range(ROUNDS)
     ]
-    print(f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {ROUNDS} rounds")
+    print(
+        f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {ROUNDS} rounds"
+    )
     print(f"{'':<22}{'p50 ms':>9}{'p99 ms':>9}")
     for index, name in enumerate(("engine", "through the gateway")):
-        shown = [median(pair[index].percentile_ms(percent) for pair in rounds) for percent in (50, 99)]
+        shown = [
+            median(pair[index].percentile_ms(percent) for pair in rounds)
+            for percent in (50, 99)
+        ]
         print(f"{name:<22}{shown[0]:>9.2f}{shown[1]:>9.2f}")
     added = [
-        median(pair[1].percentile_ms(percent) - pair[0].percentile_ms(percent) for pair in rounds)
+        median(
+            pair[1].percentile_ms(percent) - pair[0].percentile_ms(percent)
+            for pair in rounds
+        )
         for percent in (50, 99)
     ]
     print(f"{'added':<22}{added[0]:>9.2f}{added[1]:>9.2f}")
@@ -283,16 +318,26 @@ async def request_rates(proxies: dict[str, Side], seconds: float) -> dict[str, f
     for _ in range(ROUNDS):
         for sessions, share in ((1, 0.25), (SESSIONS, 0.75)):
             for name, proxy in proxies.items():
-                measured = await measure(proxy, sessions, share * seconds / (ROUNDS * len(proxies)))
+                measured = await measure(
+                    proxy, sessions, share * seconds / (ROUNDS * len(proxies))
+                )
                 found.setdefault((sessions, name), []).append(measured)
     print(f"\nrequests, medians of {ROUNDS} rounds")
-    print(f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'p50 ms':>9}{'p99 ms':>9}")
+    print(
+        f"{'sessions':<10}{'proxy':<9}{'requests/s':>11}{'of a core':>11}{'p50 ms':>9}{'p99 ms':>9}"
+    )
     for (sessions, name), rounds in sorted(found.items()):
         rate = median(one.rate for one in rounds)
         of_core = median(one.core_rate for one in rounds)
-        p50, p99 = (median(one.percentile_ms(percent) for one in rounds) for percent in (50, 99))
-        print(f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{p50:>9.1f}{p99:>9.1f}")
-    return {name: median(one.core_rate for one in found[SESSIONS, name]) for name in proxies}
+        p50, p99 = (
+            median(one.percentile_ms(percent) for one in rounds) for percent in (50, 99)
+        )
+        print(
+            f"{sessions:<10}{name:<9}{rate:>11.0f}{of_core:>11.0f}{p50:>9.1f}{p99:>9.1f}"
+        )
+    return {
+        name: median(one.core_rate for one in found[SESSIONS, name]) for name in proxies
+    }
 
 
 @contextlib.asynccontextmanager
@@ -301,7 +346,9 @@ async def child_process(
 ) -> AsyncIterator[ChildProcess]:
     """Run a module of this folder as a child process."""
     env = {"PYTHONPATH": child_environ()["PYTHONPATH"]}
-    child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), folder, secret, env=env))
+    child = ChildProcess(
+        ProcessSpec(name, module, json.dumps(spec), folder, secret, env=env)
+    )
     await child.start()
     try:
         yield child
@@ -310,7 +357,9 @@ async def child_process(
 
 
 async def wait_open(port: int, is_dead: Any) -> None:
-    """Return once the port accepts a connection. Raises SystemExit if the process ended or START_S passed."""
+    """Return once the port accepts a connection. Raises SystemExit if the process ended
+    or START_S passed.
+    """
     try:
         async with asyncio.timeout(START_S):
             while True:
@@ -322,7 +371,9 @@ async def wait_open(port: int, is_dead: Any) -> None:
                     raise SystemExit("a server of the benchmark ended while it started")
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise SystemExit(f"a server of the benchmark did not start within {START_S:.0f} s") from None
+        raise SystemExit(
+            f"a server of the benchmark did not start within {START_S:.0f} s"
+        ) from None
 
 
 def find_litellm(python: Path | None) -> Path:
@@ -333,31 +384,60 @@ def find_litellm(python: Path | None) -> Path:
     if not python.exists():
         print(f"installing litellm[proxy] into {LITELLM_HOME}, once", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(LITELLM_HOME)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "litellm[proxy]"], check=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "-q", "litellm[proxy]"], check=True
+        )
     return python
 
 
 @contextlib.asynccontextmanager
-async def litellm(python: Path, engine_url: str, secret: str, core: int, folder: Path) -> AsyncIterator[Side]:
-    """Run LiteLLM's proxy with one worker on one core, and with all it can turn off turned off."""
+async def litellm(
+    python: Path, engine_url: str, secret: str, core: int, folder: Path
+) -> AsyncIterator[Side]:
+    """Run LiteLLM's proxy with one worker on one core, and with all it can turn off
+    turned off.
+    """
     config = {
         "model_list": [
             {
                 "model_name": "policy",
-                "litellm_params": {"model": "openai/sim", "api_base": f"{engine_url}/v1", "api_key": secret},
+                "litellm_params": {
+                    "model": "openai/sim",
+                    "api_base": f"{engine_url}/v1",
+                    "api_key": secret,
+                },
             }
         ],
-        "litellm_settings": {"set_verbose": False, "telemetry": False, "num_retries": 0},
+        "litellm_settings": {
+            "set_verbose": False,
+            "telemetry": False,
+            "num_retries": 0,
+        },
         "general_settings": {"disable_spend_logs": True, "disable_error_logs": True},
     }
     (folder / "litellm.yaml").write_text(yaml.safe_dump(config))
     with bind_socket() as listener:
         port = listener.getsockname()[1]
-    command = [str(python.parent / "litellm"), "--config", str(folder / "litellm.yaml"), "--host", HOST]
+    command = [
+        str(python.parent / "litellm"),
+        "--config",
+        str(folder / "litellm.yaml"),
+        "--host",
+        HOST,
+    ]
     command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
-    env = {name: value for name, value in os.environ.items() if name != "LITELLM_MASTER_KEY"}
-    env |= {"LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    env |= {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}  # ours looks no user up either
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LITELLM_MASTER_KEY"
+    }
+    env |= {
+        "LITELLM_MODE": "PRODUCTION",
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    # ours looks no user up either
+    env |= {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
     with (folder / "litellm.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -377,7 +457,9 @@ async def litellm(python: Path, engine_url: str, secret: str, core: int, folder:
         await process.wait()
 
 
-async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int]) -> None:
+async def run(
+    arguments: argparse.Namespace, folder: Path, cores: Sequence[int]
+) -> None:
     """Run both parts."""
     proxy_core, other_core, *_ = cores
     os.sched_setaffinity(0, {other_core})
@@ -404,7 +486,12 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
         caller = Caller("engine-0", engine.url, secret)
         stack.push_async_callback(caller.aclose)
         await caller.get("/health", EngineHealth, timeout_s=START_S)
-        spec = {"core": proxy_core, "model": str(tokenizer), "engine": engine.url, "port": port}
+        spec = {
+            "core": proxy_core,
+            "model": str(tokenizer),
+            "engine": engine.url,
+            "port": port,
+        }
         gateway = await stack.enter_async_context(
             child_process("gateway", "gateway_ours", spec, folder, secret)
         )
@@ -419,9 +506,14 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
             )
         rates = await request_rates(proxies, 0.6 * arguments.seconds)
         stats = await ours.stats()
-        print("prompts:", ", ".join(f"{name} {stats[name]}" for name in ("extended", "realigned")))
+        print(
+            "prompts:",
+            ", ".join(f"{name} {stats[name]}" for name in ("extended", "realigned")),
+        )
         if stats["edited"] or stats["refused"] or stats["sessions"]:
-            raise SystemExit(f"conversations did not extend their record, or were refused: {stats}")
+            raise SystemExit(
+                f"conversations did not extend their record, or were refused: {stats}"
+            )
     if "LiteLLM" in rates:
         print(f"ratio: {rates['ours'] / rates['LiteLLM']:.2f}")
     else:
@@ -431,12 +523,22 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
-    parser.add_argument("--litellm-python", type=Path, help="python with litellm[proxy] (default: made once)")
-    parser.add_argument("--no-litellm", action="store_true", help="measure only ours, and print no ratio")
+    parser.add_argument(
+        "--litellm-python",
+        type=Path,
+        help="python with litellm[proxy] (default: made once)",
+    )
+    parser.add_argument(
+        "--no-litellm",
+        action="store_true",
+        help="measure only ours, and print no ratio",
+    )
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise SystemExit("this benchmark needs two cores.\n  Way out: allow two (taskset).")
+        raise SystemExit(
+            "this benchmark needs two cores.\n  Way out: allow two (taskset)."
+        )
     with (
         reported("gateway", is_kept=arguments.write),
         tempfile.TemporaryDirectory(prefix="asyncrl-gateway-") as folder,

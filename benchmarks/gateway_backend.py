@@ -1,5 +1,5 @@
-"""The engine behind both proxies of benchmarks/gateway.py: the simulated engine with one OpenAI route for
-LiteLLM. Chats of that route are as long as ours.
+"""The engine behind both proxies of benchmarks/gateway.py: the simulated engine with
+one OpenAI route for LiteLLM. Chats of that route are as long as ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from aiohttp import web
 from engine_replies import ask
 from pydantic_core import from_json
 
-from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, json_answer, secret_of, serve
+from asyncrl.base.http import (
+    SECRET_ENV,
+    child_arguments,
+    die_with_parent,
+    json_answer,
+    secret_of,
+    serve,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.engine_routes import engine_routes
@@ -38,23 +45,38 @@ def main() -> None:
         return await asyncio.wrap_future(ask(engine, [asked])[0])
 
     async def generate(request: web.Request) -> web.Response:
-        return json_answer(await answered(SamplingRequest(**from_json(await request.read()))))
+        return json_answer(
+            await answered(SamplingRequest(**from_json(await request.read())))
+        )
 
     async def chat(request: web.Request) -> web.Response:
         model = from_json(await request.read())["model"]
         number = next(numbers)
-        asked = SamplingRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
+        asked = SamplingRequest(
+            f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number
+        )
         num_tokens = len((await answered(asked)).token_ids)
         message = {"role": "assistant", "content": completion}
         total = len(PROMPT) + num_tokens
-        usage = {"prompt_tokens": len(PROMPT), "completion_tokens": num_tokens, "total_tokens": total}
+        usage = {
+            "prompt_tokens": len(PROMPT),
+            "completion_tokens": num_tokens,
+            "total_tokens": total,
+        }
         return web.json_response(
             {
                 "id": f"chatcmpl-{number}",
                 "object": "chat.completion",
                 "created": 0,
                 "model": model,
-                "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": message,
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                    }
+                ],
                 "usage": usage,
             }
         )

@@ -1,6 +1,8 @@
-"""Our side of benchmarks/gateway.py, in its own process: Gateway, EnginePool and tokenizer as in a run.
+"""Our side of benchmarks/gateway.py, in its own process: Gateway, EnginePool and
+tokenizer as in a run.
 
-/bench/turn ends sessions, with their rollouts, and opens new ones; /bench/stats returns the counts.
+/bench/turn ends sessions, with their rollouts, and opens new ones; /bench/stats returns
+the counts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import ComponentError
-from asyncrl.base.http import SECRET_ENV, Caller, child_arguments, die_with_parent, secret_of
+from asyncrl.base.http import (
+    SECRET_ENV,
+    Caller,
+    child_arguments,
+    die_with_parent,
+    secret_of,
+)
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
@@ -50,7 +58,9 @@ class Turnover:
         ]
 
     async def _turn(self, request: Request) -> JSONResponse:
-        """End the sessions of the keys `end`, open `open` new ones and return their keys."""
+        """End the sessions of the keys `end`, open `open` new ones and return their
+        keys.
+        """
         asked = await request.json()
         for key in asked["end"]:
             session = self._sessions.pop(key)
@@ -61,7 +71,9 @@ class Turnover:
 
     def _open(self) -> str:
         name = f"g{next(self._numbers)}/r0"
-        session = self.gateway.open_nowait(name, prompt_id=name, sample_index=0, attempt=0, route_key=name)
+        session = self.gateway.open_nowait(
+            name, prompt_id=name, sample_index=0, attempt=0, route_key=name
+        )
         self._sessions[session.key] = session
         return session.key
 

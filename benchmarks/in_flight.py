@@ -1,20 +1,23 @@
-"""A controller with 1,000, 10,000 and 100,000 rollouts in flight: memory, CPU, and how long its loop stalls.
+"""A controller with 1,000, 10,000 and 100,000 rollouts in flight: memory, CPU, and how
+long its loop stalls.
 
     python benchmarks/in_flight.py [--seconds S] [--sizes N ...] [--write]
 
-The parts of a run in one loop, without a model: Producers, Buffer, RolloutRunner, SingleTurn, EnginePool over
-the real link, Journal, PushLoop with interrupt=abort, TrainerClient, metrics, watchdog and status.json. The
-trainer is a stub that answers at once. 4 engine processes simulate latency. N rollouts sample at any moment,
-in groups of 8, with 32 tokens on average; a batch has N / 4 rollouts, so each rollout is interrupted about 4
-times. Each size runs in its own process, measured from its first weight update for S seconds and at least two
-more updates.
+The parts of a run in one loop, without a model: Producers, Buffer, RolloutRunner,
+SingleTurn, EnginePool over the real link, Journal, PushLoop with interrupt=abort,
+TrainerClient, metrics, watchdog and status.json. The trainer is a stub that answers at
+once. 4 engine processes simulate latency. N rollouts sample at any moment, in groups of
+8, with 32 tokens on average; a batch has N / 4 rollouts, so each rollout is interrupted
+about 4 times. Each size runs in its own process, measured from its first weight update
+for S seconds and at least two more updates.
 
 memory    RSS with N in flight minus RSS before, over N; controller and engines
 CPU       of the controller per finished rollout and per token; of the engines per rollout
 stall     CPU milliseconds of the loop's thread during a 5 ms timer beyond those 5 ms. update: from the end of
           a batch's wait until the last interruption by its weights was handled; else: outside of that
 
-Last line, ratio: CPU per rollout at the largest size over that at the smallest; 1 is linear.
+Last line, ratio: CPU per rollout at the largest size over that at the smallest; 1 is
+linear.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ from asyncrl.trainer.trainer_client import TrainerClient
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
 PER_BATCH = 4
 RATE = 500
-"""Rollouts a second that the engines are set to end, at any size: what the machine can keep up with."""
+"""Rollouts a second that the engines are set to end, at any size: what the machine can
+keep up with.
+"""
 BEAT_S = 0.005
 MIN_UPDATES = 2
 SIZES = (1_000, 10_000, 100_000)
@@ -100,7 +105,8 @@ class Heartbeat:
             cpu = time.thread_time()
             await asyncio.sleep(BEAT_S)
             late_s = max(0.0, time.perf_counter() - began - BEAT_S)
-            # At most the CPU time of the loop's thread: the rest is other processes' time.
+            # At most the CPU time of the loop's thread: the rest is other processes'
+            # time.
             busy_s = min(late_s, time.thread_time() - cpu)
             self.stalls_ms[was_update or self._is_update()].append(1e3 * busy_s)
 
@@ -113,17 +119,25 @@ class StandIn:
     def __init__(self, folder: Path) -> None:
         self.folder, self.version = folder, 0
 
-    async def post(self, path: str, _: object, answer: type[Any], *, timeout_s: float | None) -> Any:
+    async def post(
+        self, path: str, _: object, answer: type[Any], *, timeout_s: float | None
+    ) -> Any:
         if path == "/train":
             self.version += 1
-            return TrainResponse(policy_version=self.version, metrics={"policy/loss": 0.0})
+            return TrainResponse(
+                policy_version=self.version, metrics={"policy/loss": 0.0}
+            )
         assert path == "/export", path
         weights = {"w": np.full(4, self.version, np.float32)}
         file = self.folder / f"weights-{self.version % 2}.safetensors"
         save_file(weights, file)
         digest = "a digest"
         return ExportResponse(
-            version=self.version, path=str(file), digest=digest, num_tensors=1, num_bytes=16
+            version=self.version,
+            path=str(file),
+            digest=digest,
+            num_tensors=1,
+            num_bytes=16,
         )
 
     async def aclose(self) -> None:
@@ -161,7 +175,9 @@ class CountingServer(EngineServer):
             self.num_interrupted += 1
             return tell(part)
 
-        return await super().generate_segment(request, on_chunk=on_chunk, on_interrupted=counted)
+        return await super().generate_segment(
+            request, on_chunk=on_chunk, on_interrupted=counted
+        )
 
 
 class Controller:
@@ -183,7 +199,9 @@ class Controller:
         """Weights are on their way, or interruptions by them are not handled yet."""
         return self._is_pushing or self.interruptions < self._due_interruptions
 
-    async def open(self, stack: contextlib.AsyncExitStack, spawn: Callable[..., Any]) -> None:
+    async def open(
+        self, stack: contextlib.AsyncExitStack, spawn: Callable[..., Any]
+    ) -> None:
         """Start the engines and make the parts; nothing samples yet."""
         tokenizer = make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
         tokenizer.save_pretrained(self.folder / "tokenizer")
@@ -191,7 +209,9 @@ class Controller:
         tokenizer = HFChatTokenizer(self.folder / "tokenizer")
         for index in range(ENGINES):
             await self._start_engine(f"engine-{index}", tokenizer.vocab_size, stack)
-        journal = await asyncio.to_thread(Journal.open, self.folder / "journal.sqlite", run_id="a run")
+        journal = await asyncio.to_thread(
+            Journal.open, self.folder / "journal.sqlite", run_id="a run"
+        )
         stack.push_async_callback(journal.aclose)
         self.journal = journal
         num_groups = self.num // PER_BATCH // GROUP
@@ -233,12 +253,21 @@ class Controller:
         )
         self.recorder = Recorder(self.folder)
 
-    async def _start_engine(self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack) -> None:
+    async def _start_engine(
+        self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack
+    ) -> None:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
-        spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
+        spec = {
+            "name": name,
+            "slots": self.num // ENGINES,
+            "max_length": 1024,
+            "vocab_size": vocab_size,
+        }
         spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s}
         module = "asyncrl_servers.simulated"
-        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), self.folder, secret))
+        child = ChildProcess(
+            ProcessSpec(name, module, json.dumps(spec), self.folder, secret)
+        )
         await child.start()
         stack.push_async_callback(child.aclose)
         caller = Caller(name, child.url, secret)
@@ -281,7 +310,9 @@ class Controller:
         )
         while True:
             waits = watchdog.look()
-            self.recorder.write_status({"state": "running", **self._gauges(), "waits": waits})
+            self.recorder.write_status(
+                {"state": "running", **self._gauges(), "waits": waits}
+            )
             await asyncio.sleep(1.0)
 
     def _gauges(self) -> dict[str, float]:
@@ -303,7 +334,9 @@ class Controller:
 
     def rss_bytes(self) -> tuple[int, int]:
         """Return the resident memory of this process and of all engines."""
-        engines = [psutil.Process(child.pid).memory_info().rss for child in self.children]
+        engines = [
+            psutil.Process(child.pid).memory_info().rss for child in self.children
+        ]
         return psutil.Process().memory_info().rss, sum(engines)
 
 
@@ -361,7 +394,11 @@ async def until(is_over: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-COLUMNS = "in flight,kB each,engines,CPU ms,engines,us/token,rollouts,interr.,updates".split(",")
+COLUMNS = (
+    "in flight,kB each,engines,CPU ms,engines,us/token,rollouts,interr.,updates".split(
+        ","
+    )
+)
 
 
 def show(one: Measured) -> None:
@@ -380,31 +417,55 @@ def show(one: Measured) -> None:
     )
     print("".join(f"{value:>10}" for value in values))
     for name, stalls_ms in (("update", one.update_ms), ("else", one.else_ms)):
-        places = [min(len(stalls_ms) - 1, int(part * len(stalls_ms))) for part in (0.5, 0.99, 1.0)]
+        places = [
+            min(len(stalls_ms) - 1, int(part * len(stalls_ms)))
+            for part in (0.5, 0.99, 1.0)
+        ]
         shown = ", ".join(f"{stalls_ms[place]:.1f}" for place in places)
-        print(f"{'':>10}stall, {name}: {shown} ms (median, p99, max of {len(stalls_ms):,})")
+        print(
+            f"{'':>10}stall, {name}: {shown} ms (median, p99, max of {len(stalls_ms):,})"
+        )
 
 
 def main() -> None:
     parser = options(__doc__, seconds=30.0)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="rollouts in flight")
-    parser.add_argument("--only", type=int, help="measure this size here, and print the result")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="rollouts in flight"
+    )
+    parser.add_argument(
+        "--only", type=int, help="measure this size here, and print the result"
+    )
     given = parser.parse_args()
     if given.only:
         logging.disable(logging.WARNING)
         with tempfile.TemporaryDirectory(prefix="asyncrl-in-flight-") as name:
-            print(json.dumps(asdict(asyncio.run(measure(given.only, given.seconds, Path(name))))))
+            print(
+                json.dumps(
+                    asdict(asyncio.run(measure(given.only, given.seconds, Path(name))))
+                )
+            )
         return
     with reported("in_flight", is_kept=given.write):
         print("".join(f"{column:>10}" for column in COLUMNS))
         cost = []
         for num in given.sizes:
-            command = [sys.executable, __file__, "--only", str(num), "--seconds", str(given.seconds)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--only",
+                str(num),
+                "--seconds",
+                str(given.seconds),
+            ]
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True
+            )
             one = Measured(**json.loads(done.stdout.splitlines()[-1]))
             show(one)
             cost.append(one.counts["cpu_s"] / one.counts["rollouts"])
-        print("goal: p99 of a stall during an update <= 50 ms; the same cost per rollout at each size")
+        print(
+            "goal: p99 of a stall during an update <= 50 ms; the same cost per rollout at each size"
+        )
         print(f"ratio: {cost[-1] / cost[0]:.2f}")
 
 

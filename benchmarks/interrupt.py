@@ -1,13 +1,16 @@
-"""What a swap should do to running requests: weight_sync.interrupt abort, keep and keep_kv, in real runs.
+"""What a swap should do to running requests: weight_sync.interrupt abort, keep and
+keep_kv, in real runs.
 
-    python benchmarks/interrupt.py [--seconds 360] [--rounds 2] [--cases quickstart long vllm] [--write]
+    python benchmarks/interrupt.py [--seconds 360] [--rounds 2] [--cases quickstart long
+    vllm] [--write]
 
 quickstart   configs/quickstart.yaml: short answers, 5 updates a second
 long         answers of some 70 tokens, at most 256, in 16 slots: more to compute again
 vllm         configs/quickstart-vllm.yaml, where vLLM is installed (`make setup-vllm`)
 
-Every run is a real `asyncrl run` from the same seed with new weights after every step; the modes take turns.
-Figures are of the last four fifths of the steps, medians over the rounds.
+Every run is a real `asyncrl run` from the same seed with new weights after every step;
+the modes take turns. Figures are of the last four fifths of the steps, medians over the
+rounds.
 
 tokens/s     Sampled tokens that were trained on: modes that learn otherwise have steps of other lengths.
 s/step       Seconds of wall time a step.
@@ -16,8 +19,8 @@ pause ms     For how long an engine gave no tokens because of a swap.
 gap          Mean difference in nats of the engines' and the trainer's logprobs of fresh tokens.
 reward       Mean over the last fifth.
 
-Last line: `ratio: X` = the least over the cases of the tokens/s of abort, which is what `auto` takes, over
-those of the fastest mode: 1.00 is that no mode is faster.
+Last line: `ratio: X` = the least over the cases of the tokens/s of abort, which is what
+`auto` takes, over those of the fastest mode: 1.00 is that no mode is faster.
 """
 
 from __future__ import annotations
@@ -54,7 +57,12 @@ CASES = {
 
 def run_once(case: Case, mode: str, num_steps: int, run_dir: Path) -> dict[str, float]:
     """Execute one run; return its row."""
-    command = [*ASYNCRL, str(case.config), *case.overrides, f"weight_sync.interrupt={mode}"]
+    command = [
+        *ASYNCRL,
+        str(case.config),
+        *case.overrides,
+        f"weight_sync.interrupt={mode}",
+    ]
     command += [f"trainer.num_steps={num_steps}", "checkpoint.every=none"]
     command += ["observe.console=none", "observe.trackers=[]"]
     processes = watched(command, run_dir)
@@ -86,7 +94,9 @@ def measure(case: Case, num_steps: int, rounds: int) -> dict[str, dict[str, floa
             with tempfile.TemporaryDirectory() as folder:
                 rows[mode].append(run_once(case, mode, num_steps, Path(folder) / "run"))
     return {
-        mode: {name: statistics.median(row[name] for row in of_mode) for name in of_mode[0]}
+        mode: {
+            name: statistics.median(row[name] for row in of_mode) for name in of_mode[0]
+        }
         for mode, of_mode in rows.items()
     }
 
@@ -94,7 +104,9 @@ def measure(case: Case, num_steps: int, rounds: int) -> dict[str, dict[str, floa
 def main() -> None:
     """All cases, one after the other."""
     parser = options(__doc__, seconds=360.0)
-    parser.add_argument("--rounds", type=int, default=2, help="times that each mode is run")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="times that each mode is run"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     names = [name for name in arguments.cases if name != "vllm" or has_vllm()]
@@ -106,10 +118,18 @@ def main() -> None:
             num_steps = max(40, int((each_s - case.start_s) / case.step_s))
             rows = measure(case, num_steps, arguments.rounds)
             columns = list(rows["abort"])
-            print(f"\n{name}, {num_steps} steps{''.join(f'{column:>13}' for column in columns)}")
+            print(
+                f"\n{name}, {num_steps} steps{''.join(f'{column:>13}' for column in columns)}"
+            )
             for mode, row in rows.items():
-                print(f"{mode:<20}{''.join(f'{row[column]:>13.4g}' for column in columns)}", flush=True)
-            shares.append(rows["abort"]["tokens/s"] / max(row["tokens/s"] for row in rows.values()))
+                print(
+                    f"{mode:<20}{''.join(f'{row[column]:>13.4g}' for column in columns)}",
+                    flush=True,
+                )
+            shares.append(
+                rows["abort"]["tokens/s"]
+                / max(row["tokens/s"] for row in rows.values())
+            )
         print(f"ratio: {min(shares):.2f}")
 
 

@@ -1,18 +1,22 @@
 """How long generation pauses for new weights, against a memory copy of the same bytes.
 
-    python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm] [--write]
+    python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine
+    embedded|vllm] [--write]
 
-One engine process with 277 MB of weights and a light load: the embedded engine, then vLLM if it is installed.
-Each repetition: a memory copy of that size (source and target warm), an export into shared memory,
-prepare (generation continues), commit; for vLLM also its own reload (`reload_weights` between pause and
-resume: on the CPU it leaves a tied lm_head stale). Two sets of weights alternate, so each push changes every
-byte. Before that a trainer of the same model takes optimizer steps with an export in parallel: `held` is the
-time in which it neither computes nor steps.
+One engine process with 277 MB of weights and a light load: the embedded engine, then
+vLLM if it is installed. Each repetition: a memory copy of that size (source and target
+warm), an export into shared memory, prepare (generation continues), commit; for vLLM
+also its own reload (`reload_weights` between pause and resume: on the CPU it leaves a
+tied lm_head stale). Two sets of weights alternate, so each push changes every byte.
+Before that a trainer of the same model takes optimizer steps with an export in
+parallel: `held` is the time in which it neither computes nor steps.
 
-`pause, server` is the time in which no token could be decoded, as the engine (for vLLM: its client) reports
-it. `commit, round trip` also holds the rest of the current decode step.
+`pause, server` is the time in which no token could be decoded, as the engine (for vLLM:
+its client) reports it. `commit, round trip` also holds the rest of the current decode
+step.
 
-Last line: `ratio: X` = pause, server over memory copy, of the embedded engine if it took part.
+Last line: `ratio: X` = pause, server over memory copy, of the embedded engine if it
+took part.
 """
 
 from __future__ import annotations
@@ -52,26 +56,41 @@ async def keep_generating(pool: EnginePool, number: int) -> None:
     turn = 0
     while True:
         await pool.generate(
-            SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, seed=turn)
+            SamplingRequest(
+                f"load-{number}-{turn}",
+                tuple(range(number, number + 16)),
+                200,
+                seed=turn,
+            )
         )
         turn += 1
 
 
 async def repeat(
-    server: EngineClient, weights: dict[str, torch.Tensor], staging: Path, version: int, interrupt: Interrupt
+    server: EngineClient,
+    weights: dict[str, torch.Tensor],
+    staging: Path,
+    version: int,
+    interrupt: Interrupt,
 ) -> dict[str, float]:
     """Copy the bytes once and push them once; return the seconds."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    (memcpy_s, _), _ = await asyncio.to_thread(copy_costs, num_bytes, torch.device("cpu"))
+    (memcpy_s, _), _ = await asyncio.to_thread(
+        copy_costs, num_bytes, torch.device("cpu")
+    )
     start = time.perf_counter()
-    sent = await asyncio.to_thread(export_weights, weights, staging / f"{version}.safetensors", version)
+    sent = await asyncio.to_thread(
+        export_weights, weights, staging / f"{version}.safetensors", version
+    )
     exported = time.perf_counter()
     await server.prepare(sent)
     prepared = time.perf_counter()
     report = await server.commit(version, sent.digest, interrupt)
     committed = time.perf_counter()
     await asyncio.to_thread(Path(sent.path).unlink)
-    assert report.digest == sent.digest, f"the engine serves {report.digest}; {sent.digest} was sent"
+    assert report.digest == sent.digest, (
+        f"the engine serves {report.digest}; {sent.digest} was sent"
+    )
     return {
         "memory copy": memcpy_s,
         "export, digest included": exported - start,
@@ -96,10 +115,15 @@ async def vllm_reload(caller: Caller, folder: Path, interrupt: Interrupt) -> flo
     """Seconds between pause and resume in which vLLM reloads its weights by itself."""
     mode, clear = ("keep", "false") if interrupt == "keep_kv" else (interrupt, "true")
     start = time.perf_counter()
-    await caller.post(f"/pause?mode={mode}&clear_cache={clear}", None, Anything, timeout_s=LIMIT_S)
+    await caller.post(
+        f"/pause?mode={mode}&clear_cache={clear}", None, Anything, timeout_s=LIMIT_S
+    )
     try:
         await caller.post(
-            "/collective_rpc", Reload(kwargs={"weights_path": str(folder)}), Anything, timeout_s=LIMIT_S
+            "/collective_rpc",
+            Reload(kwargs={"weights_path": str(folder)}),
+            Anything,
+            timeout_s=LIMIT_S,
         )
     finally:
         await caller.post("/resume", None, Anything, timeout_s=LIMIT_S)
@@ -110,12 +134,18 @@ async def measure(
     kind: str, seconds: float, interrupt: Interrupt, folder: Path, staging: Path
 ) -> list[dict[str, float]]:
     """Repeat until the time is over."""
-    first = named_weights(await asyncio.to_thread(qwen3_69m, folder / "model", MAX_LENGTH))
+    first = named_weights(
+        await asyncio.to_thread(qwen3_69m, folder / "model", MAX_LENGTH)
+    )
     second = {name: tensor * 1.01 for name, tensor in first.items()}
-    serving = engine_server(kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH)
+    serving = engine_server(
+        kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH
+    )
     async with serving as (server, caller):
         pool = EnginePool([server], slots=SLOTS)
-        load = [asyncio.create_task(keep_generating(pool, number)) for number in range(LOAD)]
+        load = [
+            asyncio.create_task(keep_generating(pool, number)) for number in range(LOAD)
+        ]
         rows: list[dict[str, float]] = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(rows) < MIN_REPETITIONS:
@@ -125,7 +155,9 @@ async def measure(
             if kind == "vllm":
                 row = {RELOAD: await vllm_reload(caller, folder / "model", interrupt)}
             weights = second if version % 2 else first
-            rows.append(await repeat(server, weights, staging, version, interrupt) | row)
+            rows.append(
+                await repeat(server, weights, staging, version, interrupt) | row
+            )
         for task in load:
             assert not task.done(), f"the load failed: {task}"
             task.cancel()
@@ -138,12 +170,16 @@ def show(kind: str, repetitions: list[dict[str, float]], interrupt: str) -> floa
     """Print the table of one engine; return pause over memory copy."""
     rows = {name: median(one[name] for one in repetitions) for name in repetitions[0]}
     memcpy_s = rows["memory copy"]
-    print(f"\n{kind}: 277 MB, interrupt={interrupt}, {len(repetitions)} repetitions, medians")
+    print(
+        f"\n{kind}: 277 MB, interrupt={interrupt}, {len(repetitions)} repetitions, medians"
+    )
     print(f"{'':36}{'seconds':>10}{'of memcpy':>12}")
     for name, seconds in rows.items():
         print(f"{name:36}{seconds:10.4f}{seconds / memcpy_s:12.2f}")
     if RELOAD in rows:
-        print(f"vLLM's own reload takes {rows[RELOAD] / rows['pause, server']:.2f} times our pause")
+        print(
+            f"vLLM's own reload takes {rows[RELOAD] / rows['pause, server']:.2f} times our pause"
+        )
     return rows["pause, server"] / memcpy_s
 
 
@@ -163,7 +199,9 @@ def held_by_an_export(folder: Path) -> None:
         finish()
         rows.append((alone_s, begun_s + sum(waits), train_s))
     alone_s, held_s, train_s = (median(column) for column in zip(*rows, strict=True))
-    print(f"trainer: export {alone_s:.4f} s, held by an export {held_s:.4f} s, its step {train_s:.4f} s")
+    print(
+        f"trainer: export {alone_s:.4f} s, held by an export {held_s:.4f} s, its step {train_s:.4f} s"
+    )
 
 
 def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> float:
@@ -179,19 +217,30 @@ def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> float:
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
-    parser.add_argument("--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort")
-    parser.add_argument("--engine", choices=["embedded", "vllm"], help="only this one (default: all)")
+    parser.add_argument(
+        "--interrupt", choices=["abort", "keep", "keep_kv", "wait"], default="abort"
+    )
+    parser.add_argument(
+        "--engine", choices=["embedded", "vllm"], help="only this one (default: all)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     as_a_child()
     disable_progress_bar()
     logging.disable(logging.WARNING)  # the model sampled none of these random tokens
     clear_stale_staging()
-    kinds = [arguments.engine] if arguments.engine else ["embedded", *(["vllm"] if has_vllm() else [])]
+    kinds = (
+        [arguments.engine]
+        if arguments.engine
+        else ["embedded", *(["vllm"] if has_vllm() else [])]
+    )
     with reported("publish", is_kept=arguments.write):
         with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:
             held_by_an_export(Path(folder))
-        ratios = [run_kind(kind, arguments.seconds / len(kinds), arguments.interrupt) for kind in kinds]
+        ratios = [
+            run_kind(kind, arguments.seconds / len(kinds), arguments.interrupt)
+            for kind in kinds
+        ]
         print(f"ratio: {ratios[0]:.2f}")
 
 

@@ -1,25 +1,29 @@
-"""Throughput of a real run against the throughput of its engine and its trainer, each measured separately.
+"""Throughput of a real run against the throughput of its engine and its trainer, each
+measured separately.
 
     python benchmarks/run_efficiency.py [--seconds 240] [--rounds 2] [--write]
 
-Each case is an `asyncrl run` on two cores: controller, trainer and embedded engine, with new weights pushed
-after every step. Then two peers run separately: the engine's decode loop in this process on the run's
-requests (prompts, seeds, limits) all at once, and the trainer in this process on the run's batches from its
-journal. Both use the run's number of threads and its weights; the learning rate is 1e-12, so weights and
-lengths stay the same. A run cannot be faster than its slower peer: `of bound` is the run's tokens/s over that
-peer's. Only sampled tokens that were trained on count, after the first fifth of the steps, while there is
-more to generate.
+Each case is an `asyncrl run` on two cores: controller, trainer and embedded engine,
+with new weights pushed after every step. Then two peers run separately: the engine's
+decode loop in this process on the run's requests (prompts, seeds, limits) all at once,
+and the trainer in this process on the run's batches from its journal. Both use the
+run's number of threads and its weights; the learning rate is 1e-12, so weights and
+lengths stay the same. A run cannot be faster than its slower peer: `of bound` is the
+run's tokens/s over that peer's. Only sampled tokens that were trained on count, after
+the first fifth of the steps, while there is more to generate.
 
     generation-bound   long completions in 16 slots: the trainer has less than half the work
     training-bound     the quickstart, with 8 passes over each batch
     quickstart         as shipped, untrained: both sides have about the same work
 
-The second table has shares of the wall time: training, waiting for generation, stragglers and publishing, and
-other (perf/* of metrics.jsonl); `decodes`: time in which the engine decodes (engine/decode_s, read once a
-second); CPU seconds of each process per second of wall time; and CPU seconds per token of engine and trainer
-over the CPU seconds of the separate peers.
+The second table has shares of the wall time: training, waiting for generation,
+stragglers and publishing, and other (perf/* of metrics.jsonl); `decodes`: time in which
+the engine decodes (engine/decode_s, read once a second); CPU seconds of each process
+per second of wall time; and CPU seconds per token of engine and trainer over the CPU
+seconds of the separate peers.
 
-Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of bound`, generation-bound.
+Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of bound`,
+generation-bound.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ COMMON = [
     "checkpoint.every=none",
     "observe.console=none",
 ]
-ALPHABET = "abcdefghijkl0123456789 " + "".join(chr(0x100 + number) for number in range(94))
+ALPHABET = "abcdefghijkl0123456789 " + "".join(
+    chr(0x100 + number) for number in range(94)
+)
 LONG = [
     f'model.scratch.characters="{ALPHABET}"',
     "model.scratch.architecture.max_position_embeddings=512",
@@ -65,7 +71,9 @@ SHARES = ("train_s", "wait_generation_s", "wait_stragglers_s", "wait_publishing_
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of run. `step_s`: about so long a step takes, for the number of steps that fit in --seconds."""
+    """A kind of run. `step_s`: about so long a step takes, for the number of steps that
+    fit in --seconds.
+    """
 
     name: str
     overrides: list[str]
@@ -105,7 +113,10 @@ def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
     group_size, seed = peer.config.rollout.group_size, peer.config.seed
     prompts = [peer.feed.next_nowait() for _ in range(num_groups)]
     requests = [
-        (peer.tokenizer.encode_chat(prompt.messages), derive_seed(seed, prompt.prompt_id, sample, 0))
+        (
+            peer.tokenizer.encode_chat(prompt.messages),
+            derive_seed(seed, prompt.prompt_id, sample, 0),
+        )
         for prompt in prompts
         for sample in range(group_size)
     ]
@@ -138,11 +149,20 @@ def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
 
 
 def measure(case: Case, num_steps: int, folder: Path) -> Round:
-    config: RunConfig = load_config(CONFIG, [*COMMON, *case.overrides, f"trainer.num_steps={num_steps}"])
-    command = [*ASYNCRL, str(CONFIG), *COMMON, *case.overrides, f"trainer.num_steps={num_steps}"]
+    config: RunConfig = load_config(
+        CONFIG, [*COMMON, *case.overrides, f"trainer.num_steps={num_steps}"]
+    )
+    command = [
+        *ASYNCRL,
+        str(CONFIG),
+        *COMMON,
+        *case.overrides,
+        f"trainer.num_steps={num_steps}",
+    ]
     processes = watched(command, folder / "run")
     lines = read_steps(folder / "run")
-    # the first steps fill the buffer; the last ones find it full, with nothing left to generate
+    # the first steps fill the buffer; the last ones find it full, with nothing left to
+    # generate
     first, last = max(1, num_steps // 5), num_steps - 1 - config.buffer.max_staleness
     window, before = lines[first : last + 1], lines[first - 1]
     wall_s = window[-1]["time_s"] - before["time_s"]
@@ -153,13 +173,20 @@ def measure(case: Case, num_steps: int, folder: Path) -> Round:
         trainer = trainer_alone(peer, folder / "run" / "journal.sqlite", first, last)
     finally:
         peer.close()
-    rest = {share: sum(line.get(f"perf/{share}", 0.0) for line in window) / wall_s for share in SHARES}
+    rest = {
+        share: sum(line.get(f"perf/{share}", 0.0) for line in window) / wall_s
+        for share in SHARES
+    }
     rest["other"] = 1.0 - sum(rest.values())
-    rest["decodes"] = (window[-1]["engine/decode_s"] - before["engine/decode_s"]) / wall_s
+    rest["decodes"] = (
+        window[-1]["engine/decode_s"] - before["engine/decode_s"]
+    ) / wall_s
     cpu = processes.cpu(first, last)
     rest |= {f"cpu {name}": value for name, value in cpu.items()}
     for name, alone in (("engine-0", engine), ("trainer-0", trainer)):
-        rest[f"{name}, times the peer"] = cpu[name] * wall_s / tokens / alone.cpu_s_per_token
+        rest[f"{name}, times the peer"] = (
+            cpu[name] * wall_s / tokens / alone.cpu_s_per_token
+        )
     interrupted = window[-1]["rollout/interrupted"] - before["rollout/interrupted"]
     rest["interrupted a step"] = interrupted / len(window)
     rest["tokens a step"] = tokens / len(window)
@@ -169,9 +196,13 @@ def measure(case: Case, num_steps: int, folder: Path) -> Round:
 def median_of(rounds: Iterable[Round]) -> Round:
     """Each figure's median; so the ratio is that of the medians."""
     every = list(rounds)
-    rest = {name: statistics.median(one.rest.get(name, 0.0) for one in every) for name in every[0].rest}
+    rest = {
+        name: statistics.median(one.rest.get(name, 0.0) for one in every)
+        for name in every[0].rest
+    }
     run, engine, trainer = (
-        statistics.median(getattr(one, name) for one in every) for name in ("run", "engine", "trainer")
+        statistics.median(getattr(one, name) for one in every)
+        for name in ("run", "engine", "trainer")
     )
     return Round(run, engine, trainer, rest)
 
@@ -179,11 +210,17 @@ def median_of(rounds: Iterable[Round]) -> Round:
 def print_tables(found: dict[str, list[Round]]) -> None:
     """Rates and goals, then where the rest goes."""
     medians = {name: median_of(rounds) for name, rounds in found.items()}
-    print(f"\n{'tokens/s':<18}{'run':>8}{'engine':>14}{'trainer':>15}{'of bound':>10}  goal")
+    print(
+        f"\n{'tokens/s':<18}{'run':>8}{'engine':>14}{'trainer':>15}{'of bound':>10}  goal"
+    )
     for case in CASES:
         one = medians[case.name]
         ratio = statistics.median(each.of_bound for each in found[case.name])
-        verdict = "" if case.goal is None else f"{case.goal}: {'met' if ratio >= case.goal else 'missed'}"
+        verdict = (
+            ""
+            if case.goal is None
+            else f"{case.goal}: {'met' if ratio >= case.goal else 'missed'}"
+        )
         rates = f"{one.run:>8.0f}{one.engine:>14.0f}{one.trainer:>15.0f}"
         print(f"{case.name:<18}{rates}{ratio:>10.2f}  {verdict}")
     print(f"\n{'where the rest is':<22}{''.join(f'{case.name:>18}' for case in CASES)}")
@@ -195,10 +232,13 @@ def print_tables(found: dict[str, list[Round]]) -> None:
 
 def main() -> None:
     parser = options(__doc__, seconds=240.0)
-    parser.add_argument("--rounds", type=int, default=2, help="times that each case is run")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="times that each case is run"
+    )
     arguments = parser.parse_args()
     disable_progress_bar()
-    share_s = arguments.seconds / (arguments.rounds * len(CASES)) / 2  # the other half is for the peers
+    # the other half is for the peers
+    share_s = arguments.seconds / (arguments.rounds * len(CASES)) / 2
     found: dict[str, list[Round]] = {case.name: [] for case in CASES}
     with reported("run_efficiency", is_kept=arguments.write):
         for _ in range(arguments.rounds):
@@ -207,9 +247,14 @@ def main() -> None:
                     num_steps = max(15, int(share_s / case.step_s))
                     one = measure(case, num_steps, Path(folder))
                 found[case.name].append(one)
-                print(f"{case.name}: {num_steps} steps, {one.of_bound:.2f} of bound", file=sys.stderr)
+                print(
+                    f"{case.name}: {num_steps} steps, {one.of_bound:.2f} of bound",
+                    file=sys.stderr,
+                )
         engine, trainer = threads_of(load_config(CONFIG))
-        print(f"threads: engine {engine}, trainer {trainer}; {arguments.rounds} rounds, medians")
+        print(
+            f"threads: engine {engine}, trainer {trainer}; {arguments.rounds} rounds, medians"
+        )
         print_tables(found)
         ratio = statistics.median(one.of_bound for one in found["generation-bound"])
         print(f"ratio: {ratio:.2f}")

@@ -1,5 +1,5 @@
-"""The shape of SmolLM2-135M with random weights, and a task whose rewards differ so that every group trains.
-Nothing is learned; step times are measured.
+"""The shape of SmolLM2-135M with random weights, and a task whose rewards differ so
+that every group trains. Nothing is learned; step times are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ ARCHITECTURE = {
 
 
 class ShapeTask:
-    """Prompts of random characters. Reward: the share of characters with an even number."""
+    """Prompts of random characters. Reward: the share of characters with an even
+    number.
+    """
 
     def __init__(self, *, size: int, seed: int) -> None:
         self.size = size
@@ -39,14 +41,21 @@ class ShapeTask:
 
     def prompt(self, index: int) -> str:
         draw = random.Random(f"{self.seed}/{index}")
-        return "".join(chr(FIRST_CHARACTER + draw.randrange(40_000)) for _ in range(PROMPT_CHARACTERS))
+        return "".join(
+            chr(FIRST_CHARACTER + draw.randrange(40_000))
+            for _ in range(PROMPT_CHARACTERS)
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        return sum(ord(character) % 2 == 0 for character in completion) / max(1, len(completion))
+        return sum(ord(character) % 2 == 0 for character in completion) / max(
+            1, len(completion)
+        )
 
 
 def make_shape(folder: Path) -> Path:
-    """Save a random model of 134.5 million parameters, unless `folder` exists; return the folder."""
+    """Save a random model of 134.5 million parameters, unless `folder` exists; return
+    the folder.
+    """
     if not folder.exists():
         numbers = range(VOCABULARY - len(SPECIAL_TOKENS))
         characters = "".join(chr(FIRST_CHARACTER + number) for number in numbers)

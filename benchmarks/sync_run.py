@@ -1,11 +1,11 @@
-"""Runs `sync_reference`, the plain synchronous loop, on a config: one process, no HTTP, no buffer, no
-producers.
+"""Runs `sync_reference`, the plain synchronous loop, on a config: one process, no HTTP,
+no buffer, no producers.
 
     python benchmarks/sync_run.py CONFIG [key=value ...] --run-dir DIR
 
-Writes metrics.jsonl (step, time_s, reward/mean, and what the trainer says), trained.jsonl and final/, as
-`asyncrl run` does, so that the two can be laid over each other: at max_staleness 0 they must agree bit for
-bit.
+Writes metrics.jsonl (step, time_s, reward/mean, and what the trainer says),
+trained.jsonl and final/, as `asyncrl run` does, so that the two can be laid over each
+other: at max_staleness 0 they must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -50,23 +50,31 @@ from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 
 class SyncRun:
-    """The parts of sync_reference for one config: engine and trainer of the product, in this process, called
-    in turn.
+    """The parts of sync_reference for one config: engine and trainer of the product, in
+    this process, called in turn.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False
+    ) -> None:
         config, _ = resolve_auto(config, single_node())
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir, run_module))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         placement = place(config, single_node())
-        self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
-        servers = Servers(config, placement, model_path, self.tokenizer, run_dir, LocalLauncher())
+        self.tokenizer = HFChatTokenizer(
+            model_path, chat_template=config.model.chat_template
+        )
+        servers = Servers(
+            config, placement, model_path, self.tokenizer, run_dir, LocalLauncher()
+        )
         self.trainer = TrainerRank(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
             EmbeddedSpec.model_validate(
-                embedded_spec(servers.order(ROLES[ENGINE], "engine-0", placement.engines[0][0]))
+                embedded_spec(
+                    servers.order(ROLES[ENGINE], "engine-0", placement.engines[0][0])
+                )
             )
         )
         self.engine.start()
@@ -85,7 +93,9 @@ class SyncRun:
         return SyncParts(
             next_prompt=self.feed.next_nowait,
             encode=self.tokenizer.encode_chat,
-            derive_seed=lambda prompt_id, sample: derive_seed(self.config.seed, prompt_id, sample, 0),
+            derive_seed=lambda prompt_id, sample: derive_seed(
+                self.config.seed, prompt_id, sample, 0
+            ),
             generate=self.generate,
             decode=partial(answer_text, self.tokenizer, shows_special=True),
             score=self.score,
@@ -93,10 +103,18 @@ class SyncRun:
             load_weights=self.load_weights,
         )
 
-    def generate(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
-        """A completion for each (prompt ids, seed): all at once, or strictly one after the other."""
+    def generate(
+        self, requests: Sequence[tuple[Sequence[int], int]]
+    ) -> list[Completion]:
+        """A completion for each (prompt ids, seed): all at once, or strictly one after
+        the other.
+        """
         if self.one_by_one and len(requests) > 1:
-            return [completion for request in requests for completion in self.generate([request])]
+            return [
+                completion
+                for request in requests
+                for completion in self.generate([request])
+            ]
         rollout = self.config.rollout
         asked = [
             SamplingRequest(
@@ -121,15 +139,23 @@ class SyncRun:
 
     def train(self, batch: Batch) -> TrainResponse:
         metrics = self.trainer.train(*pack_groups(batch))
-        return TrainResponse(policy_version=self.trainer.policy_version, metrics=metrics)
+        return TrainResponse(
+            policy_version=self.trainer.policy_version, metrics=metrics
+        )
 
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""
-        export = self.trainer.export(Path(self._staging.name) / f"v{version}.safetensors")
-        self.engine.weights.prepare(
-            PrepareRequest(**export.model_dump(include=set(PrepareRequest.model_fields)))
+        export = self.trainer.export(
+            Path(self._staging.name) / f"v{version}.safetensors"
         )
-        self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(timeout=600)
+        self.engine.weights.prepare(
+            PrepareRequest(
+                **export.model_dump(include=set(PrepareRequest.model_fields))
+            )
+        )
+        self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(
+            timeout=600
+        )
         Path(export.path).unlink()
 
     def steps(self) -> list[Batch]:

@@ -1,22 +1,26 @@
-"""One optimizer step (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch; and
-an agent's branches as a tree against separate branches.
+"""One optimizer step (forward, backward, update) against TRL's GRPOTrainer as shipped,
+on the same batch; and an agent's branches as a tree against separate branches.
 
-    python benchmarks/trainer.py [--seconds S] [--model tiny|families|smollm2|all] [--groups G] [--device cpu]
+    python benchmarks/trainer.py [--seconds S] [--model tiny|families|smollm2|all]
+    [--groups G] [--device cpu]
 
-Two batches are groups of 8 completions with prompts of 64 tokens. Two are rollouts of an agent whose template
-drops earlier thoughts, so each turn is a branch: 2.1 times the tokens of their prefix trees in 8 turns, 4.5
-times in 20. All sides start from the same weights, get the same tokens, rewards and behaviour logprobs, and
-minimize the same loss (clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient
-norm of the first step must agree. Each measurement is a fresh process with 2 threads; the sides alternate,
-twice each; medians. trainer_ours.py and trainer_trl.py list the counted work. TRL runs at its best
-micro-batch size. In bfloat16, TRL computes with float32 weights under autocast (its default).
+Two batches are groups of 8 completions with prompts of 64 tokens. Two are rollouts of
+an agent whose template drops earlier thoughts, so each turn is a branch: 2.1 times the
+tokens of their prefix trees in 8 turns, 4.5 times in 20. All sides start from the same
+weights, get the same tokens, rewards and behaviour logprobs, and minimize the same loss
+(clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient
+norm of the first step must agree. Each measurement is a fresh process with 2 threads;
+the sides alternate, twice each; medians. trainer_ours.py and trainer_trl.py list the
+counted work. TRL runs at its best micro-batch size. In bfloat16, TRL computes with
+float32 weights under autocast (its default).
 
-CPU seconds are of all threads; waiting threads sleep (OMP_WAIT_POLICY=PASSIVE). MiB is the peak of resident
-(CUDA: allocated) memory above the loaded model.
+CPU seconds are of all threads; waiting threads sleep (OMP_WAIT_POLICY=PASSIVE). MiB is
+the peak of resident (CUDA: allocated) memory above the loaded model.
 
-Last line: `ratio: X` = TRL over ours in CPU seconds (CUDA: wall seconds), tiny model, long-tailed lengths.
-Targets: 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, never more memory than TRL.
-Tiny models of other families (a recurrence, a sliding window) run packed and one by one; target: 3.
+Last line: `ratio: X` = TRL over ours in CPU seconds (CUDA: wall seconds), tiny model,
+long-tailed lengths. Targets: 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with
+equal lengths, never more memory than TRL. Tiny models of other families (a recurrence,
+a sliding window) run packed and one by one; target: 3.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, here and in the children
+# read when torch is imported, here and in the children
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import torch
 from common import HERE, SMOLLM2, options, reported
@@ -59,8 +64,8 @@ ROUNDS = 2
 MICRO_BATCHES = {"tiny": [2, 4, 8, 16, 64], "SmolLM2-135M": [2, 4, 8]}
 """Sequences a forward of TRL's GRPOTrainer."""
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
-"""Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about
-0.01 on both sides.
+"""Most difference of the loss, and of the gradient norm as a part of it. bfloat16
+rounds logprobs by about 0.01 on both sides.
 """
 
 
@@ -84,13 +89,22 @@ def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
         str(folder / "result.json"),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
     )
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
+    result: dict[str, Any] = json.loads(
+        (folder / "result.json").read_text(encoding="utf-8")
+    )
     if result["threads"] != THREADS:
-        raise SystemExit(f"{side} ran with {result['threads']} threads instead of {THREADS}")
+        raise SystemExit(
+            f"{side} ran with {result['threads']} threads instead of {THREADS}"
+        )
     return result
 
 
@@ -129,8 +143,15 @@ def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str
     else:
         num_sequences = len(case.batch()[0].trajectories)
         index = 0 if case.device == "cpu" else 1
-        peers = [replace(case, micro_batch=size) for size in MICRO_BATCHES[model] if size <= num_sequences]
-        costs = [run_child("trl", replace(peer, seconds=0), folder)["steps"][0][index] for peer in peers]
+        peers = [
+            replace(case, micro_batch=size)
+            for size in MICRO_BATCHES[model]
+            if size <= num_sequences
+        ]
+        costs = [
+            run_child("trl", replace(peer, seconds=0), folder)["steps"][0][index]
+            for peer in peers
+        ]
         peer = peers[costs.index(min(costs))]
         sides[f"TRL, {peer.micro_batch} a forward"] = ("trl", peer)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -142,7 +163,11 @@ def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str
 
 def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
     """Name -> (folder, dtype) of the models to measure."""
-    models = {"tiny": (make_tiny(folder / "tiny"), "float32")} if chosen in ("tiny", "all") else {}
+    models = (
+        {"tiny": (make_tiny(folder / "tiny"), "float32")}
+        if chosen in ("tiny", "all")
+        else {}
+    )
     if chosen in ("families", "all"):
         for name, family in FAMILIES.items():
             models[name] = (make_tiny(folder / name, family), "float32")
@@ -150,7 +175,9 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
         if SMOLLM2.is_dir():
             models["SmolLM2-135M"] = (SMOLLM2, "bfloat16")
         else:
-            print(f"SmolLM2-135M is skipped: no {SMOLLM2}; `python examples/smollm2.py` makes it")
+            print(
+                f"SmolLM2-135M is skipped: no {SMOLLM2}; `python examples/smollm2.py` makes it"
+            )
     return models
 
 
@@ -160,8 +187,13 @@ def print_rows(title: str, case: Case, sides: dict[str, Side]) -> None:
     ours = sides["ours"]
     for name, side in sides.items():
         rate = num_tokens / side.wall_s
-        peak, times = side.peak_bytes, f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
-        ratios = side.cpu_s / ours.cpu_s, side.wall_s / ours.wall_s, peak / ours.peak_bytes
+        peak = side.peak_bytes
+        times = f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
+        ratios = (
+            side.cpu_s / ours.cpu_s,
+            side.wall_s / ours.wall_s,
+            peak / ours.peak_bytes,
+        )
         print(
             f"{title:<36}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
             f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}"
@@ -176,8 +208,12 @@ def batches(num_groups: int) -> dict[str, Callable[[Pieces], list[Row]]]:
         f"{num_groups} x {GROUP_SIZE}, equal": partial(
             completions, lengths=[EQUAL_LENGTH] * (num_groups * GROUP_SIZE)
         ),
-        "1 x 4, agent, 8 turns": partial(agents, num_turns=8, num_groups=1, group_size=4),
-        "1 x 2, agent, 20 turns": partial(agents, num_turns=20, num_groups=1, group_size=2),
+        "1 x 4, agent, 8 turns": partial(
+            agents, num_turns=8, num_groups=1, group_size=4
+        ),
+        "1 x 2, agent, 20 turns": partial(
+            agents, num_turns=20, num_groups=1, group_size=2
+        ),
     }
 
 
@@ -211,7 +247,11 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
             ours, peer = sides.values()
             check_agreement(ours, peer, dtype)
             if ratio is None:
-                ratio = peer.cpu_s / ours.cpu_s if arguments.device == "cpu" else peer.wall_s / ours.wall_s
+                ratio = (
+                    peer.cpu_s / ours.cpu_s
+                    if arguments.device == "cpu"
+                    else peer.wall_s / ours.wall_s
+                )
     if ratio is not None:
         print(f"ratio: {ratio:.2f}")
 
@@ -226,9 +266,13 @@ def main() -> None:
         help="which models to measure",
     )
     parser.add_argument(
-        "--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)"
+        "--groups",
+        type=int,
+        help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)",
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run"
+    )
     arguments = parser.parse_args()
     if arguments.model != "families" and importlib.util.find_spec("trl") is None:
         raise SystemExit(
@@ -237,7 +281,10 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     disable_progress_bar()
     name = "trainer" if arguments.device == "cpu" else "trainer-cuda"
-    with reported(name, is_kept=arguments.write), tempfile.TemporaryDirectory() as folder:
+    with (
+        reported(name, is_kept=arguments.write),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         run_rows(arguments, Path(folder))
 
 

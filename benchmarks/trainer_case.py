@@ -1,4 +1,6 @@
-"""What both sides of benchmarks/trainer.py train on, and how both are measured. Knows neither trainer."""
+"""What both sides of benchmarks/trainer.py train on, and how both are measured. Knows
+neither trainer.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
-from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
+from asyncrl.messages.trainer_api import (
+    BatchHeader,
+    TrajectoryHeader,
+    pack_batch,
+    unpack_batch,
+)
 from asyncrl.trainer.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
 EQUAL_LENGTH = 132
 """About the mean of the long-tailed lengths."""
 AGENT_PROMPT, AGENT_THOUGHT, AGENT_ANSWER, AGENT_TOOL = 32, 80, 24, 40
-"""Tokens; a rollout has then 2.1 times the tokens of its tree in 8 turns, 4.5 times in 20."""
+"""Tokens; a rollout has then 2.1 times the tokens of its tree in 8 turns, 4.5 times in
+20.
+"""
 LEARNING_RATE, MAX_GRAD_NORM, CLIP = 1e-6, 1.0, 0.2
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -63,8 +72,8 @@ class Case:
 
 @dataclass
 class Meter:
-    """CPU seconds (all threads) and wall seconds of the stretches between start() and stop(), added up a
-    step; peak memory.
+    """CPU seconds (all threads) and wall seconds of the stretches between start() and
+    stop(), added up a step; peak memory.
     """
 
     case: Case
@@ -91,7 +100,10 @@ class Meter:
 
     def is_over(self) -> bool:
         counted = self.steps[self.case.warm_up :]
-        return len(counted) > 0 and sum(wall_s for _, wall_s in counted) >= self.case.seconds
+        return (
+            len(counted) > 0
+            and sum(wall_s for _, wall_s in counted) >= self.case.seconds
+        )
 
     def mark_loaded(self) -> None:
         """The model is loaded: peak memory counts from here."""
@@ -99,11 +111,16 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
             self._loaded_bytes = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+            # resets the peak
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             self._loaded_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
-        peak = torch.cuda.max_memory_allocated() if self.case.device == "cuda" else _status_bytes("VmHWM")
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if self.case.device == "cuda"
+            else _status_bytes("VmHWM")
+        )
         return peak - self._loaded_bytes
 
     def _sync(self) -> None:
@@ -130,7 +147,9 @@ def write_result(path: str, meter: Meter, *, loss: float, grad_norm: float) -> N
 
 def long_tailed_lengths(num_groups: int) -> list[int]:
     """Lognormal completion lengths, median 96, sigma 0.8, at most 512."""
-    draws = np.random.default_rng(0).lognormal(math.log(96.0), 0.8, num_groups * GROUP_SIZE)
+    draws = np.random.default_rng(0).lognormal(
+        math.log(96.0), 0.8, num_groups * GROUP_SIZE
+    )
     return [int(length) for length in np.clip(np.rint(draws), 1, MAX_COMPLETION)]
 
 
@@ -156,7 +175,9 @@ FAMILIES = {
 def make_tiny(folder: Path, family: dict[str, Any] | None = None) -> Path:
     scratch = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))["model"]["scratch"]
     scratch["architecture"] |= {"max_position_embeddings": 2048, **(family or {})}
-    make_scratch_model(ScratchSpec(out=folder, seed=0, scratch=ScratchConfig(**scratch)))
+    make_scratch_model(
+        ScratchSpec(out=folder, seed=0, scratch=ScratchConfig(**scratch))
+    )
     return folder
 
 
@@ -189,12 +210,20 @@ def completions(pieces: Pieces, lengths: list[int]) -> list[Row]:
             prompt = pieces(PROMPT_LENGTH)
         ids = np.concatenate([prompt, pieces(length)])
         rows.append(
-            Row(index // GROUP_SIZE, index % GROUP_SIZE, 0, ids, np.arange(len(ids)) >= PROMPT_LENGTH)
+            Row(
+                index // GROUP_SIZE,
+                index % GROUP_SIZE,
+                0,
+                ids,
+                np.arange(len(ids)) >= PROMPT_LENGTH,
+            )
         )
     return rows
 
 
-def agents(pieces: Pieces, num_turns: int, num_groups: int, group_size: int) -> list[Row]:
+def agents(
+    pieces: Pieces, num_turns: int, num_groups: int, group_size: int
+) -> list[Row]:
     rows = []
     for group in range(num_groups):
         prompt = pieces(AGENT_PROMPT)
@@ -203,14 +232,16 @@ def agents(pieces: Pieces, num_turns: int, num_groups: int, group_size: int) -> 
             for turn in range(num_turns):
                 thought, answer = pieces(AGENT_THOUGHT), pieces(AGENT_ANSWER)
                 ids = np.concatenate([history, thought, answer])
-                rows.append(Row(group, sample, turn, ids, np.arange(len(ids)) >= len(history)))
+                rows.append(
+                    Row(group, sample, turn, ids, np.arange(len(ids)) >= len(history))
+                )
                 history = np.concatenate([history, answer, pieces(AGENT_TOOL)])
     return rows
 
 
 def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> bytes:
-    """Return the packed batch. Its behaviour logprobs deviate a little from the model's own, so that ratios
-    and clipping matter.
+    """Return the packed batch. Its behaviour logprobs deviate a little from the model's
+    own, so that ratios and clipping matter.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     rng, rewards = np.random.default_rng(2), dict[tuple[int, int], float]()
@@ -218,12 +249,18 @@ def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> bytes:
     made = rows(Pieces(model_path, model.config.vocab_size))
     for row in made:
         off = rng.normal(0.0, 0.1, len(row.ids))
-        given = np.where(row.is_sampled, np.minimum(_logprobs(model, row.ids) + off, 0.0), 0.0)
+        given = np.where(
+            row.is_sampled, np.minimum(_logprobs(model, row.ids) + off, 0.0), 0.0
+        )
         tokens.append(row.ids.astype(np.int32))
         logprobs.append(given.astype(np.float32))
         place = {"start": start, "end": start + len(row.ids)}
         start += len(row.ids)
-        owner = {"group_index": row.group, "group_id": row.group, "sample_index": row.sample}
+        owner = {
+            "group_index": row.group,
+            "group_id": row.group,
+            "sample_index": row.sample,
+        }
         reward = rewards.setdefault((row.group, row.sample), float(rng.random()))
         name = {"prompt_id": f"p{row.group}", "branch": row.branch}
         headers.append(TrajectoryHeader(reward=reward, **owner, **place, **name))
@@ -243,12 +280,19 @@ def _text(model_path: str) -> npt.NDArray[np.int64]:
     files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return np.concatenate(
-        [np.asarray(tokenizer(file.read_text(encoding="utf-8"))["input_ids"], np.int64) for file in files]
+        [
+            np.asarray(
+                tokenizer(file.read_text(encoding="utf-8"))["input_ids"], np.int64
+            )
+            for file in files
+        ]
     )
 
 
 @torch.no_grad()
-def _logprobs(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def _logprobs(
+    model: torch.nn.Module, ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
     """Logprob of each token, 0 for the first."""
     ids_1T = torch.from_numpy(ids)[None]  # noqa: N806
     logprob_TV = torch.log_softmax(model(input_ids=ids_1T).logits[0, :-1], dim=-1)  # noqa: N806

@@ -1,9 +1,10 @@
-"""Our side of benchmarks/trainer.py, in its own process: TrainerRank.train on one batch, repeatedly.
+"""Our side of benchmarks/trainer.py, in its own process: TrainerRank.train on one
+batch, repeatedly.
 
     python benchmarks/trainer_ours.py CASE.json RESULT.json
 
-All of train() counts: checks, packing, advantages, forward, backward, clipping, optimizer,
-statistics, record.
+All of train() counts: checks, packing, advantages, forward, backward, clipping,
+optimizer, statistics, record.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ from asyncrl.trainer.tree import TokenRange
 
 
 def make_spec(case: Case, folder: Path) -> TrainerSpec:
-    """The spec of this case: PPO's clip around the behaviour policy, mean over the batch's tokens."""
+    """The spec of this case: PPO's clip around the behaviour policy, mean over the
+    batch's tokens.
+    """
     trainer = TrainerConfig(
-        learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, gradient_checkpointing=False
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        gradient_checkpointing=False,
     )
     algorithm = AlgorithmConfig(
-        loss="ppo_clip", advantage="trainer_ours:trl_advantage", clip_low=CLIP, clip_high=CLIP
+        loss="ppo_clip",
+        advantage="trainer_ours:trl_advantage",
+        clip_low=CLIP,
+        clip_high=CLIP,
     )
     return TrainerSpec.model_validate(
         {
@@ -56,7 +64,9 @@ def trl_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:  # noqa: N803
     return (centred_GS / (reward_GS.std(dim=1, keepdim=True) + 1e-4)).view(-1)
 
 
-def nothing_shared(sequences: Sequence[TokenRange], token_ids: object) -> list[tree.TreeNode]:
+def nothing_shared(
+    sequences: Sequence[TokenRange], token_ids: object
+) -> list[tree.TreeNode]:
     return [tree.TreeNode(one, 0, one.length, None, ends=[one]) for one in sequences]
 
 
@@ -67,24 +77,34 @@ def main() -> None:
         tree._trie = nothing_shared
         packing.in_tree_order = lambda sequences, _: [(one, 0) for one in sequences]
     if case.is_alone:
-        build_model.find_plan = lambda model: ForwardPlan(False, find_plan(model).has_plain_head)
+        build_model.find_plan = lambda model: ForwardPlan(
+            False, find_plan(model).has_plain_head
+        )
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "staging").mkdir()
-        # Made as a trainer's process makes it: on CUDA that may be shards on a mesh of one rank.
+        # Made as a trainer's process makes it: on CUDA that may be shards on a mesh of
+        # one rank.
         step, meter = TrainerService(make_spec(case, Path(folder))).rank, Meter(case)
         meter.mark_loaded()
         metrics: list[dict[str, float]] = []
         while not meter.is_over():
             version = len(metrics)
-            header = header.model_copy(update={"version": version, "min_version": version})
-            arrays = replace(arrays, spans=spans_of(np.where(arrays.is_sampled, version, -1)))
+            header = header.model_copy(
+                update={"version": version, "min_version": version}
+            )
+            arrays = replace(
+                arrays, spans=spans_of(np.where(arrays.is_sampled, version, -1))
+            )
             meter.start()
             metrics.append(step.train(header, arrays))
             meter.stop()
             meter.end_step()
         write_result(
-            sys.argv[2], meter, loss=metrics[0]["policy/loss"], grad_norm=metrics[0]["policy/grad_norm"]
+            sys.argv[2],
+            meter,
+            loss=metrics[0]["policy/loss"],
+            grad_norm=metrics[0]["policy/grad_norm"],
         )
 
 

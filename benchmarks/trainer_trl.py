@@ -1,14 +1,15 @@
-"""TRL's side of benchmarks/trainer.py, in its own process: GRPOTrainer.train() as shipped, its rollouts
-given.
+"""TRL's side of benchmarks/trainer.py, in its own process: GRPOTrainer.train() as
+shipped, its rollouts given.
 
     python benchmarks/trainer_trl.py CASE.json RESULT.json
 
-Counted are compute_loss and backward of every micro-batch, gradient clipping, and optimizer.step. Not
-counted: data loader, rollouts, tokenising, rewards, advantages, padding, shuffling and splitting into
-micro-batches, learning-rate schedule, zero_grad, callbacks and logging. The statistics that compute_loss
-makes on its way are counted, as ours are. Two things differ: rollouts are given, and the ratio is
-taken to given behaviour logprobs (`old_per_token_logps`, a key which TRL fills itself whenever rollouts are
-older than the step) instead of to the current ones. Dataset order is kept.
+Counted are compute_loss and backward of every micro-batch, gradient clipping, and
+optimizer.step. Not counted: data loader, rollouts, tokenising, rewards, advantages,
+padding, shuffling and splitting into micro-batches, learning-rate schedule, zero_grad,
+callbacks and logging. The statistics that compute_loss makes on its way are counted, as
+ours are. Two things differ: rollouts are given, and the ratio is taken to given
+behaviour logprobs (`old_per_token_logps`, a key which TRL fills itself whenever
+rollouts are older than the step) instead of to the current ones. Dataset order is kept.
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ MAX_STEPS = 1000
 
 
 class Rollouts:
-    """The fixed batch in TRL's terms: a list entry a sequence, groups after one another."""
+    """The fixed batch in TRL's terms: a list entry a sequence, groups after one
+    another.
+    """
 
     def __init__(self, case: Case) -> None:
         header, arrays = case.batch()
-        self.prompt_ids, self.completion_ids, self.behaviour, self.rewards = [], [], [], []
+        self.prompt_ids = []
+        self.completion_ids = []
+        self.behaviour = []
+        self.rewards = []
         for entry in header.trajectories:
-            ids, mask = arrays.ids[entry.start : entry.end], arrays.is_sampled[entry.start : entry.end]
+            ids = arrays.ids[entry.start : entry.end]
+            mask = arrays.is_sampled[entry.start : entry.end]
             self.prompt_ids.append(ids[~mask].tolist())
             self.completion_ids.append(ids[mask].tolist())
-            self.behaviour.append(torch.from_numpy(arrays.behaviour_logprobs[entry.start : entry.end][mask]))
+            self.behaviour.append(
+                torch.from_numpy(
+                    arrays.behaviour_logprobs[entry.start : entry.end][mask]
+                )
+            )
             self.rewards.append(entry.reward)
 
 
@@ -71,10 +82,17 @@ class GivenRollouts(GRPOTrainer):
         texts = ["" for _ in prompts]
         return given.prompt_ids, given.completion_ids, None, texts, None, {}, None, []
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(
+        self, inputs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        padded = torch.nn.utils.rnn.pad_sequence(self.rollouts.behaviour, batch_first=True)
-        return {**output, "old_per_token_logps": padded.to(output["completion_ids"].device)}
+        padded = torch.nn.utils.rnn.pad_sequence(
+            self.rollouts.behaviour, batch_first=True
+        )
+        return {
+            **output,
+            "old_per_token_logps": padded.to(output["completion_ids"].device),
+        }
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
@@ -150,8 +168,11 @@ def main() -> None:
     torch.set_num_threads(case.threads)
     meter, rollouts = Meter(case), Rollouts(case)
     num_sequences = len(rollouts.rewards)
-    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow 26 on Python 3.12.
-    rows = pa.table({"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]})
+    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow
+    # 26 on Python 3.12.
+    rows = pa.table(
+        {"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]}
+    )
     with tempfile.TemporaryDirectory() as folder:
         trainer = GivenRollouts(
             model=case.model_path,
@@ -163,7 +184,9 @@ def main() -> None:
         trainer.rollouts, trainer.meter = rollouts, meter
         meter.mark_loaded()
         trainer.train()
-    write_result(sys.argv[2], meter, loss=trainer.first_loss, grad_norm=trainer.first_grad_norm)
+    write_result(
+        sys.argv[2], meter, loss=trainer.first_loss, grad_norm=trainer.first_grad_norm
+    )
 
 
 if __name__ == "__main__":

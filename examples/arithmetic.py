@@ -1,12 +1,13 @@
-"""Additions and subtractions of reasoning-gym's chain_sum, with a reward for the last number of a completion.
+"""Additions and subtractions of reasoning-gym's chain_sum, with a reward for the last
+number of a completion.
 
     pip install -e '.[smollm2]'
     python examples/smollm2.py
     python examples/arithmetic.py      # writes runs/arithmetic.jsonl; only this needs reasoning-gym
     asyncrl run examples/arithmetic.yaml
 
-The library's own score is the answer's share of the text, of which a model that answers in sentences earns
-hardly any.
+The library's own score is the answer's share of the text, of which a model that answers
+in sentences earns hardly any.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 PATH = Path("runs/arithmetic.jsonl")
 NUM_ROWS = 40_000
 SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""Before training, SmolLM2-135M-Instruct ends 12 of 100 completions with the right number (64 prompts at
-temperature 1). With two or three terms it is 6 of 100, with three terms of one digit 3.
+"""Before training, SmolLM2-135M-Instruct ends 12 of 100 completions with the right
+number (64 prompts at temperature 1). With two or three terms it is 6 of 100, with three
+terms of one digit 3.
 """
 
 
@@ -35,7 +37,9 @@ def main() -> None:
     import reasoning_gym
 
     PATH.parent.mkdir(exist_ok=True)
-    questions = reasoning_gym.create_dataset("chain_sum", size=NUM_ROWS, seed=0, **SETTINGS)
+    questions = reasoning_gym.create_dataset(
+        "chain_sum", size=NUM_ROWS, seed=0, **SETTINGS
+    )
     rows = ({"prompt": one["question"], "answer": one["answer"]} for one in questions)
     PATH.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 

@@ -48,23 +48,30 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
 }
 MAX_EXPRESSION = 100
-"""Characters. Bounds depth and size, for there is no power: what a model writes is calculated by us."""
+"""Characters. Bounds depth and size, for there is no power: what a model writes is
+calculated by us.
+"""
 
 
-async def run(task: Task, session: Session, *, max_turns: int = 2, must_call: bool = False) -> Outcome:
-    """Ask until the model answers instead of calling the tool; its answer is the first number in what it
-    says. `must_call`: the first turn is a call, whatever a model that was never taught to would rather do.
+async def run(
+    task: Task, session: Session, *, max_turns: int = 2, must_call: bool = False
+) -> Outcome:
+    """Ask until the model answers instead of calling the tool; its answer is the first
+    number in what it says. `must_call`: the first turn is a call, whatever a model that
+    was never taught to would rather do.
 
-    The reward has three parts, each of which can be learnt without the others, and what is partly right is
-    partly rewarded: 0.1 for a call, 0.7 for the expression that was asked for, 0.2 for an answer that is the
-    tool's. With all three the answer is right.
+    The reward has three parts, each of which can be learnt without the others, and what
+    is partly right is partly rewarded: 0.1 for a call, 0.7 for the expression that was
+    asked for, 0.2 for an answer that is the tool's. With all three the answer is right.
     """
     messages: list[Any] = list(task.messages)
     expression = result = answer = ""
     num_calls = 0
     for turn in range(max_turns):
         choice: Any = (
-            {"type": "function", "function": {"name": "calculator"}} if must_call and turn == 0 else "auto"
+            {"type": "function", "function": {"name": "calculator"}}
+            if must_call and turn == 0
+            else "auto"
         )
         completion = await session.client.chat.completions.create(
             model=session.model, messages=messages, tools=TOOLS, tool_choice=choice
@@ -77,9 +84,13 @@ async def run(task: Task, session: Session, *, max_turns: int = 2, must_call: bo
         for call in message.tool_calls:
             expression = expression_of(call.function.name, call.function.arguments)
             result = calculate(expression)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": result}
+            )
             num_calls += 1
-    reward = 0.1 * bool(num_calls) + 0.7 * likeness(expression, task.answer["expression"])
+    reward = 0.1 * bool(num_calls) + 0.7 * likeness(
+        expression, task.answer["expression"]
+    )
     if num_calls and result != "error":
         reward += 0.2 * likeness(answer, result)
     return Outcome(
@@ -93,9 +104,15 @@ async def run(task: Task, session: Session, *, max_turns: int = 2, must_call: bo
 
 
 def expression_of(name: str, arguments: str) -> str:
-    """The expression of a call, without spaces; empty if it is no call of the calculator."""
+    """The expression of a call, without spaces; empty if it is no call of the
+    calculator.
+    """
     expression = json.loads(arguments).get("expression")
-    return expression.replace(" ", "") if name == "calculator" and isinstance(expression, str) else ""
+    return (
+        expression.replace(" ", "")
+        if name == "calculator" and isinstance(expression, str)
+        else ""
+    )
 
 
 def calculate(expression: str) -> str:
@@ -126,42 +143,50 @@ def first_number(text: str) -> str:
 
 
 def likeness(said: str, right: str) -> float:
-    """0 .. 1, a sum of parts that can be learnt one by one: the right characters, in the right places, as
-    many as there should be.
+    """0 .. 1, a sum of parts that can be learnt one by one: the right characters, in
+    the right places, as many as there should be.
     """
     if not said:
         return 0.0
     shared = sum((Counter(said) & Counter(right)).values()) / len(said)
-    in_place = sum(ours == theirs for ours, theirs in zip(said, right, strict=False)) / len(right)
+    in_place = sum(
+        ours == theirs for ours, theirs in zip(said, right, strict=False)
+    ) / len(right)
     closeness = min(len(said), len(right)) / max(len(said), len(right))
     return 0.1 * shared + 0.4 * in_place + 0.2 * closeness + 0.3 * (said == right)
 
 
 class Sums:
-    """`size` calculations with two numbers up to `largest`; `question` is what the model is asked, with {}
-    for the expression.
+    """`size` calculations with two numbers up to `largest`; `question` is what the
+    model is asked, with {} for the expression.
     """
 
     def __init__(
-        self, *, size: int, seed: int, largest: int = 9, operators: str = "+-*", question: str = "{}"
+        self,
+        *,
+        size: int,
+        seed: int,
+        largest: int = 9,
+        operators: str = "+-*",
+        question: str = "{}",
     ) -> None:
         if question.count("{}") != 1 or not set(operators) <= set("+-*"):
             raise ValueError(
                 f"question={question!r}, operators={operators!r}: one {{}} in the question, operators of + - *"  # noqa: E501
             )
-        self._size, self._seed, self._largest, self._operators, self._question = (
-            size,
-            seed,
-            largest,
-            operators,
-            question,
-        )
+        self._size = size
+        self._seed = seed
+        self._largest = largest
+        self._operators = operators
+        self._question = question
 
     def __len__(self) -> int:
         return self._size
 
     def prompt(self, index: int) -> Item:
-        """Prompt number `index`, e.g. 6*7; what is right is for the agent's reward alone."""
+        """Prompt number `index`, e.g. 6*7; what is right is for the agent's reward
+        alone.
+        """
         draw = random.Random(f"sums/{self._seed}/{index}")
         left, right = draw.randint(1, self._largest), draw.randint(1, self._largest)
         expression = f"{left}{draw.choice(self._operators)}{right}"

@@ -3,8 +3,9 @@
     pip install -e '.[vllm]'
     asyncrl run examples/code.yaml
 
-The reward executes what the model writes. Run it in a container without a network and without your files; the
-limits below stop endless loops and large allocations, not malice.
+The reward executes what the model writes. Run it in a container without a network and
+without your files; the limits below stop endless loops and large allocations, not
+malice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ TIMEOUT_S = 10.0
 
 
 class Mbpp:
-    """The problems of a split. The prompt shows the first of three tests; the reward needs all."""
+    """The problems of a split. The prompt shows the first of three tests; the reward
+    needs all.
+    """
 
     def __init__(self, *, size: int, seed: int, split: str = "train") -> None:
         import datasets
@@ -51,7 +54,9 @@ class Mbpp:
 
 
 def passes(code: str, tests: list[str]) -> bool:
-    """Execute code and tests in a process. The word at the end shows that no exit came before it."""
+    """Execute code and tests in a process. The word at the end shows that no exit came
+    before it.
+    """
     word = secrets.token_hex(16)
     program = "\n".join([LIMITS, code, *tests, f"print('{word}')"])
     try:

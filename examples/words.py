@@ -1,9 +1,10 @@
-"""Rewards for questions with one word as their answer: one for training, that leads there, and an exact match
-for evaluation.
+"""Rewards for questions with one word as their answer: one for training, that leads
+there, and an exact match for evaluation.
 
-A pretrained model knows most of the answers and says them in a sentence: "The plural of mouse is mice." So
-the right word counts, the less the more words stand around it. No question holds its answer, and what is said
-twice is longer, so neither repeating the question nor guessing several words pays.
+A pretrained model knows most of the answers and says them in a sentence: "The plural of
+mouse is mice." So the right word counts, the less the more words stand around it. No
+question holds its answer, and what is said twice is longer, so neither repeating the
+question nor guessing several words pays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 
 def shortest(prompt: Any, completion: str, answer: str) -> float:
-    """1 for the right word alone, 1 / (number of words) if it is one of several, else 0."""
+    """1 for the right word alone, 1 / (number of words) if it is one of several, else
+    0.
+    """
     words = words_of(completion)
     return 1.0 / len(words) if answer.lower() in words else 0.0
 

@@ -1,7 +1,8 @@
 """Check the size of each folder against its budget in pyproject.toml.
 
-Size is counted in standard lines: syntax nodes divided by 4.5. Annotations, docstrings, comments and operator
-tokens are free. Formatting does not change the count, so packing statements into fewer lines gains nothing.
+Size is counted in standard lines: syntax nodes divided by 4.5. Annotations, docstrings,
+comments and operator tokens are free. Formatting does not change the count, so packing
+statements into fewer lines gains nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ def folder_of(path: Path, folders: list[str]) -> str | None:
 
 
 def main() -> int:
-    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["asyncrl"]["budget"]
-    tracked = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["asyncrl"][
+        "budget"
+    ]
+    tracked = subprocess.check_output(
+        ["git", "ls-files", "*.py"], cwd=ROOT, text=True
+    ).split()
     nodes: Counter[str] = Counter()
     files: Counter[str] = Counter()
     for name in tracked:
@@ -64,12 +69,20 @@ def main() -> int:
     sizes = {folder: round(nodes[folder] / NODES_PER_LINE) for folder in budgets}
     for folder, budget in budgets.items():
         mark = "" if sizes[folder] <= budget else "  over its budget"
-        print(f"{folder:26} {files[folder]:4} files {sizes[folder]:6} of {budget:6} standard lines{mark}")
-    product = sum(size for folder, size in sizes.items() if folder.startswith(("asyncrl", "servers")))
+        print(
+            f"{folder:26} {files[folder]:4} files {sizes[folder]:6} of {budget:6} standard lines{mark}"
+        )
+    product = sum(
+        size
+        for folder, size in sizes.items()
+        if folder.startswith(("asyncrl", "servers"))
+    )
     print(f"{'product':26} {product:21} standard lines")
     over = [folder for folder, budget in budgets.items() if sizes[folder] > budget]
     if over:
-        print(f"Way out: delete code in {', '.join(over)}, or raise the budget in pyproject.toml.")
+        print(
+            f"Way out: delete code in {', '.join(over)}, or raise the budget in pyproject.toml."
+        )
     return 1 if over else 0
 
 

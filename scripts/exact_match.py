@@ -5,9 +5,9 @@
     python scripts/exact_match.py RUN_DIR --min 0.8    # exits with 1 below this rate
     python scripts/exact_match.py RUN_DIR --sampled    # answers are sampled at temperature 1
 
-The model in RUN_DIR/final answers greedily, or samples. An answer matches if it is the right text, special
-tokens included, and then the end-of-turn token. The run's task must accept `held_out: true` in task.args,
-like asyncrl.tasks.toy:Letters.
+The model in RUN_DIR/final answers greedily, or samples. An answer matches if it is the
+right text, special tokens included, and then the end-of-turn token. The run's task must
+accept `held_out: true` in task.args, like asyncrl.tasks.toy:Letters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ EXAM_SEED = 1_000_000
 def answers_of(
     model_path: Path, prompts: list[str], max_tokens: int, *, is_sampled: bool = False
 ) -> tuple[list[str], str]:
-    """Return the answers with their special tokens, and the text of the end-of-turn token.
+    """Return the answers with their special tokens, and the text of the end-of-turn
+    token.
 
     They are greedy, or sampled at temperature 1.
     """
@@ -44,11 +45,17 @@ def answers_of(
         return_dict=True,
         padding=True,
     )
-    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=is_sampled, top_k=0)
-    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=False)
+    output = model.generate(
+        **inputs, max_new_tokens=max_tokens, do_sample=is_sampled, top_k=0
+    )
+    texts = tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=False
+    )
     end: str = tokenizer.eos_token
     # generate() pads the answers that end before the longest one
-    return [text.partition(end)[0] + end if end in text else text for text in texts], end
+    return [
+        text.partition(end)[0] + end if end in text else text for text in texts
+    ], end
 
 
 def main() -> int:
@@ -58,20 +65,35 @@ def main() -> int:
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--show", type=int, default=0, help="answers to print")
-    parser.add_argument("--sampled", action="store_true", help="sample at temperature 1")
-    parser.add_argument("--min", type=float, default=0.0, help="smallest rate that is not a failure")
+    parser.add_argument(
+        "--sampled", action="store_true", help="sample at temperature 1"
+    )
+    parser.add_argument(
+        "--min", type=float, default=0.0, help="smallest rate that is not a failure"
+    )
     arguments = parser.parse_args()
     config = load_config(arguments.run_dir / "config.yaml")
     settings = config.tasks[""]
-    task = build_task(settings.model_copy(update={"args": {**settings.args, "held_out": True}}), EXAM_SEED)
+    task = build_task(
+        settings.model_copy(update={"args": {**settings.args, "held_out": True}}),
+        EXAM_SEED,
+    )
     items: list[Any] = [task.prompt(index) for index in range(NUM_PROMPTS)]
     prompts = [item.content for item in items]
     model_path = arguments.run_dir / "final"
-    found, end = answers_of(model_path, prompts, config.rollout.max_tokens, is_sampled=arguments.sampled)
-    is_right = [answer == item.answer + end for answer, item in zip(found, items, strict=True)]
-    for prompt, answer, right in list(zip(prompts, found, is_right, strict=True))[: arguments.show]:
+    found, end = answers_of(
+        model_path, prompts, config.rollout.max_tokens, is_sampled=arguments.sampled
+    )
+    is_right = [
+        answer == item.answer + end for answer, item in zip(found, items, strict=True)
+    ]
+    for prompt, answer, right in list(zip(prompts, found, is_right, strict=True))[
+        : arguments.show
+    ]:
         print(f"{prompt!r} -> {answer!r}{'' if right else '   wrong'}")
-    print(f"exact match: {sum(is_right)} of {NUM_PROMPTS} held-out prompts, {len(set(prompts))} different")
+    print(
+        f"exact match: {sum(is_right)} of {NUM_PROMPTS} held-out prompts, {len(set(prompts))} different"
+    )
     return int(sum(is_right) < arguments.min * NUM_PROMPTS)
 
 

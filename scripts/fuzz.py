@@ -1,10 +1,12 @@
-"""Kill real runs on a tiny model hundreds of times, resume them, and check each kill independently.
+"""Kill real runs on a tiny model hundreds of times, resume them, and check each kill
+independently.
 
 python scripts/fuzz.py [--kills 300] [--seed 0] [--dir DIR]
 
-Runs use max_staleness 0 and 3, one and two engines, and colocation. At 0 the result must be bit-identical to
-a run that was never killed. At 3 no prompt may be lost or trained twice, and the bound must hold. The
-directory of a run that breaks a promise is kept.
+Runs use max_staleness 0 and 3, one and two engines, and colocation. At 0 the result
+must be bit-identical to a run that was never killed. At 3 no prompt may be lost or
+trained twice, and the bound must hold. The directory of a run that breaks a promise is
+kept.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from crash_fuzz import Crashes, differences, fuzz_config, never_killed
 
-KINDS = ((0, 1, "auto"), (3, 2, "auto"), (0, 2, "trainer"), (3, 1, "auto"), (0, 2, "auto"))
+KINDS = (
+    (0, 1, "auto"),
+    (3, 2, "auto"),
+    (0, 2, "trainer"),
+    (3, 1, "auto"),
+    (0, 2, "auto"),
+)
 """max_staleness, number of engines, placement of rollouts."""
 
 
@@ -55,14 +63,21 @@ def main() -> None:
         )
         name = f"seed {seed}: max_staleness {max_staleness}, {num_engines} engines, rollouts on {rollout}"
         try:
-            kills += Crashes(config, place / "run", seed=seed, num_kills=options.kills_a_run).live()
+            kills += Crashes(
+                config, place / "run", seed=seed, num_kills=options.kills_a_run
+            ).live()
             found = differences(whole, place / "run") if max_staleness == 0 else []
             assert found == [], found
         except AssertionError as broken:
-            sys.exit(f"{name}: a promise is broken after {kills.total()} kills: {broken}\nsee {place}")
+            sys.exit(
+                f"{name}: a promise is broken after {kills.total()} kills: {broken}\nsee {place}"
+            )
         shutil.rmtree(place)
         elapsed_s = time.monotonic() - started_s
-        print(f"{name}: ok. {kills.total()} kills in {elapsed_s:.0f} s: {dict(kills)}", flush=True)
+        print(
+            f"{name}: ok. {kills.total()} kills in {elapsed_s:.0f} s: {dict(kills)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

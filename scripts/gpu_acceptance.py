@@ -1,6 +1,7 @@
 """Compare a CUDA device with a CPU, and measure it. `make gpu` runs all parts.
 
-    python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR] [--need]
+    python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR]
+    [--need]
 
     1  the most valuable rows: attention kernels, optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory
        against the plan), a push by ipc, handovers of a colocated run, the quickstart
@@ -11,15 +12,17 @@
        pushes in all interrupt modes, sleep, a kill, runs, the agent, batch invariance. Two devices: nccl,
        tensor parallel
 
-A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
-are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does
-not fail. Models are random. Each row runs in its own process for at most --budget-s seconds, so a broken row
-breaks no other row. No row starts after 8 minutes; name the rows of part 5. Results are printed and appended
-to DIR/DEVICE.txt, with plots (default: benchmarks/results).
+A part ends within 9 minutes and uses no network. The first lines name card, driver,
+versions, whether layers are compiled, and the attention kernel. BELOW marks a figure
+below its estimate for an H100; such a row does not fail. Models are random. Each row
+runs in its own process for at most --budget-s seconds, so a broken row breaks no other
+row. No row starts after 8 minutes; name the rows of part 5. Results are printed and
+appended to DIR/DEVICE.txt, with plots (default: benchmarks/results).
 
-Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
-CPU. ASYNCRL_GPU_VLLM_ARGS: more arguments of `vllm serve` as JSON, such as {"enforce_eager": true,
-"compilation_config": null}. Without a network: scripts/gpu/bundles.sh, unpack.sh and calls.sh.
+Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses
+tiny sizes, also on a CPU. ASYNCRL_GPU_VLLM_ARGS: more arguments of `vllm serve` as
+JSON, such as {"enforce_eager": true, "compilation_config": null}. Without a network:
+scripts/gpu/bundles.sh, unpack.sh and calls.sh.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-IMPORTED = [str(path) for path in (REPO, REPO / "servers", REPO / "benchmarks", REPO / "scripts")]
+IMPORTED = [
+    str(path)
+    for path in (REPO, REPO / "servers", REPO / "benchmarks", REPO / "scripts")
+]
 sys.path[:0] = IMPORTED
 
 from gpu.rows import MARK, ROWS, Bench, NotRunError, Row, say  # noqa: E402
@@ -59,23 +65,33 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", type=int, choices=range(1, 6))
-    parser.add_argument("--need", action="store_true", help="print what each row lacks, and stop")
+    parser.add_argument(
+        "--need", action="store_true", help="print what each row lacks, and stop"
+    )
     parser.add_argument("--row", nargs="+", default=[], help="only these rows")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument("--out", type=Path, help="folder of DEVICE.txt")
-    parser.add_argument("--budget-s", type=float, help="limit of a row (default 240; 500 in part 5)")
+    parser.add_argument(
+        "--budget-s", type=float, help="limit of a row (default 240; 500 in part 5)"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out = options.out or REPO / ("runs" if options.tiny else "benchmarks/results")
+    options.out = options.out or REPO / (
+        "runs" if options.tiny else "benchmarks/results"
+    )
     if options.need:
         for row in ROWS:
-            print(f"{row.part} {row.name:<20} {', '.join(row.missing()) or 'nothing is missing'}")
+            print(
+                f"{row.part} {row.name:<20} {', '.join(row.missing()) or 'nothing is missing'}"
+            )
         return
     if options.part is None:
         parser.error("give --part or --need")
     rows = [row for row in ROWS if options.part == row.part]
     if unknown := set(options.row) - {row.name for row in rows}:
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {[row.name for row in rows]}")
+        parser.error(
+            f"no row {', '.join(sorted(unknown))}; there are {[row.name for row in rows]}"
+        )
     rows = [row for row in rows if not options.row or row.name in options.row]
     if options.child is not None:
         measure(rows[0], options)
@@ -85,7 +101,9 @@ def main() -> None:
 
 
 class Part:
-    """Runs the rows of a part, each in a child process, and prints a table of their results."""
+    """Runs the rows of a part, each in a child process, and prints a table of their
+    results.
+    """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
@@ -102,8 +120,12 @@ class Part:
         for row in rows:
             elapsed_s = time.monotonic() - started_s
             if missing := row.missing():
-                self.tell(row, {"what": "", "value": f"not run: missing {', '.join(missing)}"})
-                self.has_failed |= row.part != 5 and not {"trl", "datasets"}.issuperset(missing)
+                self.tell(
+                    row, {"what": "", "value": f"not run: missing {', '.join(missing)}"}
+                )
+                self.has_failed |= row.part != 5 and not {"trl", "datasets"}.issuperset(
+                    missing
+                )
             elif elapsed_s > LAST_START_S:
                 self.tell(row, {"what": "", "value": "not run: no time"})
             else:
@@ -117,10 +139,26 @@ class Part:
         own = self.folder / f"{row.part}-{row.name}"
         own.mkdir()
         started_s = time.monotonic()
-        command = [sys.executable, __file__, "--part", str(row.part), "--row", row.name, "--child", str(own)]
-        command += ["--out", str(self.options.out.resolve()), "--budget-s", str(limit_s)]
+        command = [
+            sys.executable,
+            __file__,
+            "--part",
+            str(row.part),
+            "--row",
+            row.name,
+            "--child",
+            str(own),
+        ]
+        command += [
+            "--out",
+            str(self.options.out.resolve()),
+            "--budget-s",
+            str(limit_s),
+        ]
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        path = os.pathsep.join([*IMPORTED[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(
+            [*IMPORTED[:2], *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         child = subprocess.Popen(
             [*command, *(["--tiny"] if self.options.tiny else [])],
             stdout=subprocess.PIPE,
@@ -147,8 +185,14 @@ class Part:
         code = child.wait()
         seconds = time.monotonic() - started_s
         if code != 0:
-            why = f"was ended after {limit_s:.0f} s" if seconds >= limit_s else f"ended with {code}"
-            is_ok = self.tell(row, {"what": "", "value": f"{why}: {others[-1]}", "ok": False})
+            why = (
+                f"was ended after {limit_s:.0f} s"
+                if seconds >= limit_s
+                else f"ended with {code}"
+            )
+            is_ok = self.tell(
+                row, {"what": "", "value": f"{why}: {others[-1]}", "ok": False}
+            )
         else:
             self.tell(row, {"what": "seconds of the row", "value": f"{seconds:.1f}"})
         if not is_ok:
@@ -164,7 +208,11 @@ class Part:
             return True
         is_ok = told.get("ok") is not False
         self.has_failed |= not is_ok
-        ok = "BELOW" if told.get("below") else {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
+        ok = (
+            "BELOW"
+            if told.get("below")
+            else {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
+        )
         against = f"  ({told['against']})" if told.get("against") else ""
         line = f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}"
         self.write(line.rstrip())
@@ -176,7 +224,9 @@ class Part:
         self.lines.append(line)
         if self.label:
             self.options.out.mkdir(parents=True, exist_ok=True)
-            with (self.options.out / f"{self.label}.txt").open("a", encoding="utf-8") as file:
+            with (self.options.out / f"{self.label}.txt").open(
+                "a", encoding="utf-8"
+            ) as file:
                 file.writelines(f"{waiting}\n" for waiting in self.lines)
             self.lines.clear()
 
@@ -196,16 +246,30 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     models = options.child.parent / "models"
-    bench = Bench(device, options.tiny, label, options.child, models, options.out, options.budget_s)
+    bench = Bench(
+        device,
+        options.tiny,
+        label,
+        options.child,
+        models,
+        options.out,
+        options.budget_s,
+    )
     if device == "cpu" and not options.tiny:
         bench.tell("", "not run: no CUDA device")
         return
     say(
-        machine=[machine_line(), *(cuda_lines(torch.device("cuda")) if device == "cuda" else [])], label=label
+        machine=[
+            machine_line(),
+            *(cuda_lines(torch.device("cuda")) if device == "cuda" else []),
+        ],
+        label=label,
     )
     module, _, function = row.function.partition(".")
     try:
-        getattr(importlib.import_module(f"gpu.{module}"), function)(bench, **row.arguments)
+        getattr(importlib.import_module(f"gpu.{module}"), function)(
+            bench, **row.arguments
+        )
     except NotRunError as why:
         bench.tell("", f"not run: {why}")
 
@@ -223,7 +287,9 @@ def cuda_lines(device: Any) -> list[str]:
     flash = choose_flash(torch.cuda.get_device_capability())
     return [
         f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, FlashAttention {flash}",
-        f"layers run uncompiled, BELOW all estimates: {missing}" if missing else "layers are compiled",
+        f"layers run uncompiled, BELOW all estimates: {missing}"
+        if missing
+        else "layers are compiled",
     ]
 
 

@@ -1,4 +1,5 @@
-"""Write docs/models.csv: how tiny random models of all types are trained and served. Minutes on a core.
+"""Write docs/models.csv: how tiny random models of all types are trained and served.
+Minutes on a core.
 
 python scripts/models.py
 """

@@ -3,9 +3,9 @@
     python scripts/recipe.py --list
     python scripts/recipe.py NAME [key=value ...] [--run-dir DIR] [--out results]
 
-Makes what the config needs, runs `asyncrl run` (which downloads model and data, and evaluates on held-out
-prompts if the config does), and writes OUT/NAME-CARD.json. A run that is interrupted resumes by the same
-command.
+Makes what the config needs, runs `asyncrl run` (which downloads model and data, and
+evaluates on held-out prompts if the config does), and writes OUT/NAME-CARD.json. A run
+that is interrupted resumes by the same command.
 """
 
 from __future__ import annotations
@@ -35,11 +35,21 @@ class Recipe:
 
 SMOLLM2 = (("models/smollm2-135m-instruct", "examples/smollm2.py"),)
 RECIPES = {
-    "math": Recipe("grade school math, GSM8K", "configs/gsm8k-qwen3-0.6b-1gpu.yaml", "one GPU, 24 GB"),
+    "math": Recipe(
+        "grade school math, GSM8K",
+        "configs/gsm8k-qwen3-0.6b-1gpu.yaml",
+        "one GPU, 24 GB",
+    ),
     "tools": Recipe("call a tool", "configs/agent.yaml", "2 CPU cores"),
-    "search": Recipe("search, then answer", "examples/search/learn.yaml", "2 CPU cores", SMOLLM2),
-    "judge": Recipe("summaries that a judge grades", "examples/judge.yaml", "one GPU, 80 GB"),
-    "code": Recipe("functions that pass their tests", "examples/code.yaml", "one GPU, 80 GB"),
+    "search": Recipe(
+        "search, then answer", "examples/search/learn.yaml", "2 CPU cores", SMOLLM2
+    ),
+    "judge": Recipe(
+        "summaries that a judge grades", "examples/judge.yaml", "one GPU, 80 GB"
+    ),
+    "code": Recipe(
+        "functions that pass their tests", "examples/code.yaml", "one GPU, 80 GB"
+    ),
 }
 
 
@@ -57,14 +67,22 @@ def read_lines(path: Path, *names: str) -> list[dict[str, Any]]:
     """Return these values of each line that has them all."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
-    return [{name: row[name] for name in names} for row in rows if all(name in row for name in names)]
+    return [
+        {name: row[name] for name in names}
+        for row in rows
+        if all(name in row for name in names)
+    ]
 
 
 def card() -> str:
     """Return the CUDA device's name, or the processor's kind."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"cpu {platform.machine()}"
+    )
 
 
 def main() -> None:
@@ -84,14 +102,20 @@ def main() -> None:
         return
     if arguments.name is None:
         parser.error(f"give --list or a name of {', '.join(RECIPES)}")
-    run_dir = (arguments.run_dir or ROOT / "runs" / f"recipe-{arguments.name}").resolve()
+    run_dir = (
+        arguments.run_dir or ROOT / "runs" / f"recipe-{arguments.name}"
+    ).resolve()
     words = train(RECIPES[arguments.name], arguments.overrides, run_dir)
     kept = {
         "recipe": arguments.name,
         "card": card(),
         "command": " ".join(words),
-        "training": read_lines(run_dir / "metrics.jsonl", "step", "time_s", "reward/mean"),
-        "held_out": read_lines(run_dir / "eval.jsonl", "policy_version", "time_s", "eval/reward_mean"),
+        "training": read_lines(
+            run_dir / "metrics.jsonl", "step", "time_s", "reward/mean"
+        ),
+        "held_out": read_lines(
+            run_dir / "eval.jsonl", "policy_version", "time_s", "eval/reward_mean"
+        ),
     }
     label = re.sub(r"[^a-z0-9]+", "-", card().lower()).strip("-")
     path = arguments.out / f"{arguments.name}-{label}.json"

@@ -1,5 +1,5 @@
-"""Write docs/configuration.md and configs/asyncrl.schema.json from the config models, and docs/metrics.md from
-observe/metrics.csv.
+"""Write docs/configuration.md and configs/asyncrl.schema.json from the config models,
+and docs/metrics.md from observe/metrics.csv.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 if one is out of date
@@ -47,13 +47,17 @@ def config_page() -> str:
     parts = [CONFIG_HEAD]
     for name, about, keys in sections():
         title = f"`{name}`" if name else "Top level"
-        parts.append(f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n")
+        parts.append(
+            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n"
+        )
         parts += ["| --- | --- | --- | --- |\n", *map(_row, keys)]
     return "".join(parts)
 
 
 def _row(key: Key) -> str:
-    default = key.default if key.default in ("must be given", "") else f"`{key.default}`"
+    default = (
+        key.default if key.default in ("must be given", "") else f"`{key.default}`"
+    )
     name = f"**`{key.name}`**" if key.name in BASIC else f"`{key.name}`"
     return f"| {name} | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
 
@@ -68,7 +72,9 @@ def metrics_page() -> str:
     for kind, about in KINDS.items():
         parts.append(f"\n## {about}\n\nname|unit|meaning\n---|---|---\n")
         parts += [
-            f"`{name}`|{gauge.unit}|{gauge.meaning}\n" for name, gauge in GAUGES.items() if gauge.kind == kind
+            f"`{name}`|{gauge.unit}|{gauge.meaning}\n"
+            for name, gauge in GAUGES.items()
+            if gauge.kind == kind
         ]
     return "".join(parts)
 
@@ -79,7 +85,9 @@ def main() -> int:
         description="Write docs/configuration.md, its schema, and docs/metrics.md."
     )
     parser.add_argument(
-        "--check", action="store_true", help="only compare; exit with 1 if one is out of date"
+        "--check",
+        action="store_true",
+        help="only compare; exit with 1 if one is out of date",
     )
     is_check = parser.parse_args().check
     texts = {
@@ -92,7 +100,10 @@ def main() -> int:
         if not is_check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"{path} is out of date.\n  Way out: python scripts/reference_pages.py", file=sys.stderr)
+            print(
+                f"{path} is out of date.\n  Way out: python scripts/reference_pages.py",
+                file=sys.stderr,
+            )
             return 1
     return 0
 

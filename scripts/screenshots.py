@@ -1,4 +1,5 @@
-"""Make docs/pictures/report.png: `python scripts/screenshots.py RUN_DIR` (a run with samples).
+"""Make docs/pictures/report.png: `python scripts/screenshots.py RUN_DIR` (a run with
+samples).
 
 Needs Debian's chromium and chromium-driver, and the package selenium.
 """
@@ -50,15 +51,23 @@ def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:
     """Return a PNG of the top of the page, at most `height` pixels high."""
     most = browser.execute_script("return document.documentElement.scrollHeight")
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, most), "scale": 1}
-    told: dict[str, Any] = {"format": "png", "captureBeyondViewport": True, "clip": clip}
-    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", told)["data"])
+    told: dict[str, Any] = {
+        "format": "png",
+        "captureBeyondViewport": True,
+        "clip": clip,
+    }
+    return base64.b64decode(
+        browser.execute_cdp_cmd("Page.captureScreenshot", told)["data"]
+    )
 
 
 def save(png: bytes, name: str) -> None:
     """Save a picture with fewer colors in docs/pictures."""
     from PIL import Image
 
-    Image.open(io.BytesIO(png)).quantize(192).save(PICTURES / f"{name}.png", optimize=True)
+    Image.open(io.BytesIO(png)).quantize(192).save(
+        PICTURES / f"{name}.png", optimize=True
+    )
 
 
 def main(run_dirs: list[Path]) -> None:

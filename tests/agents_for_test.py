@@ -29,11 +29,20 @@ async def two_turns(task: Task, session: Session, *, bonus: float = 0.0) -> Outc
     """The share of the letter a in both answers is a metric."""
     messages: list[Any] = list(task.messages)
     for _ in range(2):
-        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
+        answer = await session.client.chat.completions.create(
+            model=session.model, messages=messages
+        )
         text = answer.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "a 2"}]
-    text = "".join(message["content"] for message in messages if message["role"] == "assistant")
-    return Outcome(1.0 + bonus, {"turns": 2, "share": text.count("a") / max(1, len(text))})
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "a 2"},
+        ]
+    text = "".join(
+        message["content"] for message in messages if message["role"] == "assistant"
+    )
+    return Outcome(
+        1.0 + bonus, {"turns": 2, "share": text.count("a") / max(1, len(text))}
+    )
 
 
 async def share_of_a(task: Task, session: Session) -> Outcome:
@@ -42,8 +51,8 @@ async def share_of_a(task: Task, session: Session) -> Outcome:
 
 
 async def edits_its_history(task: Task, session: Session) -> Outcome:
-    """Three turns, two of them streamed; then the first answer is forgotten, which starts a branch of two
-    more.
+    """Three turns, two of them streamed; then the first answer is forgotten, which
+    starts a branch of two more.
     """
     messages: list[Any] = list(task.messages)
     for turn in range(5):
@@ -52,17 +61,25 @@ async def edits_its_history(task: Task, session: Session) -> Outcome:
         asked: Any = {"model": session.model, "messages": messages, "stream": turn != 1}
         answer = await session.client.chat.completions.create(**asked)
         if asked["stream"]:
-            text = "".join([part.choices[0].delta.content or "" async for part in answer])
+            text = "".join(
+                [part.choices[0].delta.content or "" async for part in answer]
+            )
         else:
             text = answer.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "a 2"}]
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "a 2"},
+        ]
     return Outcome(float(len(text)))
 
 
 async def environment(task: Task, session: Session) -> Outcome:
     # PR_GET_DUMPABLE: others of this user do not read it in /proc
     is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
-    return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden})
+    return Outcome(
+        1.0,
+        {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden},
+    )
 
 
 # ---- agents that return or raise
@@ -78,7 +95,10 @@ class UnspeakableError(Exception):
 RESULTS: dict[str, Any] = {
     "nothing": None,
     "numpy": np.float32(0.5),
-    "outcome": Outcome(turn_rewards={"chatcmpl-0": np.int64(1), "chatcmpl-1": 0.0}, metrics={"ok": True}),  # type: ignore[dict-item]
+    "outcome": Outcome(
+        turn_rewards={"chatcmpl-0": np.int64(1), "chatcmpl-1": 0.0},
+        metrics={"ok": True},
+    ),  # type: ignore[dict-item]
     "text": "good",
     "not finite": Outcome(1.0, {"loss": math.nan}),
     "error": ZeroDivisionError("by \ud800 zero"),
@@ -112,8 +132,9 @@ _begun = itertools.count()
 
 
 async def loses_two_workers(task: Task, session: Session, *, marks: str) -> Outcome:
-    """The lookup agent; the first to come while `blocks` is in this folder takes it away, and holds its
-    worker's loop for ever; a later agent takes `dies` away, and kills its worker.
+    """The lookup agent; the first to come while `blocks` is in this folder takes it
+    away, and holds its worker's loop for ever; a later agent takes `dies` away, and
+    kills its worker.
     """
     for mark in (Path(marks) / "blocks", Path(marks) / "dies"):
         if mark.exists():
@@ -125,9 +146,11 @@ async def loses_two_workers(task: Task, session: Session, *, marks: str) -> Outc
     return await run(task, session)
 
 
-async def plays_then_holds(task: Task, session: Session, *, num_played: int, mark: str) -> Outcome:
-    """The first attempts of a worker are played; each later one writes the mark and never ends: its worker
-    holds it from then on.
+async def plays_then_holds(
+    task: Task, session: Session, *, num_played: int, mark: str
+) -> Outcome:
+    """The first attempts of a worker are played; each later one writes the mark and
+    never ends: its worker holds it from then on.
     """
     if next(_begun) >= num_played:
         Path(mark).touch()  # noqa: ASYNC240
@@ -151,12 +174,18 @@ BODIES = {
     "million tokens": chat("1 " * 10**6),
     "too large a body": chat("x" * 2**23),
 }
-WAYS = (*BODIES, "floods", "calls after its end", "never ends", "swallows its cancellation")
+WAYS = (
+    *BODIES,
+    "floods",
+    "calls after its end",
+    "never ends",
+    "swallows its cancellation",
+)
 
 
 async def misbehaves(task: Task, session: Session, *, log: str) -> None:
-    """Two turns, scored by the task; every other rollout does something first, and writes into `log` what
-    came of it.
+    """Two turns, scored by the task; every other rollout does something first, and
+    writes into `log` what came of it.
     """
     number = next(_numbers)
     if number % 2:
@@ -173,7 +202,9 @@ async def misbehaves(task: Task, session: Session, *, log: str) -> None:
         else:
             note(0)
             while True:
-                with contextlib.suppress(BaseException if way.startswith("swallows") else ()):
+                with contextlib.suppress(
+                    BaseException if way.startswith("swallows") else ()
+                ):
                     await asyncio.Event().wait()
     await two_turns(task, session)
 
@@ -183,9 +214,12 @@ def _note(log: Path, way: str, status: int) -> None:
         file.write(json.dumps([way, status]) + "\n")
 
 
-async def _call(session: Session, body: bytes, note: Callable[[int], None], until: int = 0) -> None:
+async def _call(
+    session: Session, body: bytes, note: Callable[[int], None], until: int = 0
+) -> None:
     """Call once, or until a status."""
-    url, headers = f"{session.base_url}/chat/completions", {"Authorization": f"Bearer {session.api_key}"}
+    url = f"{session.base_url}/chat/completions"
+    headers = {"Authorization": f"Bearer {session.api_key}"}
     async with httpx.AsyncClient(headers=headers, timeout=60.0) as http:
         while True:
             status = (await http.post(url, content=body)).status_code

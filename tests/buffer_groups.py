@@ -13,14 +13,18 @@ from asyncrl.config import BufferConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 
 
-def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
-    """Return a trajectory for each sequence of versions: two prompt tokens, then one token sampled under each
-    version. Rewards default to 0.
+def make_group(
+    group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()
+) -> Group:
+    """Return a trajectory for each sequence of versions: two prompt tokens, then one
+    token sampled under each version. Rewards default to 0.
     """
     given = rewards or [0.0] * len(rollouts)
     trajectories = []
     for index, (versions, reward) in enumerate(zip(rollouts, given, strict=True)):
-        spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
+        spans = tuple(
+            VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions)
+        )
         mask = np.array([False, False] + [True] * len(versions))
         zeros = np.zeros(len(mask))
         trajectories.append(trajectory_of(index, zeros, mask, zeros, spans, reward))
@@ -39,8 +43,16 @@ def versions_of(group: Group) -> list[int]:
 
 def oldest_trained_age(batch: Batch) -> int:
     """Age of the oldest token with a loss weight, from the recorded spans only."""
-    ages = [batch.version - version for group in batch.groups for version in versions_of(group)]
-    return max(age for age in ages if not batch.mask_older or batch.version - age >= batch.min_version)
+    ages = [
+        batch.version - version
+        for group in batch.groups
+        for version in versions_of(group)
+    ]
+    return max(
+        age
+        for age in ages
+        if not batch.mask_older or batch.version - age >= batch.min_version
+    )
 
 
 class HandedBackLog(list[tuple[int, bool, str]]):
@@ -51,7 +63,10 @@ class HandedBackLog(list[tuple[int, bool, str]]):
 
 
 def make_buffer(
-    num_groups: int = 2, num_batches: int = 10, log: HandedBackLog | None = None, **config: Any
+    num_groups: int = 2,
+    num_batches: int = 10,
+    log: HandedBackLog | None = None,
+    **config: Any,
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness by default."""
     values = {"max_staleness": 1, "on_overdue": "wait", **config}

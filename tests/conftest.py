@@ -18,43 +18,68 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What benchmarks, Ray and MLflow set when imported, and no fork can have by itself: forked_processes.py.
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_CLIENT_MODE": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
-os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # scikit-learn
+# What benchmarks, Ray and MLflow set when imported, and no fork can have by itself:
+# forked_processes.py.
+os.environ |= {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "RAY_CLIENT_MODE": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+# scikit-learn
+os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
 
 settings.register_profile("on a machine of any speed", deadline=None)
-# In CI the same examples each time, so a failure comes from the change, not from chance.
+# In CI the same examples each time, so a failure comes from the change, not from
+# chance.
 settings.load_profile("ci" if os.environ.get("CI") else "on a machine of any speed")
 
 IMPORTED = {
     "ray": ["test_several_hosts.py"],
     "selenium": ["test_page_in_browser.py"],
 }
-"""Files that import a package of the extra dev. Their tests are marked slow or extras."""
-collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
+"""Files that import a package of the extra dev. Their tests are marked slow or extras.
+"""
+collect_ignore = [
+    file
+    for package, files in IMPORTED.items()
+    if find_spec(package) is None
+    for file in files
+]
 
 
 THIRD = int(os.environ.get("ASYNCRL_THIRD", "0"))
-"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the commit; 0 runs all."""
+"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the commit; 0
+runs all.
+"""
 
-LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", "test_tutorial.py"]
+LONGEST = [
+    "test_several_hosts.py",
+    "test_job_resume.py",
+    "test_frameworks.py",
+    "test_tutorial.py",
+]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first, the longest before the others, so that no worker starts a long one at
-    the end. Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it
-    themselves: vllm_process.vllm_python.
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Files with slow tests first, the longest before the others, so that no worker
+    starts a long one at the end. Tests marked gpu are skipped where torch sees no CUDA
+    device. Those marked vllm see to it themselves: vllm_process.vllm_python.
     """
     if THIRD:
         rotated = sorted(
-            (item for item in items if item.get_closest_marker("rotated")), key=lambda item: item.nodeid
+            (item for item in items if item.get_closest_marker("rotated")),
+            key=lambda item: item.nodeid,
         )
         others = {*rotated} - {*rotated[THIRD - 1 :: 3]}
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     long = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long))
+    items.sort(
+        key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long)
+    )
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -65,17 +90,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Replace lone surrogates in printed text: it goes from process to process as UTF-8, which has none."""
+def pytest_runtest_makereport() -> Generator[
+    None, pytest.TestReport, pytest.TestReport
+]:
+    """Replace lone surrogates in printed text: it goes from process to process as
+    UTF-8, which has none.
+    """
     report = yield
-    report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
+    report.sections = [
+        (name, text.encode(errors="replace").decode()) for name, text in report.sections
+    ]
     return report
 
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of the tiny Qwen3 (tests/tiny_model.py), seed 0. Read only: tests that write make
-    their own.
+    """A Hugging Face folder of the tiny Qwen3 (tests/tiny_model.py), seed 0. Read only:
+    tests that write make their own.
     """
     from tiny_model import make_tiny_model
 
@@ -84,8 +115,8 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
-    """Makes trainers without a process, of the tiny model by default, all with their files in
-    tmp_path.
+    """Makes trainers without a process, of the tiny model by default, all with their
+    files in tmp_path.
     """
     from trainer_cases import make_spec
 
@@ -93,7 +124,9 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
     from asyncrl.trainer.rank import TrainerRank
 
     (tmp_path / "staging").mkdir()
-    yield lambda model_dir=tiny_model_dir, **values: TrainerRank(make_spec(model_dir, tmp_path, **values))
+    yield lambda model_dir=tiny_model_dir, **values: TrainerRank(
+        make_spec(model_dir, tmp_path, **values)
+    )
     use_deterministic(is_on=False)
 
 
@@ -102,21 +135,33 @@ NUM_STEPS = 16
 
 @pytest.fixture(scope="session")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run at max_staleness 0 with one engine and an evaluation, for kills and damages."""
+    """The config of a run at max_staleness 0 with one engine and an evaluation, for
+    kills and damages.
+    """
     from crash_fuzz import fuzz_config
 
-    evaluation = {"task": {"python": "asyncrl.tasks.toy:Letters", "size": 50}, "every": 6}
+    evaluation = {
+        "task": {"python": "asyncrl.tasks.toy:Letters", "size": 50},
+        "every": 6,
+    }
     return fuzz_config(
         tmp_path_factory.mktemp("on_policy"),
-        eval=evaluation | {"num_prompts": 6, "samples": 2, "slots": 4, "temperature": 1.0},
-        trainer={"num_steps": NUM_STEPS, "micro_batch_tokens": 32, "logprob_gap_limit": 1e-4},
+        eval=evaluation
+        | {"num_prompts": 6, "samples": 2, "slots": 4, "temperature": 1.0},
+        trainer={
+            "num_steps": NUM_STEPS,
+            "micro_batch_tokens": 32,
+            "logprob_gap_limit": 1e-4,
+        },
         observe={"trackers": ["tensorboard"]},
     )
 
 
 @pytest.fixture(scope="session")
 def whole(on_policy: Path) -> Path:
-    """The directory of that run with two engines, never killed; its output is in said.txt next to it."""
+    """The directory of that run with two engines, never killed; its output is in
+    said.txt next to it.
+    """
     from crash_fuzz import never_killed
     from job_runs import variant
 
@@ -128,8 +173,8 @@ def whole(on_policy: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """The vLLM server of all tests that need no special settings (vllm_house.py). At its end it is asked to
-    end, and must leave nothing behind.
+    """The vLLM server of all tests that need no special settings (vllm_house.py). At
+    its end it is asked to end, and must leave nothing behind.
     """
     from vllm_house import faulty_vllm_house
 

@@ -1,4 +1,6 @@
-"""Engine servers of each kind for the contract tests, their clients and their differences."""
+"""Engine servers of each kind for the contract tests, their clients and their
+differences.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
 
 SLOTS, VOCAB_SIZE = 4, 102
 LONG = 2500
-"""Tokens that take any server more than a second: time for a story to interrupt them."""
+"""Tokens that take any server more than a second: time for a story to interrupt them.
+"""
 ENDLESS = 100_000
-"""Tokens of a server whose speed is that of the clock, not of the machine: a hundred seconds."""
+"""Tokens of a server whose speed is that of the clock, not of the machine: a hundred
+seconds.
+"""
 WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
 OURS = ["simulated", "embedded"]
 """Kinds that speak our own protocol."""
@@ -35,22 +40,34 @@ KINDS = [*OURS, pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])
 
 @dataclass(frozen=True)
 class Traits:
-    """Natural differences between kinds of servers. Everything else is the same for all."""
+    """Natural differences between kinds of servers. Everything else is the same for
+    all.
+    """
 
     waited: int = 600
-    """Tokens that take it longer than a story takes to begin a commit that waits for them."""
+    """Tokens that take it longer than a story takes to begin a commit that waits for
+    them.
+    """
     kept: int = LONG
-    """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""
+    """Tokens that outlast the beginning of any commit, and are sampled to their end
+    after it.
+    """
     long: int = LONG
-    """Tokens that are not over before a story has interrupted them; a sequence may have a few more."""
+    """Tokens that are not over before a story has interrupted them; a sequence may have
+    a few more.
+    """
     aborts_queued: bool = False
-    """A vLLM commit with interrupt=abort also ends queued requests; ours keep them for the new weights."""
+    """A vLLM commit with interrupt=abort also ends queued requests; ours keep them for
+    the new weights.
+    """
     keeps_streams: bool = True
-    """vLLM reports versions at the end of an answer. A commit with keep or keep_kv ends the stream, and the
-    pool sends the rest again.
+    """vLLM reports versions at the end of an answer. A commit with keep or keep_kv ends
+    the stream, and the pool sends the rest again.
     """
     keeps_queue: bool = True
-    """Queued requests run after a wake. vLLM's sleep aborts its queue, and the pool sends it again."""
+    """Queued requests run after a wake. vLLM's sleep aborts its queue, and the pool
+    sends it again.
+    """
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
     has_weights: bool = True
@@ -84,8 +101,8 @@ class Server:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     """The test loop of the stories."""
     client: EngineClient | None = None
-    """The one client of all stories, of a server that leaves it to its client to know which weights it
-    holds.
+    """The one client of all stories, of a server that leaves it to its client to know
+    which weights it holds.
     """
     house: House | None = None
     num_requests: int = 0
@@ -96,7 +113,11 @@ class Server:
 
     def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1
-        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20}
+        given = {
+            "request_id": f"request {self.num_requests}",
+            "prompt_ids": [1, 2, 3],
+            "max_tokens": 20,
+        }
         return SamplingRequest(**{**given, "seed": 5, **fields})
 
 
@@ -110,7 +131,11 @@ def contract_server(kind: str, folder: Path) -> Iterator[Server]:
 
 
 def server_of(kind: str, child: EngineProcess, folder: Path) -> Server:
-    weights = dict(WEIGHTS) if kind == "simulated" else load_file(folder / "model" / "model.safetensors")
+    weights = (
+        dict(WEIGHTS)
+        if kind == "simulated"
+        else load_file(folder / "model" / "model.safetensors")
+    )
     return Server(kind, child, weights, folder)
 
 
@@ -132,7 +157,11 @@ def contract_vllm(house: House, folder: Path) -> Iterator[Server]:
 
 def spec_of(kind: str, folder: Path) -> dict[str, Any]:
     """A server whose requests do not end before max_tokens."""
-    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": TRAITS[kind].max_length}
+    spec: dict[str, Any] = {
+        "name": f"{kind}-0",
+        "slots": SLOTS,
+        "max_length": TRAITS[kind].max_length,
+    }
     if kind == "simulated":
         constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001}
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
@@ -160,7 +189,9 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
 
 
 @asynccontextmanager
-async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[EngineClient]:
+async def another_client(
+    server: Server, engine: EngineClient
+) -> AsyncIterator[EngineClient]:
     """Yield a client with separate connections."""
     async with aclosing(caller_of(server)) as caller:
         version = engine.policy_version

@@ -1,4 +1,6 @@
-"""A server of a role that no product code knows: counts rollouts, and dies during its first call."""
+"""A server of a role that no product code knows: counts rollouts, and dies during its
+first call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, make_app, secret_of, serve
+from asyncrl.base.http import (
+    SECRET_ENV,
+    child_arguments,
+    die_with_parent,
+    make_app,
+    secret_of,
+    serve,
+)
 from asyncrl.messages.engine_api import EngineHealth
 
 if __name__ == "__main__":
@@ -27,7 +36,9 @@ if __name__ == "__main__":
         return web.json_response({"num_calls": num_calls})
 
     async def health(_: web.Request) -> web.Response:
-        told = EngineHealth(policy_version=0, num_running=0, num_queued=0, tokens_generated=0)
+        told = EngineHealth(
+            policy_version=0, num_running=0, num_queued=0, tokens_generated=0
+        )
         return web.json_response(told.model_dump())
 
     die_with_parent()

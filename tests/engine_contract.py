@@ -46,7 +46,9 @@ def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> Non
 
 
 def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that is a story of a server and of a client of it; pytest gives the server."""
+    """A test that is a story of a server and of a client of it; pytest gives the
+    server.
+    """
 
     @functools.wraps(test)
     def told(server: Server, **values: Any) -> None:
@@ -62,11 +64,15 @@ async def health(engine: EngineClient) -> EngineHealth:
     return await engine.health(timeout_s=60)
 
 
-async def abort(engine: EngineClient, request_ids: list[str] | None = None) -> list[str]:
+async def abort(
+    engine: EngineClient, request_ids: list[str] | None = None
+) -> list[str]:
     return await engine.abort(request_ids, timeout_s=60)
 
 
-async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> EngineHealth:
+async def until(
+    engine: EngineClient, is_so: Callable[[EngineHealth], bool]
+) -> EngineHealth:
     """Ask for its health until it says so; the story's time limit ends it otherwise."""
     while True:
         answer = await health(engine)
@@ -78,27 +84,43 @@ async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> 
 async def until_decoding(engine: EngineClient, num_running: int) -> None:
     """Wait until n requests run and decoding has continued for a while."""
     before = await until(engine, lambda now: now.num_running == num_running)
-    now = await until(engine, lambda now: now.decode_s > before.decode_s + 0.02 or now.num_running == 0)
-    assert now.num_running == num_running, "they ended before the story could interrupt them"
+    now = await until(
+        engine,
+        lambda now: now.decode_s > before.decode_s + 0.02 or now.num_running == 0,
+    )
+    assert now.num_running == num_running, (
+        "they ended before the story could interrupt them"
+    )
 
 
-async def prepare(engine: EngineClient, server: Server, version: int, scale: float = 1.0) -> str:
+async def prepare(
+    engine: EngineClient, server: Server, version: int, scale: float = 1.0
+) -> str:
     """Stage the server's weights times `scale`; returns their digest."""
     manifest = staged(server, version, scale)
     assert await engine.prepare(manifest) == manifest.digest
     return manifest.digest
 
 
-def _write(server: Server, name: str, scale: float, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Write the server's weights times `scale`, or only these names. Return the fields of a manifest."""
+def _write(
+    server: Server, name: str, scale: float, names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Write the server's weights times `scale`, or only these names. Return the fields
+    of a manifest.
+    """
     weights = {
         key: np.ascontiguousarray((server.weights[key] * scale).astype(np.float32))
         for key in names or server.weights
     }
     path = server.folder / f"{name}.safetensors"
     save_file(weights, path)
-    digest = digest_tensors({key: torch.from_numpy(array) for key, array in weights.items()})
-    sizes = {"num_tensors": len(weights), "num_bytes": sum(array.nbytes for array in weights.values())}
+    digest = digest_tensors(
+        {key: torch.from_numpy(array) for key, array in weights.items()}
+    )
+    sizes = {
+        "num_tensors": len(weights),
+        "num_bytes": sum(array.nbytes for array in weights.values()),
+    }
     return {"path": str(path), "digest": digest, **sizes}
 
 
@@ -107,14 +129,22 @@ def staged(server: Server, version: int, scale: float = 1.0) -> ExportResponse:
     return ExportResponse(version=version, **_write(server, f"staged-{version}", scale))
 
 
-def chunks_of(server: Server, version: int, *, scale: float = 1.0) -> tuple[list[ExportChunkResponse], str]:
-    """A push of the server's weights times `scale`, in two files, and the digest of all."""
+def chunks_of(
+    server: Server, version: int, *, scale: float = 1.0
+) -> tuple[list[ExportChunkResponse], str]:
+    """A push of the server's weights times `scale`, in two files, and the digest of
+    all.
+    """
     whole = _write(server, "whole", scale)["digest"]
     chunks = []
     for index in range(2):
-        part = _write(server, f"chunk-{version}-{index}", scale, list(server.weights)[index::2])
+        part = _write(
+            server, f"chunk-{version}-{index}", scale, list(server.weights)[index::2]
+        )
         part |= {"version": version, "index": index, "is_last": index == 1}
-        chunks.append(ExportChunkResponse(**part, **({"whole_digest": whole} if index else {})))
+        chunks.append(
+            ExportChunkResponse(**part, **({"whole_digest": whole} if index else {}))
+        )
     return chunks, whole
 
 
@@ -129,7 +159,11 @@ async def push(engine: EngineClient, server: Server, version: int, **how: Any) -
     for chunk in chunks:
         await load(engine, chunk)
     committed = await engine.commit(version, digest, "abort")
-    assert (committed.version, committed.digest, committed.num_interrupted) == (version, digest, 0)
+    assert (committed.version, committed.digest, committed.num_interrupted) == (
+        version,
+        digest,
+        0,
+    )
 
 
 async def waits(engine: EngineClient, task: asyncio.Task[Any]) -> None:
@@ -163,13 +197,18 @@ def flip_last_bit(path: Path) -> None:
 
 
 def check_whole(answer: SegmentPart, server: Server) -> None:
-    """One logprob a token, ids that exist, and version spans that cover every token once, in order of
-    versions.
+    """One logprob a token, ids that exist, and version spans that cover every token
+    once, in order of versions.
     """
     assert len(answer.logprobs) == len(answer.token_ids)
     assert all(0 <= token < VOCAB_SIZE for token in answer.token_ids)
-    assert all(logprob <= 0.0 and logprob == float(np.float32(logprob)) for logprob in answer.logprobs)
-    covered = [token for span in answer.version_spans for token in range(span.start, span.end)]
+    assert all(
+        logprob <= 0.0 and logprob == float(np.float32(logprob))
+        for logprob in answer.logprobs
+    )
+    covered = [
+        token for span in answer.version_spans for token in range(span.start, span.end)
+    ]
     assert covered == list(range(len(answer.token_ids)))
     assert (versions := versions_of(answer)) == sorted(set(versions))
 
@@ -179,16 +218,24 @@ def joined(chunks: list[SegmentPart], last: SegmentPart) -> SegmentPart:
     token_ids = [token for part in parts for token in part.token_ids]
     logprobs = [logprob for part in parts for logprob in part.logprobs]
     versions = [
-        span.version for part in parts for span in part.version_spans for _ in range(span.start, span.end)
+        span.version
+        for part in parts
+        for span in part.version_spans
+        for _ in range(span.start, span.end)
     ]
-    marks = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+    marks = [
+        (at, version)
+        for at, version in enumerate(versions)
+        if at == 0 or versions[at - 1] != version
+    ]
     spans = [*spans_between(marks, 0, len(versions))]
     return SegmentPart(sampled_tokens(token_ids, logprobs, spans), last.finish_reason)
 
 
 def same_part(one: SegmentPart, other: SegmentPart) -> bool:
     values = [
-        (part.token_ids, part.logprobs, part.version_spans, part.finish_reason) for part in (one, other)
+        (part.token_ids, part.logprobs, part.version_spans, part.finish_reason)
+        for part in (one, other)
     ]
     return values[0] == values[1]
 

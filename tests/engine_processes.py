@@ -1,4 +1,6 @@
-"""Starts real engine servers for tests: binds the socket, hands it over, and ends the process."""
+"""Starts real engine servers for tests: binds the socket, hands it over, and ends the
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SECRET = "a secret for tests"
 
 @dataclass
 class EngineProcess:
-    """A running engine server. `process.stdin` is the pipe whose end means that its parent is gone."""
+    """A running engine server. `process.stdin` is the pipe whose end means that its
+    parent is gone.
+    """
 
     process: subprocess.Popen[bytes]
     url: str
@@ -33,19 +37,38 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(kind: str, spec: dict[str, Any], folder: Path) -> Iterator[EngineProcess]:
-    """Start `asyncrl_servers.<kind>` with `spec`; `folder` takes its spec file and log. Killed at the end.
+def engine_process(
+    kind: str, spec: dict[str, Any], folder: Path
+) -> Iterator[EngineProcess]:
+    """Start `asyncrl_servers.<kind>` with `spec`; `folder` takes its spec file and log.
+    Killed at the end.
 
-    Connections wait in the socket's backlog until the server has loaded, so callers need not wait for it.
+    Connections wait in the socket's backlog until the server has loaded, so callers
+    need not wait for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec_file, log = folder / "spec.json", folder / "engine.log"
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=512) as listener,
+        log.open("wb") as output,
+    ):
         fd = listener.fileno()
-        command = [sys.executable, "-m", f"asyncrl_servers.{kind}", "--spec", str(spec_file), "--fd", str(fd)]
+        command = [
+            sys.executable,
+            "-m",
+            f"asyncrl_servers.{kind}",
+            "--spec",
+            str(spec_file),
+            "--fd",
+            str(fd),
+        ]
         env = {**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": output,
+            "stderr": output,
+        }
         process = popen(command, pass_fds=[fd], env=env, **pipes)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

@@ -1,4 +1,6 @@
-"""A pytest plugin of the contract tests of engine servers: one server of each kind for all their modules."""
+"""A pytest plugin of the contract tests of engine servers: one server of each kind for
+all their modules.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from contract_servers import KINDS, Server, contract_server, contract_vllm
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Shared: a start takes seconds. pytest runs all stories of one kind, from all modules, one after
-    the other.
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Shared: a start takes seconds. pytest runs all stories of one kind, from all
+    modules, one after the other.
     """
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     if kind != "vllm":

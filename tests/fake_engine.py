@@ -1,4 +1,6 @@
-"""The fake engine server: the simulated engine on the virtual clock, with scripted faults."""
+"""The fake engine server: the simulated engine on the virtual clock, with scripted
+faults.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from asyncrl.messages import codec, engine_api
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl_servers.engine_routes import ServedLink
-from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
+from asyncrl_servers.simulated import (
+    SimulatedEngine,
+    SimulatedRun,
+    SimulatedSpec,
+    SimulatedWeights,
+)
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
@@ -24,8 +31,12 @@ FIRST_TOKEN, NUM_TOKENS = 97, 26
 
 
 def fake_token(weights: str, seed: int, position: int) -> tuple[int, float]:
-    """(token, logprob): a pure function, a fresh draw for each set of weights, seed and position."""
-    digest = hashlib.blake2b(f"{weights}|{seed}|{position}".encode(), digest_size=8).digest()
+    """(token, logprob): a pure function, a fresh draw for each set of weights, seed and
+    position.
+    """
+    digest = hashlib.blake2b(
+        f"{weights}|{seed}|{position}".encode(), digest_size=8
+    ).digest()
     draw = int.from_bytes(digest, "big")
     return FIRST_TOKEN + draw % NUM_TOKENS, -1.0 - (draw % 1024) / 1024
 
@@ -90,7 +101,10 @@ class LetterEngine(SimulatedEngine):
         logprobs = np.array([logprob for _, logprob in drawn], np.float32)
         self._num_tokens += end - start
         run.num_told = end
-        self.report(run, codec.Sampled(run.number, Tokens(ids, spans, {BEHAVIOUR: logprobs}), then))
+        self.report(
+            run,
+            codec.Sampled(run.number, Tokens(ids, spans, {BEHAVIOUR: logprobs}), then),
+        )
 
 
 class FakeLink(ServedLink):
@@ -104,7 +118,9 @@ class FakeLink(ServedLink):
 
     async def send(self, data: bytes) -> None:
         if self._process.is_set():
-            raise CallLost(self._server.name, "/link", "ServerDisconnectedError: it died")
+            raise CallLost(
+                self._server.name, "/link", "ServerDisconnectedError: it died"
+            )
         if self._server.answers_links:
             self._server.frames.append(frame := codec.read_frame(data))
             if self._server.scripted:
@@ -128,8 +144,9 @@ class FakeLink(ServedLink):
 class FakeEngineServer(FakeServer):
     """An engine server that is reached as if over a link and HTTP.
 
-    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `chunk_tokens`, `prepare_s` and `swap_s`
-        (seconds of these calls), `scripted` (a frame that answers every frame).
+    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `chunk_tokens`,
+        `prepare_s` and `swap_s` (seconds of these calls), `scripted` (a frame that
+        answers every frame).
     """
 
     def __init__(
@@ -145,9 +162,18 @@ class FakeEngineServer(FakeServer):
         weights: str = "w0",
     ) -> None:
         super().__init__(name)
-        self.slots, self.prepare_s, self.swap_s, self.first_weights = slots, prepare_s, swap_s, weights
-        sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "vocab_size": 2**31}
-        self.spec = FakeSpec(name=name, **sizes, decode_step_s=decode_s, end_fraction=end_fraction)
+        self.slots = slots
+        self.prepare_s = prepare_s
+        self.swap_s = swap_s
+        self.first_weights = weights
+        sizes: dict[str, Any] = {
+            "slots": slots,
+            "max_length": max_length,
+            "vocab_size": 2**31,
+        }
+        self.spec = FakeSpec(
+            name=name, **sizes, decode_step_s=decode_s, end_fraction=end_fraction
+        )
         self.refuse: Callable[[SamplingRequest], str] = lambda _: ""
         self.chunk_tokens, self.corrupt_digest, self.scripted = 1, False, b""
         self.requests: list[SamplingRequest] = []
@@ -194,11 +220,22 @@ class FakeEngineServer(FakeServer):
             match path:
                 case "/prepare" | "/load_chunk":
                     await asyncio.sleep(self.prepare_s)
-                    act = engine.weights.prepare if path == "/prepare" else engine.weights.load_chunk
+                    act = (
+                        engine.weights.prepare
+                        if path == "/prepare"
+                        else engine.weights.load_chunk
+                    )
                     answer = act(body)
-                    return answer.model_copy(update={"digest": "corrupt"}) if self.corrupt_digest else answer
+                    return (
+                        answer.model_copy(update={"digest": "corrupt"})
+                        if self.corrupt_digest
+                        else answer
+                    )
                 case "/commit":
-                    is_swap = (body.version, body.digest) != (self.policy_version, self.weights)
+                    is_swap = (body.version, body.digest) != (
+                        self.policy_version,
+                        self.weights,
+                    )
                     is_swap &= engine.weights.has_content
                     committed = await asyncio.wrap_future(engine.commit(body))
                     if not is_swap:
@@ -210,7 +247,9 @@ class FakeEngineServer(FakeServer):
             assert path == "/wake", path
             return await asyncio.wrap_future(engine.wake(body))
         except Refused as refused:
-            raise CallRefused(self.name, path, refused.status, refused.body) from refused
+            raise CallRefused(
+                self.name, path, refused.status, refused.body
+            ) from refused
 
     async def connect(self, path: str) -> Any:
         """A link to it."""

@@ -1,5 +1,5 @@
-"""Fake servers, their processes and a fake trainer worker, for the virtual clock: the real client code calls
-them in place of HTTP servers.
+"""Fake servers, their processes and a fake trainer worker, for the virtual clock: the
+real client code calls them in place of HTTP servers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from asyncrl.base.errors import ComponentError, ErrorBody, NodeLost
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.launch.processes import Process
 from asyncrl.launch.supervise import Server, health_over
-from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
+from asyncrl.messages.trainer_api import (
+    ExportResponse,
+    TrainerHealth,
+    TrainResponse,
+    unpack_batch,
+)
 
 Work = Callable[[], Awaitable[Any]]
 
 
 class FakeServer(Caller):
-    """A server that can die (its connections break, new ones too), freeze (it keeps connections and stops
-    answering) and be started again, with its initial state. `fails_at_once`: a start that fails takes no
-    time.
+    """A server that can die (its connections break, new ones too), freeze (it keeps
+    connections and stops answering) and be started again, with its initial state.
+    `fails_at_once`: a start that fails takes no time.
     """
 
     fails_at_once = False
@@ -59,21 +64,34 @@ class FakeServer(Caller):
     async def _health(self) -> BaseModel:
         return self.health()
 
-    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def get(
+        self, path: str, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         return await self._answer(path, self._health, answer, timeout_s)
 
     async def post(
-        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+        self,
+        path: str,
+        body: BaseModel | bytes | None,
+        answer: type[Answer],
+        *,
+        timeout_s: float | None,
     ) -> Answer:
-        return await self._answer(path, partial(self._handle, path, body), answer, timeout_s)
+        return await self._answer(
+            path, partial(self._handle, path, body), answer, timeout_s
+        )
 
-    async def _answer(self, path: str, work: Work, answer: type[Answer], timeout_s: float | None) -> Answer:
+    async def _answer(
+        self, path: str, work: Work, answer: type[Answer], timeout_s: float | None
+    ) -> Answer:
         try:
             async with asyncio.timeout(timeout_s):
                 result = await self.unless_dead(path, work)
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        return answer.model_validate(result if isinstance(result, dict) else result.model_dump())
+        return answer.model_validate(
+            result if isinstance(result, dict) else result.model_dump()
+        )
 
     async def unless_dead(self, path: str, work: Work) -> Any:
         """Return what `work` returns; raise CallLost as soon as this process has ended."""
@@ -102,7 +120,9 @@ class FakeServer(Caller):
 
 
 class FakeChild(Process):
-    """The process of a fake server. `reap_s`: seconds from broken connections to the reported death."""
+    """The process of a fake server. `reap_s`: seconds from broken connections to the
+    reported death.
+    """
 
     pid = 17
     reap_s = 0.0
@@ -118,23 +138,32 @@ class FakeChild(Process):
 
     def death(self) -> ComponentError:
         if self.is_node_gone:
-            return NodeLost(self.name, "the node far (10.0.0.2) is gone: no answer for 15 s")
+            return NodeLost(
+                self.name, "the node far (10.0.0.2) is gone: no answer for 15 s"
+            )
         what = "process 17 was killed by SIGKILL; the end of its log:\n    last words"
         return ComponentError(self.name, what, way_out="read its log.")
 
 
 class FakeProcess(Server):
-    """A Server over a fake one; a new process answers `start_s` seconds after it was started.
+    """A Server over a fake one; a new process answers `start_s` seconds after it was
+    started.
 
-    `fails_to_start`: number of next processes that end instead of starting. `child.is_node_gone`: its end,
-    and the end of all that would start, is the loss of its node.
+    `fails_to_start`: number of next processes that end instead of starting.
+    `child.is_node_gone`: its end, and the end of all that would start, is the loss of
+    its node.
     """
 
     child: FakeChild
 
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
         caller: Any = server
-        super().__init__(FakeChild(server), caller, health_over(caller, type(server.health())), start_s)
+        super().__init__(
+            FakeChild(server),
+            caller,
+            health_over(caller, type(server.health())),
+            start_s,
+        )
         self.server = server
         self.fails_to_start = 0
         self.started_at: list[float] = []
@@ -151,9 +180,14 @@ class FakeProcess(Server):
         self.started_at.append(asyncio.get_running_loop().time())
         if self.child.is_node_gone:
             raise self.child.death()
-        fails, self.fails_to_start = self.fails_to_start > 0, max(0, self.fails_to_start - 1)
+        fails, self.fails_to_start = (
+            self.fails_to_start > 0,
+            max(0, self.fails_to_start - 1),
+        )
         try:
-            await asyncio.sleep(0.0 if fails and self.server.fails_at_once else self.start_s)
+            await asyncio.sleep(
+                0.0 if fails and self.server.fails_at_once else self.start_s
+            )
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -165,20 +199,28 @@ class FakeProcess(Server):
 class FakeTrainerServer(FakeServer):
     """Rank 0 of a trainer: one call at a time, and a step takes `train_s`.
 
-    Its weights are the list `weights` of the batches' names. Saved states are kept
-    in `states` by path, as a disk would. `dies_at` (a path): the process ends when that call comes;
-    `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused,
-    with `refuse_status`.
-    A rank that a step waits for and that is dead makes the step hang.
+    Its weights are the list `weights` of the batches' names. Saved states are kept in
+    `states` by path, as a disk would. `dies_at` (a path): the process ends when that
+    call comes; `dies_after`: when it is done, before the answer. `refuse` (a reason):
+    the next call of a kind is refused, with `refuse_status`. A rank that a step waits
+    for and that is dead makes the step hang.
     """
 
     fails_at_once = True
 
     def __init__(
-        self, name: str = "trainer-0", *, train_s: float = 1.0, peers: Sequence[FakeTrainerServer] = ()
+        self,
+        name: str = "trainer-0",
+        *,
+        train_s: float = 1.0,
+        peers: Sequence[FakeTrainerServer] = (),
     ) -> None:
         super().__init__(name)
-        self.train_s, self.export_s, self.load_s, self.save_s, self.write_s = train_s, 0.5, 2.0, 0.5, 3.0
+        self.train_s = train_s
+        self.export_s = 0.5
+        self.load_s = 2.0
+        self.save_s = 0.5
+        self.write_s = 3.0
         self.peers = peers
         self.dies_at = self.dies_after = ""
         self.refuse: dict[str, str] = {}
@@ -197,13 +239,21 @@ class FakeTrainerServer(FakeServer):
 
     def restart(self) -> None:
         super().restart()
-        self._worker, self._pending, self._begun, self.weights = asyncio.Lock(), None, None, []
+        self._worker = asyncio.Lock()
+        self._pending = None
+        self._begun = None
+        self.weights = []
 
     def health(self) -> TrainerHealth:
         return TrainerHealth(policy_version=self.policy_version, device="none")
 
     async def post(
-        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+        self,
+        path: str,
+        body: BaseModel | bytes | None,
+        answer: type[Answer],
+        *,
+        timeout_s: float | None,
     ) -> Answer:
         self.calls.append(path)
         if path == self.dies_at:
@@ -239,20 +289,35 @@ class FakeTrainerServer(FakeServer):
             case "/train":
                 header, _ = unpack_batch(body)
                 if header.version != version:
-                    raise self.refused(path, f"batch {header.version} at version {version}")
+                    raise self.refused(
+                        path, f"batch {header.version} at version {version}"
+                    )
                 await asyncio.sleep(self.train_s)
-                if any(peer.has_ended.is_set() or peer.is_frozen for peer in self.peers):
+                if any(
+                    peer.has_ended.is_set() or peer.is_frozen for peer in self.peers
+                ):
                     await asyncio.Event().wait()
-                trained = (f"{one.prompt_id}#{one.sample_index}" for one in header.trajectories)
+                trained = (
+                    f"{one.prompt_id}#{one.sample_index}" for one in header.trajectories
+                )
                 self.weights.append(",".join(trained))
-                return TrainResponse(policy_version=version + 1, metrics={"policy/loss": float(version + 1)})
+                return TrainResponse(
+                    policy_version=version + 1,
+                    metrics={"policy/loss": float(version + 1)},
+                )
             case "/begin_export":
                 self._begun = version, "|".join(self.weights)
             case "/export":
                 version, digest = self._begun or (version, "|".join(self.weights))
                 self._begun = None
                 await asyncio.sleep(self.export_s)
-                return ExportResponse(version=version, path="fake", digest=digest, num_tensors=1, num_bytes=1)
+                return ExportResponse(
+                    version=version,
+                    path="fake",
+                    digest=digest,
+                    num_tensors=1,
+                    num_bytes=1,
+                )
             case "/load_state":
                 await asyncio.sleep(self.load_s)
                 self.weights = list(self.states[str(body.path)])

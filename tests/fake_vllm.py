@@ -1,7 +1,9 @@
-"""vLLM's routes on the virtual clock: requests on their way, slots, pauses, labels, a prefix cache, and every
-fault at a given moment; and what the tests of a VllmServer over it share.
+"""vLLM's routes on the virtual clock: requests on their way, slots, pauses, labels, a
+prefix cache, and every fault at a given moment; and what the tests of a VllmServer over
+it share.
 
-A token's logprob says which weights computed it and over whose KV cache: see FakeVllm._decode.
+A token's logprob says which weights computed it and over whose KV cache: see
+FakeVllm._decode.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ DROPPED = -99.0
 """Weights after a sleep of level 2."""
 MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
 PROMPT = (1, 2, 3)
-MODEL: dict[str, Any] = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
+MODEL: dict[str, Any] = {
+    "model": "/model",
+    "dtype": "torch.float32",
+    "max_model_len": 1000,
+}
 MODEL["logprobs_mode"] = "processed_logprobs"
 ENV: dict[str, Any] = {}
 
 
 @dataclass
 class Run:
-    """A request: on its way, waiting, running, ended. `kv`: weights that filled its KV cache, once it ran."""
+    """A request: on its way, waiting, running, ended. `kv`: weights that filled its KV
+    cache, once it ran.
+    """
 
     body: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
@@ -55,8 +63,8 @@ class Run:
 
 
 class FakeVllm(FakeServer):
-    """A vLLM server with the routes that VllmServer calls. Requests decode in their own calls, at DECODE_S
-    per token.
+    """A vLLM server with the routes that VllmServer calls. Requests decode in their own
+    calls, at DECODE_S per token.
     """
 
     def __init__(self) -> None:
@@ -72,7 +80,8 @@ class FakeVllm(FakeServer):
         """Logprobs without a token, in each answer or chunk."""
         self.transit_s = TRANSIT_S
         self.rejects_paused = False
-        """Behave like vLLM 0.33; vLLM 0.32 holds a request that arrives during a pause."""
+        """Behave like vLLM 0.33; vLLM 0.32 holds a request that arrives during a pause.
+        """
         self.staged: dict[str, Any] = {}
         self._boot()
 
@@ -94,14 +103,20 @@ class FakeVllm(FakeServer):
 
     @property
     def num_running(self) -> int:
-        return sum(run.kv is not None and run.finish is None for run in self.runs.values())
+        return sum(
+            run.kv is not None and run.finish is None for run in self.runs.values()
+        )
 
-    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def get(
+        self, path: str, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         return await self.post(path, None, answer, timeout_s=timeout_s)
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         num_told = 0
-        async with contextlib.aclosing(self._sample(body.model_dump(mode="json"))) as steps:
+        async with contextlib.aclosing(
+            self._sample(body.model_dump(mode="json"))
+        ) as steps:
             async for run in steps:
                 yield b"data: " + json.dumps(self._generated(run, num_told)).encode()
                 yield b""
@@ -118,17 +133,25 @@ class FakeVllm(FakeServer):
                 *_, run = [step async for step in steps]
             answer = self._generated(run)
             if "prompt_logprobs" in sent["sampling_params"]:
-                told = {"logprob": -(1 + self.weights) / 100}  # a prompt that is scored is computed again
-                answer["prompt_logprobs"] = [None, *({str(token): told} for token in sent["token_ids"][1:])]
+                # a prompt that is scored is computed again
+                told = {"logprob": -(1 + self.weights) / 100}
+                answer["prompt_logprobs"] = [
+                    None,
+                    *({str(token): told} for token in sent["token_ids"][1:]),
+                ]
             return answer
-        query = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
+        query = {
+            name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()
+        }
         result = await self._control(route, sent, query)
         if hook := self.hooks.pop(route, None):
             await hook()
         self._check(route, path)
         return result or {}
 
-    async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
+    async def _control(
+        self, route: str, sent: dict[str, Any], query: dict[str, str]
+    ) -> Any:
         match route:
             case "/pause":
                 await self._pause(query["mode"])
@@ -146,23 +169,41 @@ class FakeVllm(FakeServer):
                 self.pause = None
                 self._change()
             case "/abort_requests":
-                self._abort({name.removeprefix("generate-tokens-") for name in sent["request_ids"]})
+                self._abort(
+                    {
+                        name.removeprefix("generate-tokens-")
+                        for name in sent["request_ids"]
+                    }
+                )
             case "/update_weight_version":
                 self.label = sent["new_version"]
             case "/weight_info":
                 return {"weight_version": self.label}
             case "/server_info":
-                config = {"model_config": MODEL, "scheduler_config": {"max_num_seqs": SLOTS}}
-                config["structured_outputs_config"] = {"reasoning_parser_plugin": GRAMMARS}
+                config = {
+                    "model_config": MODEL,
+                    "scheduler_config": {"max_num_seqs": SLOTS},
+                }
+                config["structured_outputs_config"] = {
+                    "reasoning_parser_plugin": GRAMMARS
+                }
                 return {"vllm_config": config, "vllm_env": ENV}
             case "asyncrl_facts":
                 return {"results": [{"vocab_size": 2**20}]}
             case "asyncrl_stage" | "asyncrl_load_chunk":
                 self.staged = json.loads(sent["args"][0])
-                return {"results": [{"state": "staged", "digest": self.staged["digest"]}]}
+                return {
+                    "results": [{"state": "staged", "digest": self.staged["digest"]}]
+                }
             case "asyncrl_load" | "asyncrl_finish_chunks":
-                assert self.pause is not None or route != "asyncrl_load", "a load while something may run"
-                self.weights = self.wrong_loads.pop(0) if self.wrong_loads else float(self.staged["version"])
+                assert self.pause is not None or route != "asyncrl_load", (
+                    "a load while something may run"
+                )
+                self.weights = (
+                    self.wrong_loads.pop(0)
+                    if self.wrong_loads
+                    else float(self.staged["version"])
+                )
                 return {"results": [{}]}
         return None
 
@@ -188,7 +229,9 @@ class FakeVllm(FakeServer):
         await asyncio.sleep(self.transit_s)
         self._check(GENERATE, GENERATE)
         if self.rejects_paused and self.pause in ("abort", "wait"):
-            self._refuse(GENERATE, 503, "Generation is paused. Please retry after it resumes.")
+            self._refuse(
+                GENERATE, 503, "Generation is paused. Please retry after it resumes."
+            )
         run = self.runs[body["request_id"]] = Run(body)
         try:
             while run.finish is None and not process.is_set():
@@ -198,7 +241,11 @@ class FakeVllm(FakeServer):
                     continue
                 self._start(run)
                 await asyncio.sleep(DECODE_S)
-                if run.finish is None and self.pause != "keep" and not run.must_recompute:
+                if (
+                    run.finish is None
+                    and self.pause != "keep"
+                    and not run.must_recompute
+                ):
                     self._decode(run)
                     if run.finish is None:
                         yield run
@@ -218,7 +265,9 @@ class FakeVllm(FakeServer):
         run.must_recompute = False
 
     def _decode(self, run: Run) -> None:
-        """The logprob, of weights w over the cache of weights k: -(1 + w + 10 (w - k)) / 100."""
+        """The logprob, of weights w over the cache of weights k: -(1 + w + 10 (w - k))
+        / 100.
+        """
         if not run.spans or run.spans[-1]["version"] != self.label:
             run.spans.append({"version": self.label, "start": len(run.tokens)})
         logprob = -(1 + self.weights + 10 * (self.weights - run.kv)) / 100
@@ -253,7 +302,10 @@ class FakeVllm(FakeServer):
 
 def server_over(fake: FakeVllm, *, mark: str = "") -> VllmServer:
     return VllmServer(
-        fake, VllmRequirements("/model", "float32", SLOTS, 1000, (), canary_limit=1e-3, mark=mark)
+        fake,
+        VllmRequirements(
+            "/model", "float32", SLOTS, 1000, (), canary_limit=1e-3, mark=mark
+        ),
     )
 
 
@@ -266,27 +318,48 @@ async def ready_server() -> tuple[FakeVllm, VllmServer]:
 
 def manifest(version: int) -> ExportResponse:
     logprob = -(1 + version) / 100
-    canary = Canary(token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob)
+    canary = Canary(
+        token_ids=[7, 8, 9, 10], logprobs=[logprob] * 3, next_logprob=logprob
+    )
     return ExportResponse(
-        version=version, path="/dev/shm/w", digest=f"d{version}", num_tensors=2, num_bytes=8, canary=canary
+        version=version,
+        path="/dev/shm/w",
+        digest=f"d{version}",
+        num_tensors=2,
+        num_bytes=8,
+        canary=canary,
     )
 
 
-async def publish(server: VllmServer, version: int, interrupt: Interrupt = "abort", **changes: Any) -> Any:
+async def publish(
+    server: VllmServer, version: int, interrupt: Interrupt = "abort", **changes: Any
+) -> Any:
     await server.prepare(manifest(version).model_copy(update=changes))
     return await server.commit(version, f"d{version}", interrupt)
 
 
-def request(name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> SamplingRequest:
-    return SamplingRequest(request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens)
+def request(
+    name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT
+) -> SamplingRequest:
+    return SamplingRequest(
+        request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens
+    )
 
 
 def check_logprobs(completion: Completion | SegmentPart) -> None:
-    """Each token is said to be of the version whose weights sampled it, over its own KV cache."""
-    logprobs = completion.behaviour_logprobs if isinstance(completion, Completion) else completion.logprobs
+    """Each token is said to be of the version whose weights sampled it, over its own KV
+    cache.
+    """
+    logprobs = (
+        completion.behaviour_logprobs
+        if isinstance(completion, Completion)
+        else completion.logprobs
+    )
     for span in completion.version_spans:
         expected = float(np.float32(-(1 + span.version) / 100))
-        assert list(logprobs[span.start : span.end]) == [expected] * (span.end - span.start)
+        assert list(logprobs[span.start : span.end]) == [expected] * (
+            span.end - span.start
+        )
 
 
 async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:

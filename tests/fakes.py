@@ -1,5 +1,5 @@
-"""Fakes with behaviour of what producers, weight sync and train loop call, for the virtual clock. No process
-is started.
+"""Fakes with behaviour of what producers, weight sync and train loop call, for the
+virtual clock. No process is started.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from fake_engine import END_TOKEN
 from token_cases import completion_of
 
 from asyncrl.base.errors import RewardFailure
-from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Ticket, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    GroupId,
+    Prompt,
+    Ticket,
+    VersionSpan,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 
 
 class FakeEngine:
-    """In place of an EnginePool, with a latency for each request and no servers: `tokens` z, under
-    `policy_version`.
+    """In place of an EnginePool, with a latency for each request and no servers:
+    `tokens` z, under `policy_version`.
 
-    `latency_s(request)` seconds after it was sent, a request is answered; `tokens(request)` says with how
-    many.
+    `latency_s(request)` seconds after it was sent, a request is answered;
+    `tokens(request)` says with how many.
     """
 
     def __init__(
@@ -48,8 +55,8 @@ class FakeEngine:
         on_segment: Callable[[Completion], None] | None = None,
         on_spent: Callable[[int], None] | None = None,
     ) -> Completion:
-        """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
-        called.
+        """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so
+        `on_segment` is never called.
         """
         self.requests.append(request)
         if partial is not None:
@@ -62,25 +69,33 @@ class FakeEngine:
         finally:
             self.running -= 1
         length = min(self._tokens(request), request.max_tokens)
-        reason: Literal["stop", "length"] = "length" if length == request.max_tokens else "stop"
+        reason: Literal["stop", "length"] = (
+            "length" if length == request.max_tokens else "stop"
+        )
         if on_spent is not None:
             on_spent(length)
         spans = [VersionSpan(0, length, version)]
-        return completion_of([ord("z")] * length, spans=spans, finish=reason, prompt=request.prompt_ids)
+        return completion_of(
+            [ord("z")] * length, spans=spans, finish=reason, prompt=request.prompt_ids
+        )
 
 
 class FakeTokenizer:
-    """In place of the tokenizer, one token a character: its code point; the prompts' contents one after the
-    other.
+    """In place of the tokenizer, one token a character: its code point; the prompts'
+    contents one after the other.
     """
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Code points of all contents."""
-        return tuple(ord(character) for message in messages for character in message["content"])
+        return tuple(
+            ord(character) for message in messages for character in message["content"]
+        )
 
     end_ids = frozenset({END_TOKEN})
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
         """Decode characters, without END_TOKEN."""
         return "".join(chr(token) for token in token_ids if token != END_TOKEN)
 
@@ -137,13 +152,17 @@ class FakeScorer:
 
 
 class FakeTrainer:
-    """The trainer as weight sync and the train loop see it: a step takes `train_s`, an export `export_s`.
+    """The trainer as weight sync and the train loop see it: a step takes `train_s`, an
+    export `export_s`.
 
-    Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a
-    version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
+    Like the worker it does one thing at a time: an export waits for the step that runs.
+    The digest of a version is `w{version}`, or always `w0` if `is_frozen` (a publish of
+    the same weights).
     """
 
-    def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, is_frozen: bool = False) -> None:
+    def __init__(
+        self, *, train_s: float = 1.0, export_s: float = 0.0, is_frozen: bool = False
+    ) -> None:
         self.train_s, self.export_s, self.is_frozen = train_s, export_s, is_frozen
         self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0
@@ -156,7 +175,9 @@ class FakeTrainer:
         async with self._worker:
             await asyncio.sleep(self.train_s)
             self.step()
-        return TrainResponse(policy_version=self.policy_version, metrics={"policy/loss": 0.0})
+        return TrainResponse(
+            policy_version=self.policy_version, metrics={"policy/loss": 0.0}
+        )
 
     def step(self) -> None:
         """The next version, at once."""
@@ -182,18 +203,22 @@ class FakeTrainer:
         return self._begun
 
     async def export(self) -> ExportResponse:
-        """The version that was begun, or else the newest one, in staging; weights change only afterwards."""
+        """The version that was begun, or else the newest one, in staging; weights
+        change only afterwards.
+        """
         async with self._worker:
             await asyncio.sleep(self.export_s)
             version = self.policy_version if self._begun is None else self._begun
             self._begun = None
             name = "w0" if self.is_frozen else f"w{version}"
-            return ExportResponse(version=version, path=name, digest=name, num_tensors=1, num_bytes=1000)
+            return ExportResponse(
+                version=version, path=name, digest=name, num_tensors=1, num_bytes=1000
+            )
 
 
 class MemoryJournal:
-    """A journal that keeps every call: `events` in order as (method without _nowait, its arguments ...),
-    `states` of groups, and `batches`.
+    """A journal that keeps every call: `events` in order as (method without _nowait,
+    its arguments ...), `states` of groups, and `batches`.
     """
 
     name = "journal"
@@ -220,7 +245,9 @@ class MemoryJournal:
         self, group_id: GroupId, state: str, reason: str, *, requeued: int | None = None
     ) -> None:
         change = (self.states[group_id], state)
-        assert change[0] == "running" or change == ("ready", "requeued"), f"group {group_id}: {change}"
+        assert change[0] == "running" or change == ("ready", "requeued"), (
+            f"group {group_id}: {change}"
+        )
         self._note("group_ended", group_id, state, reason, requeued)
         self.states[group_id] = state
 

@@ -1,8 +1,9 @@
-"""A worker extension for vLLM that fails in silence, as real weight loading has been seen to. Runs in vLLM's
-Python.
+"""A worker extension for vLLM that fails in silence, as real weight loading has been
+seen to. Runs in vLLM's Python.
 
-Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this
-file. POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]} names the fault.
+Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on
+PYTHONPATH that has this file. POST /collective_rpc {"method": "asyncrl_plant", "args":
+["{\"fault\": NAME}"]} names the fault.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from asyncrl_servers.vllm.worker_extension import Loader, WeightLoader
 
 FAULTS = ("stale_head", "swap_names", "stale_part", "")
 if os.environ.get("PLAIN_LINEAR"):
-    # As on CUDA, linear layers keep their weights: oneDNN would replace them by packed ones.
+    # As on CUDA, linear layers keep their weights: oneDNN would replace them by packed
+    # ones.
     vllm._custom_ops._supports_onednn = False
 
 
 class FaultyLoader(Loader):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. swap_names: two
-    tensors of one shape change places after they were hashed. stale_part: the last worker keeps its part of
-    the tensor `stale`.
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own
+    reload. swap_names: two tensors of one shape change places after they were hashed.
+    stale_part: the last worker keeps its part of the tensor `stale`.
     """
 
     fault = ""
@@ -38,7 +40,10 @@ class FaultyLoader(Loader):
             super().repack_tied()
 
     def _begin(self, version: int) -> None:
-        if self.fault == "stale_part" and self.worker.rank == self.parts._num_workers - 1:
+        if (
+            self.fault == "stale_part"
+            and self.worker.rank == self.parts._num_workers - 1
+        ):
             self.kept = self.parts.held(self.stale).detach().clone()
         super()._begin(version)
 
@@ -51,7 +56,11 @@ class FaultyLoader(Loader):
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         given = dict(tensors)
         if self.fault == "swap_names":
-            first = next(name for name, one in given.items() if one.dim() == 2 and ".layers.0." in name)
+            first = next(
+                name
+                for name, one in given.items()
+                if one.dim() == 2 and ".layers.0." in name
+            )
             second = first.replace(".layers.0.", ".layers.1.")
             given[first], given[second] = given[second], given[first]
         super().add(given.items())

@@ -1,5 +1,5 @@
-"""Starts processes of a run for tests, as forks of a process that has imported all of their modules. The
-fork server of such a run is a fork of the run.
+"""Starts processes of a run for tests, as forks of a process that has imported all of
+their modules. The fork server of such a run is a fork of the run.
 """
 
 from __future__ import annotations
@@ -43,20 +43,32 @@ _READ_WHEN_ASKED = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
     held_task.RUN_DIR,
 }
-"""Variables that no library reads when it is imported, or that all tests have at the same value."""
+"""Variables that no library reads when it is imported, or that all tests have at the
+same value.
+"""
 
 
-def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python -m MODULE` in a new session; forked if MODULE is in MODULES.
+def popen(
+    command: list[str], env: Mapping[str, str], **options: Any
+) -> subprocess.Popen[Any]:
+    """subprocess.Popen of `python -m MODULE` in a new session; forked if MODULE is in
+    MODULES.
 
-    A fork has its libraries from a process that had the environment of the tests when they were collected:
-    AssertionError for an `env` that differs from it, so that no run costs the imports without being seen to.
+    A fork has its libraries from a process that had the environment of the tests when
+    they were collected: AssertionError for an `env` that differs from it, so that no
+    run costs the imports without being seen to.
     """
     assert command[:2] == [sys.executable, "-m"], command
     can_fork = {command[2], f"{command[2]}.__main__"} & {*MODULES}
-    differing = {name for name, _ in _read_early(env).items() ^ _read_early(_ENVIRONMENT).items()}
-    assert not (can_fork and differing), f"a fork cannot have its own {sorted(differing)}"
-    return (_Forked if can_fork else subprocess.Popen)(command, env=env, start_new_session=True, **options)
+    differing = {
+        name for name, _ in _read_early(env).items() ^ _read_early(_ENVIRONMENT).items()
+    }
+    assert not (can_fork and differing), (
+        f"a fork cannot have its own {sorted(differing)}"
+    )
+    return (_Forked if can_fork else subprocess.Popen)(
+        command, env=env, start_new_session=True, **options
+    )
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
@@ -72,8 +84,13 @@ class _Forked(subprocess.Popen[Any]):
 
     def _execute_child(self, args, *options) -> None:  # type: ignore[no-untyped-def]
         pass_fds, cwd, env, pipes = *options[3:6], options[9:15]
-        module, *arguments = args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
-        streams = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
+        module, *arguments = (
+            args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
+        )
+        streams = [
+            fd if fd >= 0 else number
+            for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
         files = [*streams, *pass_fds]
         target = warm_parent().modules[module]
         child = ForkServerProcess(target=run, args=(target, arguments, env, files))
@@ -118,7 +135,9 @@ _spawn = util.spawnv_passfds
 
 
 def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
-    """Fork the fork server of a run before the run has threads: it imports nothing again."""
+    """Fork the fork server of a run before the run has threads: it imports nothing
+    again.
+    """
     code = arguments[-1]
     is_early = threading.active_count() == 1 and asyncio._get_running_loop() is None
     if "forkserver import main" not in code or not is_early:
@@ -126,7 +145,12 @@ def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int])
     if pid := os.fork():
         return pid
     try:
-        for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *passed}:
+        for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {
+            0,
+            1,
+            2,
+            *passed,
+        }:
             with contextlib.suppress(OSError):  # that of the listing
                 os.close(fd)
         set_title("\0".join(map(os.fsdecode, arguments)))
@@ -140,4 +164,7 @@ if os.environ.pop(IS_PARENT, None):
 
 
 _PATHS = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join(_PATHS),
+    "OMP_NUM_THREADS": "1",
+}

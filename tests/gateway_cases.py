@@ -1,4 +1,6 @@
-"""A gateway on a real port with a scripted engine, a byte tokenizer, and helpers that call it."""
+"""A gateway on a real port with a scripted engine, a byte tokenizer, and helpers that
+call it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ in_loop, in_virtual_time = _run_by(asyncio.run), _run_by(run_virtual)
 
 
 class ByteTokenizer:
-    """Has a token per byte of UTF-8, plus two special tokens. Template: <|start|>ROLE\\nCONTENT<|end|>."""
+    """Has a token per byte of UTF-8, plus two special tokens. Template:
+    <|start|>ROLE\\nCONTENT<|end|>.
+    """
 
     end_ids = frozenset({END})
     text_ids = frozenset(range(256))
@@ -63,22 +67,42 @@ class ByteTokenizer:
         settings: Any = None,
         is_open: bool = True,
     ) -> str:
-        parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
+        parts = (
+            [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"]
+            if tools
+            else []
+        )
         for message in messages:
             functions = [call["function"] for call in message.get("tool_calls") or ()]
-            calls = "".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
-            parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
+            calls = "".join(
+                f"<tool_call>\n{function}\n</tool_call>" for function in functions
+            )
+            parts.append(
+                f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>"
+            )
         return "".join(parts) + "<|start|>assistant\n" * is_open
 
-    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, after: str = "", adds_special: bool = False
+    ) -> tuple[int, ...]:
         ids: list[int] = []
         for part in re.split(r"(<\|start\|>|<\|end\|>)", text):
-            ids += [START if part == "<|start|>" else END] if part in NAMES.values() else part.encode()
+            ids += (
+                [START if part == "<|start|>" else END]
+                if part in NAMES.values()
+                else part.encode()
+            )
         return tuple(ids)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
         data = b"".join(
-            bytes([token]) if token < 256 else b"" if skip_special_tokens else NAMES[token].encode()
+            bytes([token])
+            if token < 256
+            else b""
+            if skip_special_tokens
+            else NAMES[token].encode()
             for token in token_ids
         )
         return data.decode(errors="replace")
@@ -86,8 +110,9 @@ class ByteTokenizer:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """Replacement of an EnginePool that samples `answer(request)`, three tokens at a time, with a weight push
-    in the middle of each answer. With `gate`, an answer stops in its middle until the gate is set.
+    """Replacement of an EnginePool that samples `answer(request)`, three tokens at a
+    time, with a weight push in the middle of each answer. With `gate`, an answer stops
+    in its middle until the gate is set.
     """
 
     answer: Callable[[SamplingRequest], str] = lambda _: "Hello there."
@@ -101,7 +126,11 @@ class ScriptedEngine:
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
-        self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None, **_: Any
+        self,
+        request: SamplingRequest,
+        *,
+        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        **_: Any,
     ) -> Completion:
         self.requests.append(request)
         self.started.set()
@@ -122,7 +151,9 @@ class ScriptedEngine:
             raise
         cuts = ((0, half, 4, 3), (half, len(ids), 5, 3))
         spans = tuple(VersionSpan(*each) for each in cuts if each[0] < each[1])
-        reason = "stop" if ids[-1] == self.end or len(ids) < request.max_tokens else "length"
+        reason = (
+            "stop" if ids[-1] == self.end or len(ids) < request.max_tokens else "length"
+        )
         logprobs = [-0.5 - i / 1024 for i in range(len(ids))]
         return completion_of(ids, logprobs, spans, reason, 1, prompt=request.prompt_ids)
 
@@ -134,7 +165,9 @@ class ScriptedEngine:
         return (*self.tokenizer.encode(text), self.end)
 
 
-RULES = CallRules("policy", max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
+RULES = CallRules(
+    "policy", max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258
+)
 
 
 @dataclass
@@ -154,18 +187,26 @@ class World:
         return {"Authorization": f"Bearer {self.session.key}"}
 
     def open(self, name: str = "g0/r1") -> GatewaySession:
-        return self.gateway.open_nowait(name, prompt_id="p7", sample_index=0, attempt=0, route_key=name)
+        return self.gateway.open_nowait(
+            name, prompt_id="p7", sample_index=0, attempt=0, route_key=name
+        )
 
-    async def post(self, body: Any, *, path: str = "/v1/chat/completions", **kwargs: Any) -> tuple[int, Any]:
+    async def post(
+        self, body: Any, *, path: str = "/v1/chat/completions", **kwargs: Any
+    ) -> tuple[int, Any]:
         """Return (status, JSON) of one call; `body` may be bytes."""
         headers = self.headers | kwargs.pop("headers", {})
         content = {"data": body} if isinstance(body, bytes) else {"json": body}
-        async with self.http.post(self.url + path, headers=headers, **content, **kwargs) as response:
+        async with self.http.post(
+            self.url + path, headers=headers, **content, **kwargs
+        ) as response:
             assert response.content_type == "application/json", await response.text()
             return response.status, await response.json()
 
     async def ask(self, text: str = "Hi", **more: Any) -> tuple[int, Any]:
-        return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
+        return await self.post(
+            {"model": "m", "messages": [{"role": "user", "content": text}], **more}
+        )
 
     async def ask_other(self, session: GatewaySession | None = None) -> tuple[int, Any]:
         """Call with the key of another session; None opens one."""
@@ -174,7 +215,9 @@ class World:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds. Sockets do not report that the gateway has seen a disconnect."""
+    """Poll until the condition holds. Sockets do not report that the gateway has seen a
+    disconnect.
+    """
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -195,7 +238,11 @@ def make_gateway(
     extra_routes: Sequence[BaseRoute] = (),
     **config: Any,
 ) -> Gateway:
-    rules = {name: config.pop(name) for name in list(config) if name in CallRules.__dataclass_fields__}
+    rules = {
+        name: config.pop(name)
+        for name in list(config)
+        if name in CallRules.__dataclass_fields__
+    }
     return Gateway(
         engine,
         tokenizer or engine.tokenizer,
@@ -230,15 +277,21 @@ class Talk:
     claude: anthropic.AsyncAnthropic
 
     async def chat(self, messages: Any = HI, **more: Any) -> Any:
-        return await self.gpt.chat.completions.create(model="m", messages=messages, **more)
+        return await self.gpt.chat.completions.create(
+            model="m", messages=messages, **more
+        )
 
-    async def respond(self, given: Any = "Hi", *, streamed: bool = False, **more: Any) -> Any:
+    async def respond(
+        self, given: Any = "Hi", *, streamed: bool = False, **more: Any
+    ) -> Any:
         if not streamed:
             return await self.gpt.responses.create(model="m", input=given, **more)
         async with self.gpt.responses.stream(model="m", input=given, **more) as stream:
             return await stream.get_final_response()
 
-    async def message(self, messages: Any = HI, *, streamed: bool = False, **more: Any) -> Any:
+    async def message(
+        self, messages: Any = HI, *, streamed: bool = False, **more: Any
+    ) -> Any:
         given = {"model": "m", "max_tokens": 200, "messages": messages, **more}
         if not streamed:
             return await self.claude.messages.create(**given)
@@ -249,7 +302,9 @@ class Talk:
         """Return the text of each prompt that reached the engine."""
         engine = self.world.engine
         prompts = [each.prompt_ids.tolist() for each in engine.requests]
-        return [engine.tokenizer.decode(each, skip_special_tokens=False) for each in prompts]
+        return [
+            engine.tokenizer.decode(each, skip_special_tokens=False) for each in prompts
+        ]
 
     def is_one_branch_of(self, *answers: str) -> bool:
         (trajectory,) = self.world.session.rollout(0, Outcome(), 1.0)
@@ -258,12 +313,16 @@ class Talk:
 
 
 @asynccontextmanager
-async def talking(*answers: str, engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
+async def talking(
+    *answers: str, engine: Any = None, **config: Any
+) -> AsyncIterator[Talk]:
     """Open a gateway whose model gives these answers, the last one from then on."""
     import anthropic  # costs seconds
 
     left = list(answers or ["Hello there."])
-    engine = engine or ScriptedEngine(lambda _: left.pop(0) if len(left) > 1 else left[0])
+    engine = engine or ScriptedEngine(
+        lambda _: left.pop(0) if len(left) > 1 else left[0]
+    )
     async with gateway_world(engine, **config) as world:
         given: Any = {"api_key": world.session.key, "max_retries": 0}
         async with (

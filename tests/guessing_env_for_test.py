@@ -1,5 +1,5 @@
-"""A verifiers environment of several turns: the environment is the user, and answers each guess. Its tasks
-have no end.
+"""A verifiers environment of several turns: the environment is the user, and answers
+each guess. Its tasks have no end.
 
 `secret` of the task decides what else happens: see GuessingEnv and GuessingTask.
 """
@@ -47,12 +47,17 @@ class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
         for number in itertools.count():
             if number == self.config.fail_at:
                 raise LookupError("no more rows")
-            yield GuessingTask(GuessingData(system_prompt="Guess.", secret=number % 10), self.config.task)
+            yield GuessingTask(
+                GuessingData(system_prompt="Guess.", secret=number % 10),
+                self.config.task,
+            )
 
 
 class GuessingEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    judge: vf.AgentConfig = agent.model_copy(update={"client": vf.EvalClientConfig(base_url="http://x/v1")})
+    judge: vf.AgentConfig = agent.model_copy(
+        update={"client": vf.EvalClientConfig(base_url="http://x/v1")}
+    )
     twice: bool = False
     freeze: bool = False
 
@@ -73,9 +78,13 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
         for _ in range(1 + self.config.twice):
             async with agents.agent.interaction(task) as talk:
                 segment = await talk.turn("Which number from 0 to 9?")
-                while not segment.terminated and segment.last_reply != str(task.data.secret):
+                while not segment.terminated and segment.last_reply != str(
+                    task.data.secret
+                ):
                     guess = int(segment.last_reply)
-                    segment = await talk.turn("higher" if guess < task.data.secret else "lower")
+                    segment = await talk.turn(
+                        "higher" if guess < task.data.secret else "lower"
+                    )
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
@@ -85,11 +94,23 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: Any,
+        data: Any,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": message.role, "content": message.content} for message in prompt or []]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+        messages += [
+            {"role": message.role, "content": message.content}
+            for message in prompt or []
+        ]
+        async with AsyncOpenAI(
+            base_url=endpoint, api_key=secret, max_retries=0, timeout=None
+        ) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)  # type: ignore[arg-type]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

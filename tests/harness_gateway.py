@@ -1,4 +1,6 @@
-"""A gateway with a scripted engine and the routes of workers, for the tests of harnesses."""
+"""A gateway with a scripted engine and the routes of workers, for the tests of
+harnesses.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,47 @@ class TestGateway:
 
 
 def make_work(
-    number: int, *, answer: Any = "42", info: dict[str, Any] | None = None, timeout_s: float | None = None
+    number: int,
+    *,
+    answer: Any = "42",
+    info: dict[str, Any] | None = None,
+    timeout_s: float | None = None,
 ) -> Work:
-    prompt = Prompt(f"p{number}", ({"role": "user", "content": f"What is {number}?"},), answer, info or {})
+    prompt = Prompt(
+        f"p{number}",
+        ({"role": "user", "content": f"What is {number}?"},),
+        answer,
+        info or {},
+    )
     return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s)
 
 
 @asynccontextmanager
 async def open_gateway(
-    *, lease_timeout_s: float = 60.0, port: int | None = None, give_answer: bool = True, **more: Any
+    *,
+    lease_timeout_s: float = 60.0,
+    port: int | None = None,
+    give_answer: bool = True,
+    **more: Any,
 ) -> AsyncIterator[TestGateway]:
-    more |= {"lease_timeout_s": lease_timeout_s, "give_answer": give_answer, "model": "policy"}
-    queue = RolloutQueue(worker_key=WORKER_KEY, task_seed=lambda work: 1000 + work.sample_index, **more)
+    more |= {
+        "lease_timeout_s": lease_timeout_s,
+        "give_answer": give_answer,
+        "model": "policy",
+    }
+    queue = RolloutQueue(
+        worker_key=WORKER_KEY, task_seed=lambda work: 1000 + work.sample_index, **more
+    )
     engine = ScriptedEngine()
     engine.answer = lambda _: f"answer {len(engine.requests)}"
     async with gateway_world(engine, extra_routes=queue.routes(), port=port) as world:
         for number in range(4):
-            about: Any = {"prompt_id": "p", "sample_index": 0, "attempt": 0, "user_key": f"key-{number}"}
+            about: Any = {
+                "prompt_id": "p",
+                "sample_index": 0,
+                "attempt": 0,
+                "user_key": f"key-{number}",
+            }
             world.gateway.open_nowait("g0/r0", route_key=f"key-{number}", **about)
         try:
             yield TestGateway(queue, world.url, engine)
@@ -79,9 +105,20 @@ def processes_of(token: str) -> list[int]:
 
 
 def need_bubblewrap() -> None:
-    """Skip the test if bubblewrap does not work; fail it with ASYNCRL_REQUIRE_SANDBOX=1."""
+    """Skip the test if bubblewrap does not work; fail it with
+    ASYNCRL_REQUIRE_SANDBOX=1.
+    """
     try:
-        command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+        command = [
+            "bwrap",
+            "--unshare-all",
+            "--ro-bind",
+            "/",
+            "/",
+            "--proc",
+            "/proc",
+            "true",
+        ]
         subprocess.run(command, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":

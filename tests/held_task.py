@@ -14,7 +14,9 @@ RUN_DIR = "HELD_RUN_DIR"
 
 
 class HeldLetters(Letters):
-    """Letters whose rewards wait once a run has recorded the steps that its hold allows."""
+    """Letters whose rewards wait once a run has recorded the steps that its hold
+    allows.
+    """
 
     def score(self, prompt: Prompt, completion: str) -> float:
         run_dir = os.environ.get(RUN_DIR)

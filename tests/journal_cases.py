@@ -35,34 +35,57 @@ def open_journal(path: Path) -> Journal:
 
 
 def make_prompt(group_id: int) -> Prompt:
-    return Prompt(f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},))
+    return Prompt(
+        f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},)
+    )
 
 
-def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, version: int = 0) -> Trajectory:
-    """Two prompt tokens, then sampled ones of `version`; all numbers follow from the ids."""
+def make_trajectory(
+    group_id: int, sample_index: int, num_tokens: int = 12, version: int = 0
+) -> Trajectory:
+    """Two prompt tokens, then sampled ones of `version`; all numbers follow from the
+    ids.
+    """
     draw = np.random.default_rng([group_id, sample_index])
     mask = np.arange(num_tokens) >= 2
     logprobs = np.where(mask, -draw.exponential(size=num_tokens), 0).astype(np.float32)
     ids = draw.integers(0, 50_000, num_tokens)
     is_taught = (group_id + sample_index) % 2 == 1
-    taught = {TEACHER: np.where(mask, 2 * logprobs, 0).astype(np.float32)} if is_taught else {}
-    tokens = masked_tokens(ids, mask, logprobs, [VersionSpan(2, num_tokens, version)], **taught)
-    return Trajectory(sample_index, tokens, reward=float(draw.random()), metrics={"turns": 1.0})
+    taught = (
+        {TEACHER: np.where(mask, 2 * logprobs, 0).astype(np.float32)}
+        if is_taught
+        else {}
+    )
+    tokens = masked_tokens(
+        ids, mask, logprobs, [VersionSpan(2, num_tokens, version)], **taught
+    )
+    return Trajectory(
+        sample_index, tokens, reward=float(draw.random()), metrics={"turns": 1.0}
+    )
 
 
-def make_rollout(group_id: int, sample_index: int, *, has_credits: bool = False, **options: Any) -> Rollout:
+def make_rollout(
+    group_id: int, sample_index: int, *, has_credits: bool = False, **options: Any
+) -> Rollout:
     """Two branches of different tokens and one reward."""
     branches = []
     for number in range(2):
         branch = make_trajectory(group_id, 100 * number + sample_index, **options)
-        branch = replace(branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index)
-        credits = (Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7))
+        branch = replace(
+            branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index
+        )
+        credits = (
+            Credit(start, start + 5, number + start / 10, 2 * number + start // 7)
+            for start in (2, 7)
+        )
         branches.append(replace(branch, credits=tuple(credits) if has_credits else ()))
     return tuple(branches)
 
 
 def make_group(group_id: int, **options: Any) -> Group:
-    trajectories = tuple(make_trajectory(group_id, index, **options) for index in range(2))
+    trajectories = tuple(
+        make_trajectory(group_id, index, **options) for index in range(2)
+    )
     return Group(GroupId(group_id), make_prompt(group_id), trajectories)
 
 
@@ -74,13 +97,17 @@ def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
 def make_partial(num_tokens: int) -> Completion:
     """A prompt of 3 tokens and 2 experts a token."""
     logprobs = np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist()
-    partial = completion_of(range(num_tokens), logprobs, num_interruptions=1, prompt=(7, 8, 9))
+    partial = completion_of(
+        range(num_tokens), logprobs, num_interruptions=1, prompt=(7, 8, 9)
+    )
     routing = np.arange(2 * (3 + num_tokens), dtype="<u2").reshape(-1, 2)
     return replace(partial, tokens=partial.tokens.with_columns({ROUTING: routing}))
 
 
 def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:
-    journal.admitted_nowait(Ticket(GroupId(group_id), start_version), make_prompt(group_id))
+    journal.admitted_nowait(
+        Ticket(GroupId(group_id), start_version), make_prompt(group_id)
+    )
 
 
 def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
@@ -93,7 +120,9 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
 
 
 async def tell_a_run(journal: Journal) -> None:
-    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs as 6."""
+    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its
+    prompt runs as 6.
+    """
     tell_ready(journal, 0, 1, 2, 3)
     admit(journal, 4)
     journal.segment_nowait(GroupId(4), 0, 0, make_partial(7))
@@ -108,7 +137,9 @@ async def tell_a_run(journal: Journal) -> None:
     await journal.batch_taken(make_batch(0, 0, 1))
     journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "digest")
-    await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
+    await journal.batch_taken(
+        replace(make_batch(1, 2, 3), min_version=1, mask_older=True)
+    )
     journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
     journal.segment_nowait(GroupId(6), 1, 0, make_partial(4))
     journal.event_nowait("restored", {"version": 1})
@@ -127,20 +158,30 @@ def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
 
 
 def same_partial(one: Completion, other: Completion) -> bool:
-    plain = [(each.num_prompt, each.finish_reason, each.num_interruptions) for each in (one, other)]
+    plain = [
+        (each.num_prompt, each.finish_reason, each.num_interruptions)
+        for each in (one, other)
+    ]
     return same_tokens(one.tokens, other.tokens) and plain[0] == plain[1]
 
 
 def same_group(one: Group, other: Group) -> bool:
     """Same prompt, same trajectories in the same order."""
-    return (one.group_id, one.prompt.prompt_id) == (other.group_id, other.prompt.prompt_id) and all(
-        same_trajectory(a, b) for a, b in zip(one.trajectories, other.trajectories, strict=True)
+    return (one.group_id, one.prompt.prompt_id) == (
+        other.group_id,
+        other.prompt.prompt_id,
+    ) and all(
+        same_trajectory(a, b)
+        for a, b in zip(one.trajectories, other.trajectories, strict=True)
     )
 
 
 def load_batches(state: ResumeState) -> list[Batch]:
     """Load the batches that the trainer repeats."""
-    return [state.load_batch(version) for version in range(state.checkpoint_version, state.next_version)]
+    return [
+        state.load_batch(version)
+        for version in range(state.checkpoint_version, state.next_version)
+    ]
 
 
 def asked(path: Path, story: Callable[..., Any], *which: int) -> Any:

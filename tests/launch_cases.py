@@ -1,4 +1,6 @@
-"""Placements for tests: the quickstart with some settings, on nodes with so many CUDA devices."""
+"""Placements for tests: the quickstart with some settings, on nodes with so many CUDA
+devices.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,41 @@ TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
 VLLM = "rollout.engine=vllm"
 ZERO = "buffer.max_staleness=0"
 SIZES = [
-    *(f"model.scratch.architecture.{size}" for size in ("hidden_size=128", "intermediate_size=384")),
+    *(
+        f"model.scratch.architecture.{size}"
+        for size in ("hidden_size=128", "intermediate_size=384")
+    ),
     *("model.scratch.architecture.num_hidden_layers=4", "algorithm.kl_coefficient=0"),
     *("rollout.slots=64", "rollout.group_size=8", "rollout.max_tokens=48"),
 ]
-NO_TOKENS: Any = SimpleNamespace(special_ids=frozenset(), end_ids=frozenset(), decode=str)
+NO_TOKENS: Any = SimpleNamespace(
+    special_ids=frozenset(), end_ids=frozenset(), decode=str
+)
 """A tokenizer for servers that are not started."""
-URLS = [VLLM, "model.scratch=none", "model.path=m", "rollout.urls=['http://127.0.0.1:8000']"]
+URLS = [
+    VLLM,
+    "model.scratch=none",
+    "model.path=m",
+    "rollout.urls=['http://127.0.0.1:8000']",
+]
 
 
 def load(*overrides: str, name: str = "quickstart") -> RunConfig:
-    """Load a config without its placement; the quickstart has SIZES, which the numbers of the tests need."""
+    """Load a config without its placement; the quickstart has SIZES, which the numbers
+    of the tests need.
+    """
     anywhere = ["placement.trainer=auto", "placement.rollout=auto"]
     sizes = SIZES if name == "quickstart" else []
     return load_config(CONFIGS / f"{name}.yaml", [*anywhere, *sizes, *overrides])
 
 
-def machine(num_cuda: int, free_bytes: int | None = 2**34, *, has_bfloat16: bool = False) -> Machine:
+def machine(
+    num_cuda: int, free_bytes: int | None = 2**34, *, has_bfloat16: bool = False
+) -> Machine:
     """Return a machine with 8 cores, 64 GiB, and idle CUDA devices."""
-    cuda = tuple(CudaDevice(str(number), free_bytes, free_bytes) for number in range(num_cuda))
+    cuda = tuple(
+        CudaDevice(str(number), free_bytes, free_bytes) for number in range(num_cuda)
+    )
     return Machine(cuda, cores=8, memory=2**36, has_bfloat16=has_bfloat16)
 
 

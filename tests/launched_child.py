@@ -1,4 +1,6 @@
-"""Child process for launcher tests: does what its spec says, and reports its environment."""
+"""Child process for launcher tests: does what its spec says, and reports its
+environment.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,21 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, fail, make_app, secret_of, serve
+from asyncrl.base.http import (
+    SECRET_ENV,
+    child_arguments,
+    die_with_parent,
+    fail,
+    make_app,
+    secret_of,
+    serve,
+)
 
 
 async def probe(request: web.Request) -> web.Response:
-    environ = await asyncio.to_thread(Path("/proc/self/environ").read_text, errors="replace")
+    environ = await asyncio.to_thread(
+        Path("/proc/self/environ").read_text, errors="replace"
+    )
     command = await asyncio.to_thread(Path("/proc/self/cmdline").read_text)
     seen = {
         "environ": dict(os.environ),

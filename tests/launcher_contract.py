@@ -45,15 +45,27 @@ class Stage:
         spec = json.dumps({"do": do, "clears": str(self.cleared(name))})
         return self.launcher.process(
             self.number,
-            ProcessSpec(name, "launched_child", spec, self.folder, SECRET, secrets={"OTHER": OTHER}, **more),
+            ProcessSpec(
+                name,
+                "launched_child",
+                spec,
+                self.folder,
+                SECRET,
+                secrets={"OTHER": OTHER},
+                **more,
+            ),
         )
 
     def cleared(self, name: str) -> Path:
-        """Return the file that the process makes when it exits because its parent has ended."""
+        """Return the file that the process makes when it exits because its parent has
+        ended.
+        """
         return self.folder / f"{name}.cleared"
 
     @contextlib.asynccontextmanager
-    async def started(self, name: str, do: str = "serve", **more: Any) -> AsyncIterator[Process]:
+    async def started(
+        self, name: str, do: str = "serve", **more: Any
+    ) -> AsyncIterator[Process]:
         process = self.make(name, do, **more)
         await process.start()
         try:
@@ -66,7 +78,9 @@ Story = Callable[[Stage], Awaitable[None]]
 
 
 async def probed(process: Process) -> dict[str, Any]:
-    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {SECRET}"}) as session:
+    async with aiohttp.ClientSession(
+        headers={"authorization": f"Bearer {SECRET}"}
+    ) as session:
         async with session.get(f"{process.url}/probe") as answer:
             assert answer.status == 200, await answer.text()
             seen: dict[str, Any] = await answer.json()
@@ -91,7 +105,11 @@ async def until_logged(process: Process, words: str) -> None:
 
 async def server_runs_at_its_node_until_closed(stage: Stage) -> None:
     process = stage.make("server")
-    assert (process.url, process.returncode, process.seen()) == ("", None, "not started by the run")
+    assert (process.url, process.returncode, process.seen()) == (
+        "",
+        None,
+        "not started by the run",
+    )
     await process.start()
     assert process.url.startswith(f"http://{stage.node.address}:")
     seen = await probed(process)
@@ -115,7 +133,11 @@ async def server_runs_at_its_node_until_closed(stage: Stage) -> None:
 async def death_quotes_the_log_of_this_process_only(stage: Stage) -> None:
     async with stage.started("refusing", "refuse") as first:
         death = await end_of(first)
-        assert (death.component, death.fault, death.way_out) == ("refusing", "no such model", "give one.")
+        assert (death.component, death.fault, death.way_out) == (
+            "refusing",
+            "no such model",
+            "give one.",
+        )
         again = first.renewed()
         await again.start()
         assert "no such model" in str(await end_of(again))
@@ -141,7 +163,10 @@ async def cancelled_start_leaves_no_process(stage: Stage) -> None:
         starting.cancel()
         await asyncio.wait({starting})
         await given_up.aclose()
-        lines = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+        lines = [
+            " ".join(one.info["cmdline"] or ())
+            for one in psutil.process_iter(["cmdline"])
+        ]
         mine = [line for line in lines if name in line and "launched_child" in line]
         assert mine == [], delay_s
 
@@ -160,9 +185,13 @@ STORIES: dict[str, Story] = {
 
 
 async def too_few_devices_are_refused(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match=r"takes 4 CPU of the node \S+, which has 3 for Ray"):
+    with pytest.raises(
+        ConfigError, match=r"takes 4 CPU of the node \S+, which has 3 for Ray"
+    ):
         await stage.launcher.hold({1: ["cpu"] * 4}, {})
-    with pytest.raises(ConfigError, match=r"takes 1 GPU of the node \S+, which has 0 for Ray"):
+    with pytest.raises(
+        ConfigError, match=r"takes 1 GPU of the node \S+, which has 0 for Ray"
+    ):
         await stage.launcher.hold({0: ["cuda:0"]}, {})
 
 
@@ -174,7 +203,9 @@ async def process_sees_only_its_devices(stage: Stage) -> None:
 
 
 async def lost_node_is_named(stage: Stage) -> None:
-    """After its raylet is killed, all its processes clean up and end, and a start fails at once."""
+    """After its raylet is killed, all its processes clean up and end, and a start fails
+    at once.
+    """
     async with stage.started("orphan") as process:
         actor = psutil.Process((await probed(process))["pids"][1])
         family = [actor, *actor.children(recursive=True)]
@@ -199,8 +230,12 @@ RAY_STORIES = [
 def killed(controller: subprocess.Popen[str], folder: Path) -> dict[str, str]:
     """Kill the controller once it has a process; return the stories that it reported."""
     with controller:
-        seen = json.loads(next(line for line in controller.stdout if line.startswith("{")))
-        processes = [psutil.Process(pid) for pid in seen["processes"] if pid != controller.pid]
+        seen = json.loads(
+            next(line for line in controller.stdout if line.startswith("{"))
+        )
+        processes = [
+            psutil.Process(pid) for pid in seen["processes"] if pid != controller.pid
+        ]
         controller.kill()
     assert all_gone(processes)
     assert (folder / "killed.cleared").exists()
@@ -218,7 +253,9 @@ async def outcome(story: Story, stage: Stage) -> str:
 
 
 async def control(launcher: Launcher, folder: Path) -> None:
-    """Be the controller of one process, on Ray after all stories on a second node; print the result."""
+    """Be the controller of one process, on Ray after all stories on a second node;
+    print the result.
+    """
     nodes = launcher.nodes
     parts = [["cpu"], ["cpu", "cuda:2", "cuda:3"]][: len(nodes)]
     await launcher.hold(dict(enumerate(parts)), {__file__: "Be the controller"})

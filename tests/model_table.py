@@ -1,7 +1,8 @@
-"""Rows of docs/models.csv: how the product trains, serves and adapts the tiny random models of the zoo.
+"""Rows of docs/models.csv: how the product trains, serves and adapts the tiny random
+models of the zoo.
 
-The oracle is one plain transformers forward per text, with autograd. python scripts/models.py writes the
-table; tests/test_models_table.py measures it again.
+The oracle is one plain transformers forward per text, with autograd. python
+scripts/models.py writes the table; tests/test_models_table.py measures it again.
 """
 
 from __future__ import annotations
@@ -36,11 +37,22 @@ from asyncrl.trainer.ranks import ONE_RANK
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs/models.csv"
-COLUMNS = ("type", "variant", "trainer", "gradients", "embedded engine", "vllm", "lora", "known deviation")
+COLUMNS = (
+    "type",
+    "variant",
+    "trainer",
+    "gradients",
+    "embedded engine",
+    "vllm",
+    "lora",
+    "known deviation",
+)
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 LENGTHS = ((20, (96, 60, 34)), (5, (18, 12, 7)))
-"""Groups: a shared prefix, and the lengths of texts. The zoo's windows, chunks and borders are 12 to 32."""
+"""Groups: a shared prefix, and the lengths of texts. The zoo's windows, chunks and
+borders are 12 to 32.
+"""
 MOST_NATS = 1e-3
 MOST_GRADIENT = 2e-3
 """Relative error of a parameter's gradient; float32 gives 1e-5."""
@@ -69,10 +81,20 @@ def write_table() -> None:
 
 @cache
 def vllm_names() -> frozenset[str]:
-    """Return the classes in vLLM's registry; none without the environment of `make setup-vllm`."""
-    python = Path(os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python")
-    found = python.parents[1].glob("lib/python3*/site-packages/vllm/model_executor/models/registry.py")
-    return frozenset(re.findall(r'"(\w+)": \(', "".join(path.read_text(encoding="utf-8") for path in found)))
+    """Return the classes in vLLM's registry; none without the environment of `make
+    setup-vllm`.
+    """
+    python = Path(
+        os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python"
+    )
+    found = python.parents[1].glob(
+        "lib/python3*/site-packages/vllm/model_executor/models/registry.py"
+    )
+    return frozenset(
+        re.findall(
+            r'"(\w+)": \(', "".join(path.read_text(encoding="utf-8") for path in found)
+        )
+    )
 
 
 def measure(name: str) -> list[str]:
@@ -105,7 +127,16 @@ def measure(name: str) -> list[str]:
     lora = cell("lora", adapted)
     vllm = "yes" if type(model).__name__ in vllm_names() else "no"
     model_type, _, variant = name.partition(" ")
-    return [model_type, variant, trainer, gradients, engine, vllm, lora, "; ".join(notes)]
+    return [
+        model_type,
+        variant,
+        trainer,
+        gradients,
+        engine,
+        vllm,
+        lora,
+        "; ".join(notes),
+    ]
 
 
 def brief(error: str) -> str:
@@ -123,7 +154,10 @@ def make_texts() -> list[list[Ids]]:
     for shared, lengths in LENGTHS:
         prefix = rng.integers(FIRST_ID, VOCAB, shared).tolist()
         groups.append(
-            [prefix + rng.integers(FIRST_ID, VOCAB, length - shared).tolist() for length in lengths]
+            [
+                prefix + rng.integers(FIRST_ID, VOCAB, length - shared).tolist()
+                for length in lengths
+            ]
         )
     return groups
 
@@ -132,7 +166,9 @@ def plain_logprobs(model: Any, ids: Ids) -> Tensor:
     """Return logprobs [T - 1] of one forward without a cache."""
     ids_1T = torch.tensor([ids])
     logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-    return torch.log_softmax(logits_TV / TEMPERATURE, -1).gather(-1, ids_1T[0, 1:, None])[:, 0]
+    return torch.log_softmax(logits_TV / TEMPERATURE, -1).gather(
+        -1, ids_1T[0, 1:, None]
+    )[:, 0]
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
@@ -146,9 +182,14 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def trained(model: Any, plan: ForwardPlan) -> str:
-    """Compare logprobs and gradients of the micro-batches that the trainer makes. Raises AssertionError."""
+    """Compare logprobs and gradients of the micro-batches that the trainer makes.
+    Raises AssertionError.
+    """
     plain = copy.deepcopy(model)
-    rows = [[(ids, [False] + [True] * (len(ids) - 1)) for ids in texts] for texts in make_texts()]
+    rows = [
+        [(ids, [False] + [True] * (len(ids) - 1)) for ids in texts]
+        for texts in make_texts()
+    ]
     header, arrays = batch_of(rows)
     weight_N = torch.randn(len(arrays.ids), generator=torch.Generator().manual_seed(1))
     expected_N = torch.zeros(len(weight_N))
@@ -159,28 +200,44 @@ def trained(model: Any, plan: ForwardPlan) -> str:
         expected_N[entry.start + 1 : entry.end] = logprob_T.detach()
     policy = Policy(model, plan)
     found_N = torch.zeros(len(weight_N))
-    given = (header, arrays, arrays.is_sampled, plan.rules(10**6), CPU, ONE_RANK, policy.costs)
+    given = (
+        header,
+        arrays,
+        arrays.is_sampled,
+        plan.rules(10**6),
+        CPU,
+        ONE_RANK,
+        policy.costs,
+    )
     for micro, _ in micro_batches(*given):
         logprob_M = policy(micro, TEMPERATURE).logprob_M
         (logprob_M * weight_N[micro.source_M]).sum().backward()
         found_N[micro.source_M] = logprob_M.detach()
-    assert float((found_N - expected_N).abs().max()) <= MOST_NATS, "logprobs are not those of plain forwards"
+    assert float((found_N - expected_N).abs().max()) <= MOST_NATS, (
+        "logprobs are not those of plain forwards"
+    )
     expected, found = gradients_of(plain), gradients_of(model)
     whole = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         error = (found[name] - gradient).norm() / (gradient.norm() + 1e-4 * whole)
-        assert float(error) <= MOST_GRADIENT, f"the gradient of {name} is not that of plain forwards"
+        assert float(error) <= MOST_GRADIENT, (
+            f"the gradient of {name} is not that of plain forwards"
+        )
     return "exact"
 
 
 @torch.no_grad()
 def served(model: Any) -> str:
-    """Serve texts of all lengths together, then their second turns. Raises ConfigError, AssertionError."""
+    """Serve texts of all lengths together, then their second turns. Raises ConfigError,
+    AssertionError.
+    """
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
         model.save_pretrained(folder)
         try:
-            with running_engine(Path(folder), slots=3, num_kept=3, max_length=128) as engine:
+            with running_engine(
+                Path(folder), slots=3, num_kept=3, max_length=128
+            ) as engine:
                 compare_turns(engine, model)
         except SystemExit:
             body = find_fatal(said.getvalue().replace(folder, "FOLDER"))
@@ -195,7 +252,8 @@ def compare_turns(engine: Any, model: Any) -> None:
     for turn in range(2):
         fields = {"max_tokens": 12, "temperature": TEMPERATURE, "seed": turn}
         requests = [
-            make_request(f"{turn}-{number}", tuple(ids), **fields) for number, ids in enumerate(prompts)
+            make_request(f"{turn}-{number}", tuple(ids), **fields)
+            for number, ids in enumerate(prompts)
         ]
         answers = [answer.result(timeout=60) for answer in ask(engine, requests)]
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -204,13 +262,17 @@ def compare_turns(engine: Any, model: Any) -> None:
             # A copy, because dynamic RoPE remembers the longest text.
             plain_T = plain_logprobs(copy.deepcopy(model), prompt)[length - 1 :]
             distance = float((plain_T - torch.tensor(answer.logprobs)).abs().max())
-            assert distance <= MOST_NATS, "sampled logprobs are not those of plain forwards"
+            assert distance <= MOST_NATS, (
+                "sampled logprobs are not those of plain forwards"
+            )
             prompt += [5, 6, 7]
 
 
 @torch.no_grad()
 def adapted(model: Any) -> str:
-    """Return the names of layers with adapters, which act as merged weights. Raises AssertionError."""
+    """Return the names of layers with adapters, which act as merged weights. Raises
+    AssertionError.
+    """
     merged = copy.deepcopy(model)
     weights = dict(merged.named_parameters())
     ids = make_texts()[0][0]
@@ -221,6 +283,10 @@ def adapted(model: Any) -> str:
         lora_B.normal_(std=0.1)
         weights[f"{name}.weight"].add_(adapters.scale * lora_B @ lora_A)
     expected_T, found_T = plain_logprobs(merged, ids), plain_logprobs(model, ids)
-    assert float((base_T - expected_T).abs().max()) > 10 * MOST_NATS, "adapters change nothing"
-    assert float((found_T - expected_T).abs().max()) <= MOST_NATS, "adapters do not act as merged weights"
+    assert float((base_T - expected_T).abs().max()) > 10 * MOST_NATS, (
+        "adapters change nothing"
+    )
+    assert float((found_T - expected_T).abs().max()) <= MOST_NATS, (
+        "adapters do not act as merged weights"
+    )
     return " ".join(sorted({name.rpartition(".")[2] for name in adapters.layers}))

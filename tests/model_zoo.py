@@ -1,4 +1,6 @@
-"""Tiny random models of every causal type that transformers knows: configs from model_zoo.toml."""
+"""Tiny random models of every causal type that transformers knows: configs from
+model_zoo.toml.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-ZOO = tomllib.loads((Path(__file__).parent / "model_zoo.toml").read_text(encoding="utf-8"))
+ZOO = tomllib.loads(
+    (Path(__file__).parent / "model_zoo.toml").read_text(encoding="utf-8")
+)
 TYPES: tuple[str, ...] = (*ZOO["types"], *ZOO["variants"], *ZOO["composites"])
 """Names like "qwen3" and "qwen3 yarn", a variant."""
 FIRST_ID, VOCAB = 3, ZOO["tiny"]["vocab_size"]
@@ -28,19 +32,30 @@ def make_config(name: str) -> Any:
     model_type = name.partition(" ")[0]
     kind = CONFIG_MAPPING[model_type]
     renamed = kind.attribute_map
-    own = {*renamed, *renamed.values(), *(field.name for field in dataclasses.fields(kind))}
+    own = {
+        *renamed,
+        *renamed.values(),
+        *(field.name for field in dataclasses.fields(kind)),
+    }
     tiny = {key: value for key, value in ZOO["tiny"].items() if key in own}
     given = tiny | ZOO["types"][model_type] | ZOO["variants"].get(name, {})
-    values = {renamed.get(key, key): None if value == "none" else value for key, value in given.items()}
+    values = {
+        renamed.get(key, key): None if value == "none" else value
+        for key, value in given.items()
+    }
     return AutoConfig.for_model(model_type, **values)
 
 
 @torch.no_grad()
 def random_model(config: Any, seed: int = 0) -> Any:
-    """Return a float32 model whose norms, biases, gates and sinks are not trivial, in eval mode."""
+    """Return a float32 model whose norms, biases, gates and sinks are not trivial, in
+    eval mode.
+    """
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             is_vector = parameter.numel() == max(parameter.shape, default=1)

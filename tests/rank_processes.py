@@ -52,7 +52,9 @@ class Group:
         return asyncio.run(story())
 
     def post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
-        return self.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))
+        return self.ask(
+            lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S)
+        )
 
     def train(self, header: BatchHeader, arrays: Tokens) -> TrainResponse:
         return self.post("/train", pack_batch(header, arrays), TrainResponse)
@@ -73,7 +75,10 @@ class Group:
         return self.post("/save", StateRequest(path=path), TrainerHealth)
 
     def health(self, rank: int = 0) -> TrainerHealth:
-        return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)
+        return self.ask(
+            lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S),
+            rank,
+        )
 
     def log(self, rank: int = 0) -> str:
         return (self.folder / f"log-{rank}").read_text()
@@ -100,15 +105,28 @@ def running(
     for rank in range(world_size):
         settings = {"world_size": world_size, **(trainer or {})}
         spec = make_spec(model_dir, folder, trainer=settings, rank=rank, **values)
-        (folder / f"spec-{rank}.json").write_text(spec.model_dump_json(), encoding="utf-8")
+        (folder / f"spec-{rank}.json").write_text(
+            spec.model_dump_json(), encoding="utf-8"
+        )
         with socket.create_server((spec.address, 0)) as listener:
             descriptor, (host, port) = listener.fileno(), listener.getsockname()
             urls.append(f"http://{host}:{port}")
-            arguments = f"--spec {folder / f'spec-{rank}.json'} --fd {descriptor}".split()
+            arguments = (
+                f"--spec {folder / f'spec-{rank}.json'} --fd {descriptor}".split()
+            )
             command = [sys.executable, "-m", "asyncrl.trainer.rank_process", *arguments]
-            environment = {SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+            environment = {
+                SECRET_ENV: "s3cret",
+                "PYTHONPATH": str(folder),
+                "OMP_NUM_THREADS": "1",
+            }
             with (folder / f"log-{rank}").open("wb") as log:
-                files = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": [descriptor]}
+                files = {
+                    "stdin": subprocess.PIPE,
+                    "stdout": log,
+                    "stderr": log,
+                    "pass_fds": [descriptor],
+                }
                 processes.append(popen(command, env=os.environ | environment, **files))
     try:
         yield Group(processes, urls, folder)

@@ -1,8 +1,9 @@
-"""Proves from only journal.sqlite and trained.jsonl that a run lost nothing, did nothing twice, and kept its
-bound. On-policy, the order of prompts is judged by comparing with a run that was never killed.
+"""Proves from only journal.sqlite and trained.jsonl that a run lost nothing, did
+nothing twice, and kept its bound. On-policy, the order of prompts is judged by
+comparing with a run that was never killed.
 
-Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of
-asyncrl.
+Independent of what it judges: its own SQL, its own parser, its own order of prompts; it
+imports nothing of asyncrl.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class JournalGroup:
-    """A row of `groups`, with its place in a batch and its stored rest: (sample, branch) -> (reward, tokens,
-    oldest, digest).
+    """A row of `groups`, with its place in a batch and its stored rest: (sample,
+    branch) -> (reward, tokens, oldest, digest).
 
     `requeued`: how often its prompt has come back, if it comes again.
     """
@@ -66,7 +67,9 @@ class Evidence:
     def taken(self) -> dict[int, list[JournalGroup]]:
         """version -> its groups by position."""
         found: dict[int, list[JournalGroup]] = {version: [] for version in self.batches}
-        for group in sorted(self.groups, key=lambda group: (group.version or 0, group.position or 0)):
+        for group in sorted(
+            self.groups, key=lambda group: (group.version or 0, group.position or 0)
+        ):
             if group.version is not None:
                 found.setdefault(group.version, []).append(group)
         return found
@@ -74,7 +77,9 @@ class Evidence:
 
 @dataclass
 class Record:
-    """trained.jsonl as it counts: version -> line. `superseded` are the lines that were trained again."""
+    """trained.jsonl as it counts: version -> line. `superseded` are the lines that were
+    trained again.
+    """
 
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
     superseded: list[dict[str, Any]] = field(default_factory=list)
@@ -92,11 +97,18 @@ def read_evidence(run_dir: Path) -> Evidence:
             answers = connection.execute("PRAGMA integrity_check")
             faults = [f"journal: {answer}" for (answer,) in answers if answer != "ok"]
             groups = _read_groups(connection)
-            rows = connection.execute("SELECT version, min_version, mask_older, num_groups FROM batches")
-            batches = {version: (oldest, bool(masks), count) for version, oldest, masks, count in rows}
+            rows = connection.execute(
+                "SELECT version, min_version, mask_older, num_groups FROM batches"
+            )
+            batches = {
+                version: (oldest, bool(masks), count)
+                for version, oldest, masks, count in rows
+            }
         finally:
             connection.close()
-    return Evidence(groups, batches, _read_record(run_dir / "trained.jsonl"), tuple(faults))
+    return Evidence(
+        groups, batches, _read_record(run_dir / "trained.jsonl"), tuple(faults)
+    )
 
 
 def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
@@ -113,8 +125,9 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
 
 
 def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
-    """Reward, number of tokens, oldest version, and a digest of the int32 token ids. Behind the head are the
-    arrays, each in planes of bytes; `spans` has four numbers a span: start, end, version, engine.
+    """Reward, number of tokens, oldest version, and a digest of the int32 token ids.
+    Behind the head are the arrays, each in planes of bytes; `spans` has four numbers a
+    span: start, end, version, engine.
     """
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
@@ -123,7 +136,10 @@ def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
     for name, _, num_bytes in layout:
         arrays[name] = np.frombuffer(body, np.uint8, num_bytes, start)
         start += num_bytes
-    ids, spans = (arrays[name].reshape(4, -1).T.copy().view("<i4").reshape(-1) for name in ("ids", "spans"))
+    ids, spans = (
+        arrays[name].reshape(4, -1).T.copy().view("<i4").reshape(-1)
+        for name in ("ids", "spans")
+    )
     digest = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
     return head["reward"], len(ids), int(spans.reshape(-1, 4)[:, 2].min()), digest
 
@@ -136,9 +152,11 @@ def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in lines if line.endswith("\n"))
 
 
-def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = None) -> list[str]:
-    """Every way in which the evidence breaks a promise. `num_steps`: the run says that it is done, after so
-    many.
+def violations(
+    evidence: Evidence, promise: Promise, *, num_steps: int | None = None
+) -> list[str]:
+    """Every way in which the evidence breaks a promise. `num_steps`: the run says that
+    it is done, after so many.
     """
     record = effective(evidence.record)
     found = [*evidence.faults, *record.faults]
@@ -146,9 +164,14 @@ def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = 
     found += [*_replays(record), *_trained_once(record), *_staleness(record, promise)]
     found += _both_agree(evidence, record)
     if num_steps is not None:
-        for name, versions in (("journal", sorted(evidence.batches)), ("record", sorted(record.lines))):
+        for name, versions in (
+            ("journal", sorted(evidence.batches)),
+            ("record", sorted(record.lines)),
+        ):
             if versions != list(range(num_steps)):
-                found.append(f"the {name} has batches {versions} after {num_steps} steps")
+                found.append(
+                    f"the {name} has batches {versions} after {num_steps} steps"
+                )
     return found
 
 
@@ -158,13 +181,17 @@ def effective(lines: Sequence[dict[str, Any]]) -> Record:
     for number, line in enumerate(lines, 1):
         if "restored" in line:
             if (back := line["restored"]) > newest + 1:
-                record.faults.append(f"line {number} goes on from version {back}, which was never reached")
+                record.faults.append(
+                    f"line {number} goes on from version {back}, which was never reached"
+                )
             for version in [version for version in record.lines if version >= back]:
                 record.superseded.append(record.lines.pop(version))
             newest = back - 1
         else:
             if line["version"] != newest + 1:
-                record.faults.append(f"line {number} is of batch {line['version']}, after batch {newest}")
+                record.faults.append(
+                    f"line {number} is of batch {line['version']}, after batch {newest}"
+                )
             newest = line["version"]
             record.lines[newest] = line
     return record
@@ -173,13 +200,17 @@ def effective(lines: Sequence[dict[str, Any]]) -> Record:
 def draw_of(prompt_id: str, promise: Promise) -> int:
     """Number of the prompt in the seeded order, from 0, epochs one after the other."""
     epoch, index = (int(part) for part in prompt_id.split("/"))
-    order = np.random.default_rng([promise.seed, epoch]).permutation(promise.num_prompts).tolist()
+    order = (
+        np.random.default_rng([promise.seed, epoch])
+        .permutation(promise.num_prompts)
+        .tolist()
+    )
     return epoch * promise.num_prompts + order.index(index)
 
 
 def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
-    """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first
-    one's prompt came back.
+    """Draws are consecutive, in order, and each prompt lives once: a second group of it
+    only after the first one's prompt came back.
     """
     newest, lives, num_back = -1, dict[str, JournalGroup](), Counter[str]()
     for group in evidence.groups:
@@ -218,8 +249,8 @@ def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
 
 
 def _replays(record: Record) -> Iterator[str]:
-    """Trained again means: the same tokens, rewards and versions, and because the weights were the same too,
-    the same loss.
+    """Trained again means: the same tokens, rewards and versions, and because the
+    weights were the same too, the same loss.
     """
     for before in record.superseded:
         after = record.lines.get(before["version"], before)
@@ -236,7 +267,10 @@ def _trained_once(record: Record) -> Iterator[str]:
             if key in seen:
                 yield f"batch {version}: g{key[0]}/r{key[1]} was trained on in batch {seen[key]} already"
             seen[key] = version
-            if groups.setdefault(entry["prompt_id"], entry["group_id"]) != entry["group_id"]:
+            if (
+                groups.setdefault(entry["prompt_id"], entry["group_id"])
+                != entry["group_id"]
+            ):
                 yield f"batch {version}: prompt {entry['prompt_id']} was trained on in two groups"
 
 
@@ -244,7 +278,8 @@ def _staleness(record: Record, promise: Promise) -> Iterator[str]:
     """Check every token with a loss, and that the counts add up."""
     for version, line in record.lines.items():
         for entry in line["trajectories"]:
-            name, num = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}", 0
+            name = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}"
+            num = 0
             for start, end, sampled in entry["spans"]:
                 num += end - start
                 if not version - promise.max_staleness <= sampled <= version:
@@ -254,31 +289,41 @@ def _staleness(record: Record, promise: Promise) -> Iterator[str]:
 
 
 def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
-    """Check that the journal's batches were trained: groups, order, tokens, rewards; at most the newest
-    batch is not trained yet, or, in a replay that was killed, more.
+    """Check that the journal's batches were trained: groups, order, tokens, rewards; at
+    most the newest batch is not trained yet, or, in a replay that was killed, more.
     """
     num_behind = len(evidence.batches) - len(record.lines)
     if num_behind < 0 or num_behind > 1 and not record.superseded:
         yield f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained"
     for version, line in record.lines.items():
-        trained: dict[tuple[int, str], dict[tuple[int, int], tuple[float, int, str]]] = {}
+        trained: dict[
+            tuple[int, str], dict[tuple[int, int], tuple[float, int, str]]
+        ] = {}
         for entry in line["trajectories"]:
             place = entry["sample_index"], entry.get("branch", 0)
             data = entry["reward"], entry["num_tokens"], entry["tokens_sha"]
-            trained.setdefault((entry["group_id"], entry["prompt_id"]), {})[place] = data
-        groups = {(group.group_id, group.prompt_id): group for group in evidence.taken.get(version, [])}
+            trained.setdefault((entry["group_id"], entry["prompt_id"]), {})[place] = (
+                data
+            )
+        groups = {
+            (group.group_id, group.prompt_id): group
+            for group in evidence.taken.get(version, [])
+        }
         if list(groups) != list(trained):
             yield f"batch {version}: the journal has {list(groups)}, trained were {list(trained)}"
             continue
         for key, group in groups.items():
-            held = {place: (reward, count, sha) for place, (reward, count, _, sha) in group.branches.items()}
+            held = {
+                place: (reward, count, sha)
+                for place, (reward, count, _, sha) in group.branches.items()
+            }
             if held and trained[key] != held:
                 yield f"batch {version}: group {group.group_id} was trained on other tokens or rewards"
 
 
 def changes(before: Evidence, after: Evidence) -> Iterator[str]:
-    """Return what a later look must not show: a lost group or batch, a state that cannot follow the earlier
-    one, a changed line of the record.
+    """Return what a later look must not show: a lost group or batch, a state that
+    cannot follow the earlier one, a changed line of the record.
     """
     later = {group.group_id: group for group in after.groups}
     for group in before.groups:
@@ -286,10 +331,16 @@ def changes(before: Evidence, after: Evidence) -> Iterator[str]:
         if now is None:
             yield f"{name} (prompt {group.prompt_id}, {group.state}) is gone"
             continue
-        same = (now.prompt_id, now.start_version) == (group.prompt_id, group.start_version)
+        same = (now.prompt_id, now.start_version) == (
+            group.prompt_id,
+            group.start_version,
+        )
         if not same or now.state != group.state not in ("running", "ready"):
             yield f"{name} was {group.state} with prompt {group.prompt_id}, and is {now.state}"
-        elif group.version is not None and (now.version, now.position) != (group.version, group.position):
+        elif group.version is not None and (now.version, now.position) != (
+            group.version,
+            group.position,
+        ):
             yield f"{name} has moved from batch {group.version} to {now.version}"
         elif now.branches and not group.branches.items() <= now.branches.items():
             yield f"rollouts of {name} have changed"

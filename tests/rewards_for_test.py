@@ -24,8 +24,8 @@ class JudgeThatNeverGivesUp(Letters):
 
 
 class BeginsWithALetter(Letters):
-    """1 or 0, by the first character only: with random weights all rollouts of a group often earn the
-    same.
+    """1 or 0, by the first character only: with random weights all rollouts of a group
+    often earn the same.
     """
 
     def score(self, prompt: Prompt, completion: str) -> float:
@@ -38,7 +38,9 @@ def begins_with(prompt: Prompt, completion: str, answer: str) -> float:
 
 
 class Unhurried(Letters):
-    """Score with a slow judge: such a run waits more than it works, so that others can run in parallel."""
+    """Score with a slow judge: such a run waits more than it works, so that others can
+    run in parallel.
+    """
 
     async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
         await asyncio.sleep(6.0)  # no wait for anything: it is what this judge takes

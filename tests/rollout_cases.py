@@ -24,7 +24,13 @@ from asyncrl.messages.records import (
 )
 from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score, SingleTurn, make_trajectory
+from asyncrl.rollouts.rollout import (
+    Generator,
+    RolloutRunner,
+    Score,
+    SingleTurn,
+    make_trajectory,
+)
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -41,7 +47,9 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def one_token(sample_index: int, version: int = 0, reward: float = 0.5) -> Any:
     """The answer "z" to "q"."""
     spans = [VersionSpan(0, 1, version)]
-    completion = completion_of([ord("z")], spans=spans, finish="stop", prompt=[ord("q")])
+    completion = completion_of(
+        [ord("z")], spans=spans, finish="stop", prompt=[ord("q")]
+    )
     return make_trajectory(sample_index, completion, reward)
 
 
@@ -90,7 +98,9 @@ class FakeSink:
 
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
     values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16} | settings
-    return SingleTurn(engine, cast(Any, FakeTokenizer()), scorer or FakeScorer(), **values)
+    return SingleTurn(
+        engine, cast(Any, FakeTokenizer()), scorer or FakeScorer(), **values
+    )
 
 
 def scored(rollout: Rollout) -> Score:
@@ -106,15 +116,26 @@ def make_held_out(generator: Any, prompts: Sequence[Any], **values: Any) -> Held
     """An evaluation; `values` are fields of HeldOut, and keys of its config."""
     keys = values.keys() & (EvalConfig.model_fields.keys() - {"name"})
     given = {"samples": 2, "slots": 4, "every": 1, "timeout_s": math.inf}
-    config = EvalConfig.model_construct(**given | {key: values.pop(key) for key in keys})
+    config = EvalConfig.model_construct(
+        **given | {key: values.pop(key) for key in keys}
+    )
     return HeldOut(generator=generator, prompts=prompts, config=config, **values)
 
 
 def make_producers(
-    sink: Any, spawn: Any, generator: Generator, *, source: Any = None, journal: Any = None, **settings: Any
+    sink: Any,
+    spawn: Any,
+    generator: Generator,
+    *,
+    source: Any = None,
+    journal: Any = None,
+    **settings: Any,
 ) -> Producers:
     values = {"group_size": 2, "max_failed_groups": 3} | settings
-    limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
+    limits = {
+        "timeout_s": values.pop("timeout_s", 100.0),
+        "retries": values.pop("retries", 0),
+    }
     others = {name: values.pop(name) for name in ("on_failed",) if name in values}
     capacity = values.pop("capacity", 8)
     return Producers(

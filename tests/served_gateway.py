@@ -1,4 +1,6 @@
-"""Checks of a served gateway with a random model: dialects, structured output, sampling parameters."""
+"""Checks of a served gateway with a random model: dialects, structured output, sampling
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ from jsonschema import Draft202012Validator
 
 PERSON: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 120}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 120},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
 """A gateway with short answers."""
-TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": PERSON, "strict": True}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": PERSON, "strict": True},
+}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 FORMAT: Any = {
     "type": "json_schema",
@@ -38,9 +46,15 @@ def check_gateway(url: str, key: str) -> None:
 
 
 def _check_dialects(gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    chat: Any = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 16}
+    chat: Any = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 16,
+    }
     options: Any = {"include_usage": True}
-    chunks = list(gpt.chat.completions.create(**chat, stream=True, stream_options=options))
+    chunks = list(
+        gpt.chat.completions.create(**chat, stream=True, stream_options=options)
+    )
     whole = gpt.chat.completions.create(**chat, seed=5)
     assert whole.choices == gpt.chat.completions.create(**chat, seed=5).choices
     assert 0 < chunks[-1].usage.completion_tokens <= 16
@@ -58,7 +72,9 @@ def _check_dialects(gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
 
 def _ask(client: openai.OpenAI, **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": "hi"}]
-    (choice,) = client.chat.completions.create(model="m", messages=messages, **more).choices
+    (choice,) = client.chat.completions.create(
+        model="m", messages=messages, **more
+    ).choices
     return choice
 
 
@@ -85,4 +101,6 @@ def _check_sampling(client: openai.OpenAI) -> None:
     assert greedy[0].message.content == greedy[1].message.content
     for entry in greedy[0].logprobs.content:
         assert entry.logprob == entry.top_logprobs[0].logprob
-    assert _ask(client, top_p=0.001, **asked).message.content == greedy[0].message.content, "one is left"
+    assert (
+        _ask(client, top_p=0.001, **asked).message.content == greedy[0].message.content
+    ), "one is left"

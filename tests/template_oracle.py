@@ -1,7 +1,8 @@
 """The prompt of a chat template by transformers only: no code of asyncrl runs here.
 
-A tokenizer is built around a template in kinds that real models have. `Oracle.expected` is the prompt of a
-turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids, then the template's.
+A tokenizer is built around a template in kinds that real models have. `Oracle.expected`
+is the prompt of a turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or
+the sampled ids, then the template's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ SPECIAL = re.compile(
     r"|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|SYSTEM_PROMPT|ARGS|CALL_ID|TOOL_CONTENT|THINK|MODEL_SETTINGS)\]"
     r"|<\[(?:BOS|EOS)_NEVER_USED[^>]*>|</?seed:[a-z_]+>|\]<\][a-z_]+\[>\[|\[e~\[|\]~b\]|\]~!b\[|\[\|\w+\|\]|</assistant>|<SPECIAL_\d+>|<sep>"
 )
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+ADDED = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """Tokens that are not special, as in Qwen."""
 END = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|eot|eom|end|return|call|END_OF_TURN_TOKEN|observation|user"
@@ -52,7 +60,11 @@ TOOLS = [
         "function": {
             "name": "add",
             "description": "Add.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string"}},
+                "required": ["a"],
+            },
         },
     }
 ]
@@ -63,7 +75,9 @@ TOOLS = [
 
 class Kind(NamedTuple):
     base: str
-    """bytes, or like sentencepiece: legacy (a normalizer puts the space first), or a prepend scheme."""
+    """bytes, or like sentencepiece: legacy (a normalizer puts the space first), or a
+    prepend scheme.
+    """
     strips: str
     """Sides at which the marks of the template take white space: l, r."""
     has_bos: bool
@@ -91,7 +105,9 @@ def base_tokenizer(base: str) -> Tokenizer:
     tokenizer = byte_fallback()
     if base != "legacy":
         tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=base, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme=base, split=False
+        )
     return tokenizer
 
 
@@ -103,34 +119,57 @@ class Refused(Exception):  # noqa: N818  not one of our errors
 
 
 PROBES = ("ssu", "us", "susu", "suasu")
-"""Roles of chats: a template that refuses one, or leaves out a message, gets system texts in one message."""
+"""Roles of chats: a template that refuses one, or leaves out a message, gets system
+texts in one message.
+"""
 
 
 def rendered(template: str, chat: Chat, tools: Any, **options: Any) -> str:
-    """Return the text, repaired like in vLLM: objects as arguments, merged system texts, parts."""
+    """Return the text, repaired like in vLLM: objects as arguments, merged system
+    texts, parts.
+    """
     chat = [_as_server(message) for message in chat]
     late = any(message["role"] == "system" for message in chat[1:])
     wants_parts = not _writes(template, "u", options, wants_parts=False)
-    if late and not all(_writes(template, probe, options, wants_parts=wants_parts) for probe in PROBES):
+    if late and not all(
+        _writes(template, probe, options, wants_parts=wants_parts) for probe in PROBES
+    ):
         text = "".join(each["content"] for each in chat if each["role"] == "system")
-        chat = [{"role": "system", "content": text}, *(each for each in chat if each["role"] != "system")]
+        chat = [
+            {"role": "system", "content": text},
+            *(each for each in chat if each["role"] != "system"),
+        ]
     with contextlib.suppress(Refused):
         return _render(template, chat, tools, options, wants_parts=wants_parts)
-    return _render(template, _with_text_arguments(chat), tools, options, wants_parts=wants_parts)
+    return _render(
+        template, _with_text_arguments(chat), tools, options, wants_parts=wants_parts
+    )
 
 
-def _render(template: str, chat: Chat, tools: Any, options: Any, *, wants_parts: bool) -> str:
+def _render(
+    template: str, chat: Chat, tools: Any, options: Any, *, wants_parts: bool
+) -> str:
     if wants_parts:
-        chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
+        chat = [
+            {**each, "content": [{"type": "text", "text": each["content"]}]}
+            for each in chat
+        ]
     try:
-        return str(render_jinja_template([chat], tools, chat_template=template, **options)[0][0])
+        return str(
+            render_jinja_template([chat], tools, chat_template=template, **options)[0][
+                0
+            ]
+        )
     except Exception as error:  # a template may raise anything
         raise Refused(str(error)) from None
 
 
 def _writes(template: str, probe: str, options: Any, *, wants_parts: bool) -> bool:
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    chat = [{"role": roles[each], "content": f"Text {number}."} for number, each in enumerate(probe)]
+    chat = [
+        {"role": roles[each], "content": f"Text {number}."}
+        for number, each in enumerate(probe)
+    ]
     try:
         options = {**options, "add_generation_prompt": True}
         text = _render(template, chat, None, options, wants_parts=wants_parts)
@@ -179,10 +218,14 @@ class Oracle:
         self.last = last or self.closing
         last_call, self.call = self._closings(called(["97"]), result("97"), TOOLS)
         self.writes_end = {False: bool(last), True: bool(last_call)}
-        """Marks by whether an answer calls tools. GLM writes nothing after the last answer: the model ends
-        with the mark of the next message.
+        """Marks by whether an answer calls tools. GLM writes nothing after the last
+        answer: the model ends with the mark of the next message.
         """
-        marks = [end.group() for text in (self.last, self.call, self.closing) if (end := END.search(text))]
+        marks = [
+            end.group()
+            for text in (self.last, self.call, self.closing)
+            if (end := END.search(text))
+        ]
         self.ends = list(dict.fromkeys(marks[:2] if self.call else marks[:1])) or [EOS]
         self.other_end = EOS if OTHER_END in self.ends else OTHER_END
         self.fast = self._tokenizer()
@@ -190,37 +233,56 @@ class Oracle:
         ends = [*self.ends, self.other_end] if kind.has_several_ends else self.ends
         self.end_ids = self.fast.convert_tokens_to_ids(ends)
         self.closers = self.fast.convert_tokens_to_ids(marks)
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": self.end_ids}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": self.end_ids})
+        )
 
     def text(self, chat: Chat, tools: Any = None, *, is_open: bool = True) -> str:
         return self._text(json.dumps([chat, tools, is_open]))
 
     def _rendered(self, key: str) -> str:
         chat, tools, is_open = json.loads(key)
-        return rendered(self.template, chat, tools, add_generation_prompt=is_open, **self.options)
+        return rendered(
+            self.template, chat, tools, add_generation_prompt=is_open, **self.options
+        )
 
     def ids(self, text: str) -> list[int]:
         return list(self.fast(text, add_special_tokens=False)["input_ids"])
 
     def _closings(self, said: Message, then: Message, tools: Any) -> tuple[str, str]:
-        """Return the text from an answer through its end mark, at the end of a chat and before a message."""
+        """Return the text from an answer through its end mark, at the end of a chat and
+        before a message.
+        """
         chat = [user("Ask 98"), said]
         texts = ["", ""]
         with contextlib.suppress(Refused):
             whole = self.text([*chat, then], tools)
-            if tools and all(each in whole for each in ("Add.", anchor(said), then["content"])):
+            if tools and all(
+                each in whole for each in ("Add.", anchor(said), then["content"])
+            ):
                 self.tools = tools
             if not tools or self.tools:
-                texts = [self.text(chat, tools, is_open=False), whole.rpartition(then["content"])[0]]
+                texts = [
+                    self.text(chat, tools, is_open=False),
+                    whole.rpartition(then["content"])[0],
+                ]
         after = [text.rpartition(anchor(said))[2] for text in texts]
         ends = [END.search(text) or SPECIAL.search(text) for text in after]
-        last, inner = (text[: end.end()] if end else "" for text, end in zip(after, ends, strict=True))
+        last, inner = (
+            text[: end.end()] if end else ""
+            for text, end in zip(after, ends, strict=True)
+        )
         return last, inner
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        texts = [self.template, self.text([user("Ask 98"), answer("It is 97."), user("Ask 99")])]
+        texts = [
+            self.template,
+            self.text([user("Ask 98"), answer("It is 97."), user("Ask 99")]),
+        ]
         if self.tools:
-            texts.append(self.text([user("Ask 98"), called(["97"]), result("97")], TOOLS))
+            texts.append(
+                self.text([user("Ask 98"), called(["97"]), result("97")], TOOLS)
+            )
         special = {mark for text in texts for mark in SPECIAL.findall(text)} | {
             BOS,
             EOS,
@@ -229,14 +291,32 @@ class Oracle:
         }
         strips = {"lstrip": "l" in self.kind.strips, "rstrip": "r" in self.kind.strips}
         # the beginning of an answer takes no white space: it is in the prompt already
-        roles = {*SPECIAL.findall(self.text([user("Ask 98")])), *self.ends} - {BOS, EOS, OTHER_END}
+        roles = {*SPECIAL.findall(self.text([user("Ask 98")])), *self.ends} - {
+            BOS,
+            EOS,
+            OTHER_END,
+        }
         base = base_tokenizer(self.kind.base)
         for mark in sorted(special):
-            base.add_special_tokens([AddedToken(mark, normalized=False, **(strips if mark in roles else {}))])
-        base.add_tokens([AddedToken(mark, normalized=False) for mark in ADDED if mark in self.template])
+            base.add_special_tokens(
+                [
+                    AddedToken(
+                        mark, normalized=False, **(strips if mark in roles else {})
+                    )
+                ]
+            )
+        base.add_tokens(
+            [
+                AddedToken(mark, normalized=False)
+                for mark in ADDED
+                if mark in self.template
+            ]
+        )
         if self.kind.has_bos:
             begin = [(BOS, base.token_to_id(BOS))]
-            base.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=begin)
+            base.post_processor = processors.TemplateProcessing(
+                single=f"{BOS} $A", special_tokens=begin
+            )
         return PreTrainedTokenizerFast(
             tokenizer_object=base,
             clean_up_tokenization_spaces=False,
@@ -245,19 +325,41 @@ class Oracle:
         )
 
     def sampled(self, chat: Chat, turn: Turn, tools: Any) -> list[int]:
-        """Return the ids of the answer and its end as the template itself writes them after the prompt."""
+        """Return the ids of the answer and its end as the template itself writes them
+        after the prompt.
+        """
         prompt = self.text(chat, tools)
         text = self._written(prompt, chat, turn.said, tools)
         before = self.ids(prompt)
-        # a mark between the parts of an answer, such as a thought and a call, does not end it
+        # a mark between the parts of an answer, such as a thought and a call, does not
+        # end it
         inside = len(self.ids(text.rpartition(anchor(turn.said))[0]))
-        for more in ("", self.call if turn.said.get("tool_calls") else self.last, self.ends[0]):
+        for more in (
+            "",
+            self.call if turn.said.get("tool_calls") else self.last,
+            self.ends[0],
+        ):
             ids = self.ids(prompt + text + more)
-            ids = ids[len(before) :] if ids[: len(before)] == before else self.ids(text + more)
-            end = next((at for at, token in enumerate(ids) if at >= inside and token in self.end_ids), None)
+            ids = (
+                ids[len(before) :]
+                if ids[: len(before)] == before
+                else self.ids(text + more)
+            )
+            end = next(
+                (
+                    at
+                    for at, token in enumerate(ids)
+                    if at >= inside and token in self.end_ids
+                ),
+                None,
+            )
             if end is not None:
                 break
-        last = self.fast.convert_tokens_to_ids(self.other_end) if turn.other_end else ids[end]
+        last = (
+            self.fast.convert_tokens_to_ids(self.other_end)
+            if turn.other_end
+            else ids[end]
+        )
         return [*ids[:end], last]
 
     def per_byte(self, ids: Sequence[int]) -> list[int]:
@@ -267,12 +369,16 @@ class Oracle:
             parts = list(piece)
             if self.kind.base != "bytes":
                 parts = [f"<0x{byte:02X}>" for byte in piece.replace("▁", " ").encode()]
-            is_whole = token in self.fast.added_tokens_decoder or piece.startswith("<0x")
+            is_whole = token in self.fast.added_tokens_decoder or piece.startswith(
+                "<0x"
+            )
             split += [token] if is_whole else self.fast.convert_tokens_to_ids(parts)
         return split
 
     def _written(self, prompt: str, chat: Chat, said: Message, tools: Any) -> str:
-        """Return the answer as the template writes it at the end of a chat, else in the usual form."""
+        """Return the answer as the template writes it at the end of a chat, else in the
+        usual form.
+        """
         bare = _without(said, "reasoning_content")
         thought = said.get("reasoning_content", "")
         forms = [said]
@@ -284,7 +390,9 @@ class Oracle:
                 whole = self.text([*chat, form], tools, is_open=False)
                 common = len(os.path.commonprefix([whole, prompt]))
                 inside = (
-                    mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
+                    mark.start()
+                    for mark in SPECIAL.finditer(whole)
+                    if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
                 is_empty = thought and re.search(r"(<think>|\A)\s*</think>", written)
@@ -298,28 +406,44 @@ class Oracle:
             return THOUGHT.format(thought).removeprefix("<think>\n") + written
         return (THOUGHT.format(thought) if thought else "") + written
 
-    def expected(self, chat: Chat, tools: Any, places: Sequence[int], kept: list[int]) -> Expected:
-        """Return the prompt of a chat with answers at `places`. `kept`: the ids through the last of them."""
+    def expected(
+        self, chat: Chat, tools: Any, places: Sequence[int], kept: list[int]
+    ) -> Expected:
+        """Return the prompt of a chat with answers at `places`. `kept`: the ids through
+        the last of them.
+        """
         at = places[-1]
         whole, said = self.text(chat, tools), chat[at]
         has_calls = bool(said.get("tool_calls"))
         after = whole.rpartition(chat[at + 1]["content"])[2]
         if has_calls and said["content"].strip() and said["content"].strip() in after:
             # the template writes it behind the results, a second time
-            whole = self.text([*chat[:at], {**said, "content": ""}, *chat[at + 1 :]], tools)
+            whole = self.text(
+                [*chat[:at], {**said, "content": ""}, *chat[at + 1 :]], tools
+            )
         begin = whole.rfind(anchor(said)) + len(anchor(said))
         if begin < len(anchor(said)):
             raise Refused("it leaves out the answer")
-        encoded = self.fast(whole, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.fast(
+            whole, add_special_tokens=False, return_offsets_mapping=True
+        )
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         space = whole[begin : len(whole) - len(whole[begin:].lstrip())]
         if self.fast.decode(kept[:-1]).endswith(space):  # it is not written again
             begin += len(space)
-        rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
-        close = next((index for index in range(rest, len(ids)) if ids[index] in self.closers), None)
+        rest = next(
+            (index for index, (start, _) in enumerate(offsets) if start >= begin),
+            len(ids),
+        )
+        close = next(
+            (index for index in range(rest, len(ids)) if ids[index] in self.closers),
+            None,
+        )
         closing = "" if close is None else whole[begin : offsets[close][1]].strip()
         is_same = False
-        if close is not None and (has_calls or closing in (self.closing.strip(), self.last.strip())):
+        if close is not None and (
+            has_calls or closing in (self.closing.strip(), self.last.strip())
+        ):
             is_same = ids[close] == kept[-1]
             rest = close + (is_same or self.writes_end[has_calls])
         names = set() if is_same else {"end_token"}
@@ -334,15 +458,26 @@ class Oracle:
             names |= self._names(chat, tools, mine, whole, places)
         return Expected([*kept, *ids[rest:]], frozenset(names or {"form"}))
 
-    def _names(self, chat: Chat, tools: Any, mine: str, whole: str, places: Sequence[int]) -> set[str]:
+    def _names(
+        self, chat: Chat, tools: Any, mine: str, whole: str, places: Sequence[int]
+    ) -> set[str]:
         thought = "hm" + re.findall(r"\d+", anchor(chat[places[-1]]))[0]
-        is_stripped = thought not in whole and re.search(THOUGHT_MARK.pattern + thought, mine, re.IGNORECASE)
+        is_stripped = thought not in whole and re.search(
+            THOUGHT_MARK.pattern + thought, mine, re.IGNORECASE
+        )
         text = self.text(_with_stand_ins(chat), tools)
-        is_opened = all(text.startswith(self.text(_with_stand_ins(chat[:index]), tools)) for index in places)
-        return ({"thought"} if is_stripped else set()) | (set() if is_opened else {"opening"})
+        is_opened = all(
+            text.startswith(self.text(_with_stand_ins(chat[:index]), tools))
+            for index in places
+        )
+        return ({"thought"} if is_stripped else set()) | (
+            set() if is_opened else {"opening"}
+        )
 
     def _shown(self, chat: Chat, tools: Any, *, is_open: bool = True) -> str:
-        return THOUGHT_MARK.sub("", self.text(_with_stand_ins(chat), tools, is_open=is_open))
+        return THOUGHT_MARK.sub(
+            "", self.text(_with_stand_ins(chat), tools, is_open=is_open)
+        )
 
     def _before(self, chat: Chat, tools: Any) -> str:
         """Return the text of a chat without the beginning of an answer."""
@@ -353,7 +488,10 @@ class Oracle:
 def _with_stand_ins(chat: Chat) -> list[Message]:
     """Return the chat with answers that no template changes."""
     return [
-        {**_without(each, "reasoning_content"), "content": "" if each.get("tool_calls") else "answer"}
+        {
+            **_without(each, "reasoning_content"),
+            "content": "" if each.get("tool_calls") else "answer",
+        }
         if each["role"] == "assistant"
         else each
         for each in chat
@@ -368,19 +506,28 @@ def user(text: str) -> Message:
 
 
 def answer(text: str, thought: str = "") -> Message:
-    return {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})
+    return {"role": "assistant", "content": text} | (
+        {"reasoning_content": thought} if thought else {}
+    )
 
 
 def called(numbers: Sequence[str], text: str = "", thought: str = "") -> Message:
     calls = []
     for number in numbers:
         function = {"name": "add", "arguments": json.dumps({"a": f"x{number}"})}
-        calls.append({"id": f"callid{number}0", "type": "function", "function": function})
+        calls.append(
+            {"id": f"callid{number}0", "type": "function", "function": function}
+        )
     return {**answer(text, thought), "tool_calls": calls}
 
 
 def result(number: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"callid{number}0", "name": "add", "content": f"R{number} is it"}
+    return {
+        "role": "tool",
+        "tool_call_id": f"callid{number}0",
+        "name": "add",
+        "content": f"R{number} is it",
+    }
 
 
 def anchor(said: Message) -> str:
@@ -420,13 +567,18 @@ STORIES = {
     "plain, a token per byte": "u10 a10; u11 a11; u12 a12",
     "call, a token per byte": "u10 c10; r10 c11; r11 a12; u13 a13; u14 a14",
 }
-"""Turns of messages: s system, u user, r result, a answer, c calls; + with text, ! with another end token.
-A word changes the history.
+"""Turns of messages: s system, u user, r result, a answer, c calls; + with text, ! with
+another end token. A word changes the history.
 """
 CHANGES = ("edited", "trimmed")
 HOWS = ("apart", "inline", "dropped")
-"""Place where the thought of an answer returns: in a field, in the content, not at all."""
-WITH_THOUGHTS = {f"{title}, thoughts {how}": (title, how) for title in ("plain", "call") for how in HOWS}
+"""Place where the thought of an answer returns: in a field, in the content, not at all.
+"""
+WITH_THOUGHTS = {
+    f"{title}, thoughts {how}": (title, how)
+    for title in ("plain", "call")
+    for how in HOWS
+}
 
 
 def story(title: str) -> list[Turn]:
@@ -467,6 +619,8 @@ def installed() -> dict[str, str]:
 def collected(folder: Path) -> dict[str, str]:
     """Some say what day it is: with a test that runs at midnight they see one day."""
     return {
-        file.stem: file.read_text(encoding="utf-8").replace("strftime_now is defined", "false")
+        file.stem: file.read_text(encoding="utf-8").replace(
+            "strftime_now is defined", "false"
+        )
         for file in sorted(folder.glob("*.jinja"))
     }

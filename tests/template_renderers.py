@@ -15,16 +15,24 @@ from tokenizers import AddedToken
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 OURS = Path(__file__).parent / "chat_templates"
-TEMPLATES = {name.removeprefix("trl."): text for name, text in installed().items()} | collected(OURS)
+TEMPLATES = {
+    name.removeprefix("trl."): text for name, text in installed().items()
+} | collected(OURS)
 
 Renderers = Callable[..., HFChatTokenizer]
 
 
 def renderers(folder: Path) -> Renderers:
-    """Return a function that opens the tokenizer with a template, by the template's name."""
-    special = sorted({token for text in TEMPLATES.values() for token in SPECIAL.findall(text)})
+    """Return a function that opens the tokenizer with a template, by the template's
+    name.
+    """
+    special = sorted(
+        {token for text in TEMPLATES.values() for token in SPECIAL.findall(text)}
+    )
     tokenizer = byte_level()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in special]
+    )
     save(tokenizer, folder)
     ends = [tokenizer.token_to_id(token) for token in special if END.fullmatch(token)]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
@@ -33,6 +41,8 @@ def renderers(folder: Path) -> Renderers:
     def renderer(name: str, **settings: Any) -> HFChatTokenizer:
         file = folder / f"{name}.jinja"
         file.write_text(TEMPLATES[name], encoding="utf-8")
-        return HFChatTokenizer(folder, chat_template=file, chat_template_kwargs=settings)
+        return HFChatTokenizer(
+            folder, chat_template=file, chat_template_kwargs=settings
+        )
 
     return renderer

@@ -33,7 +33,14 @@ SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an an
 class Told:
     """A story. `ending`: why the template ends it early. `names`: of its deviations."""
 
-    def __init__(self, oracle: Oracle, product: HFChatTokenizer, title: str, *, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        product: HFChatTokenizer,
+        title: str,
+        *,
+        keeps: bool = True,
+    ) -> None:
         self.oracle, self.keeps = oracle, keeps
         thinking = find_tool_format("auto", product.template).thinking
         self.play = Play(product, thinking, keeps_thoughts=keeps)
@@ -42,7 +49,9 @@ class Told:
         self.names: set[str] = set()
         self.chat: list[Message] = []
         self.answers: list[tuple[int, list[int]]] = []
-        """(place in the chat, ids that were sent and sampled until then), while they are unchanged."""
+        """(place in the chat, ids that were sent and sampled until then), while they
+        are unchanged.
+        """
         self.carried: set[str] = set()
         self.sampled: list[tuple[list[int], list[int]]] = []
         for number, turn in enumerate(story(title)):
@@ -73,16 +82,22 @@ class Told:
             self.planned = plan(self.play.capture, self.chat, self.tools)
         except ValueError as error:
             if not self.ending:
-                raise AssertionError(f"{place}: refused only by the product: {error}") from None
+                raise AssertionError(
+                    f"{place}: refused only by the product: {error}"
+                ) from None
             return False
         if self.ending:
-            assert self.ending != OMITS, f"{place}: the template omits a message, and the product continues"
+            assert self.ending != OMITS, (
+                f"{place}: the template omits a message, and the product continues"
+            )
             return False
         expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
         if self.answers:
             try:
                 places = [place for place, _ in self.answers]
-                kept = self.oracle.expected(self.chat, self.tools, places, self.answers[-1][1])
+                kept = self.oracle.expected(
+                    self.chat, self.tools, places, self.answers[-1][1]
+                )
             except Refused:
                 self.ending = NO_ANSWER
                 return False
@@ -90,12 +105,16 @@ class Told:
                 expected = kept
         decode = self.oracle.fast.decode
         prompt = self.planned.prompt_ids.tolist()
-        assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
+        assert prompt == expected.ids, (
+            f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
+        )
         names = set(expected.names - {"tokens"})
         self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
         match = self.planned.match
         found = set(match.deviations) if match else set()
-        assert found == self.carried, f"{place}: {found} are counted, not {self.carried}: {decode(prompt)}"
+        assert found == self.carried, (
+            f"{place}: {found} are counted, not {self.carried}: {decode(prompt)}"
+        )
         self.names |= expected.names
         if not expected.names:
             self.answers.clear()
@@ -106,7 +125,9 @@ class Told:
             text = self.oracle.text(self.chat, self.tools)
         except Refused:
             return SAYS_NO
-        is_whole = all(each["content"] in text for each in self.chat if each["role"] != "assistant")
+        is_whole = all(
+            each["content"] in text for each in self.chat if each["role"] != "assistant"
+        )
         return "" if is_whole else OMITS
 
 
@@ -127,11 +148,16 @@ def tell(template: str, kind: Kind) -> tuple[dict[str, Told], dict[str, str]]:
     for title in (*STORIES, *WITH_THOUGHTS):
         lacks_tools = not oracle.tools and NEEDS_TOOLS.search(title)
         lacks_end = "other end" in title and not kind.has_several_ends
-        if lacks_tools or lacks_end or ("inline" in title and "<think>" not in template):
+        if (
+            lacks_tools
+            or lacks_end
+            or ("inline" in title and "<think>" not in template)
+        ):
             continue
         try:
             told[title] = Told(oracle, product, title)
-            if PER_BYTE not in title:  # as_template keeps ids of the template's own text
+            # as_template keeps ids of the template's own text
+            if PER_BYTE not in title:
                 Told(oracle, product, title, keeps=False)
         except AssertionError as fault:
             wrong[title] = str(fault)
@@ -142,10 +168,24 @@ def row(template: str, told: dict[str, Told], wrong: Iterable[str] = ()) -> list
     """Return a row of docs/templates.csv without the template's name."""
     tool_format = find_tool_format("auto", template)
     stories = {title: each for title, each in told.items() if "other end" not in title}
-    thoughts = [title for title in WITH_THOUGHTS if title in stories and "thought" in stories[title].names]
-    names = {name for title, each in stories.items() if title not in thoughts for name in each.names}
-    known = [*sorted(names - {"tokens", "end_token"}), *(f"wrong: {title}" for title in wrong)]
-    endings = [f"{title} ({each.ending})" for title, each in stories.items() if each.ending]
+    thoughts = [
+        title
+        for title in WITH_THOUGHTS
+        if title in stories and "thought" in stories[title].names
+    ]
+    names = {
+        name
+        for title, each in stories.items()
+        if title not in thoughts
+        for name in each.names
+    }
+    known = [
+        *sorted(names - {"tokens", "end_token"}),
+        *(f"wrong: {title}" for title in wrong),
+    ]
+    endings = [
+        f"{title} ({each.ending})" for title, each in stories.items() if each.ending
+    ]
     if not any(NEEDS_TOOLS.search(title) for title in stories):
         endings.append("tools")
     return [

@@ -1,7 +1,8 @@
 """The recipes against TRL's own code on the same logprobs and rewards, to 1e-5.
 
-TRL's trainer is made without its constructor. The test replaces three methods: sampled completions, their
-rewards, and the logprobs of the weights. TRL computes advantages, importance weights, KL and loss.
+TRL's trainer is made without its constructor. The test replaces three methods: sampled
+completions, their rewards, and the logprobs of the weights. TRL computes advantages,
+importance weights, KL and loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ pytestmark = pytest.mark.xdist_group("trl")  # its import costs seconds: one pro
 MAX_TOKENS = 8
 GROUP_SIZE = 3
 DAPO = {"loss_type": "dapo"}
-GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+GSPO = {
+    "importance_sampling_level": "sequence",
+    "epsilon_low": 3e-4,
+    "epsilon_high": 4e-4,
+}
 VESPO = {"loss_type": "vespo"}
 CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -47,12 +52,23 @@ AROUND_BEHAVIOUR = {
     "LUSPO": ({"loss": "luspo", **CLIPS}, {**GSPO, "loss_type": "luspo"}),
     "VESPO": ({"loss": "vespo"}, VESPO),
     "two-sided clip": ({"clip_delta": 1.5}, {"loss_type": "bnpo", "delta": 1.5}),
-    "OPSM": ({"off_policy_mask": 0.1}, {"loss_type": "bnpo", "off_policy_mask_threshold": 0.1}),
-    "top entropy": ({"top_entropy": 0.4}, {"loss_type": "bnpo", "top_entropy_quantile": 0.4}),
+    "OPSM": (
+        {"off_policy_mask": 0.1},
+        {"loss_type": "bnpo", "off_policy_mask_threshold": 0.1},
+    ),
+    "top entropy": (
+        {"top_entropy": 0.4},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
+    ),
     "KL of stale data": ({"kl_coefficient": 0.3}, {"loss_type": "bnpo", "beta": 0.3}),
-    "SAPO": ({"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"}, {"loss_type": "sapo"}),
+    "SAPO": (
+        {"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"},
+        {"loss_type": "sapo"},
+    ),
 }
-"""An algorithm with the names of both sides; TRL's old policy is the sampling policy here."""
+"""An algorithm with the names of both sides; TRL's old policy is the sampling policy
+here.
+"""
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **AROUND_BEHAVIOUR,
     "GRPO": (
@@ -64,25 +80,45 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss": "dapo", "ratio": "proximal", "advantage": "grpo_sample"},
         {**DAPO, "scale_rewards": "group"},
     ),
-    "GRPO with KL": ({"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}),
-    "Dr. GRPO": ({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
-    "DAPO with KL": ({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {**DAPO, "beta": 0.3}),
+    "GRPO with KL": (
+        {"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3},
+        {"beta": 0.3},
+    ),
+    "Dr. GRPO": (
+        {"ratio": "proximal", "aggregate": "constant"},
+        {"loss_type": "dr_grpo"},
+    ),
+    "DAPO with KL": (
+        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3},
+        {**DAPO, "beta": 0.3},
+    ),
     "DAPO with plain KL": (
-        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3, "kl_weighted": False},
+        {
+            "loss": "dapo",
+            "ratio": "proximal",
+            "kl_coefficient": 0.3,
+            "kl_weighted": False,
+        },
         {**DAPO, "beta": 0.3, "use_bias_correction_kl": False},
     ),
     "VESPO with TIS": (
         {"loss": "vespo", "ratio": "proximal", "correction": "tis"},
         weighted("token_truncate", **VESPO),
     ),
-    "GSPO over tokens": ({"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS}, DAPO | GSPO),
+    "GSPO over tokens": (
+        {"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS},
+        DAPO | GSPO,
+    ),
     "decoupled PPO": ({"loss": "decoupled_ppo"}, weighted("token_truncate")),
     "MIS": ({"loss": "decoupled_ppo", "correction": "mis"}, weighted("token_mask")),
     "TIS by sequence": (
         {"loss": "decoupled_ppo", "correction": "tis_sequence"},
         weighted("sequence_truncate"),
     ),
-    "MIS by sequence": ({"loss": "decoupled_ppo", "correction": "mis_sequence"}, weighted("sequence_mask")),
+    "MIS by sequence": (
+        {"loss": "decoupled_ppo", "correction": "mis_sequence"},
+        weighted("sequence_mask"),
+    ),
     "IcePop": (
         {"loss": "icepop", "importance_cap": 2.0},
         weighted("token_mask", vllm_importance_sampling_clip_min=0.5),
@@ -92,7 +128,9 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """Completions of the given lengths, one after another, [M]; groups of GROUP_SIZE; rewards [B]."""
+    """Completions of the given lengths, one after another, [M]; groups of GROUP_SIZE;
+    rewards [B].
+    """
 
     lengths: list[int]
     reward_B: Tensor
@@ -122,7 +160,8 @@ def sample(seed: int) -> Sampled:
     proximal_M = behaviour_M + 0.6 * torch.randn(count)
     return Sampled(
         lengths=lengths,
-        reward_B=torch.randint(0, 4, (len(lengths),)).float() + torch.rand(len(lengths)),
+        reward_B=torch.randint(0, 4, (len(lengths),)).float()
+        + torch.rand(len(lengths)),
         current_M=(proximal_M + 0.3 * torch.randn(count)).requires_grad_(),
         proximal_M=proximal_M,
         behaviour_M=behaviour_M,
@@ -132,7 +171,9 @@ def sample(seed: int) -> Sampled:
 
 
 def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
-    rows = [([0] * (1 + length), [False] + [True] * length) for length in sampled.lengths]
+    rows = [
+        ([0] * (1 + length), [False] + [True] * length) for length in sampled.lengths
+    ]
     header, arrays = batch_of([rows[:GROUP_SIZE], rows[GROUP_SIZE:]])
     scored = zip(header.trajectories, sampled.reward_B.tolist(), strict=True)
     entries = [entry.model_copy(update={"reward": reward}) for entry, reward in scored]
@@ -140,36 +181,59 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     arrays = changed(arrays, behaviour_logprobs=over_batch(sampled.behaviour_M, arrays))
     mask = arrays.is_sampled
     settings = {"advantage": "dr_grpo", "clip_high": 0.28, **algorithm}
-    objective = Objective(make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS))
+    objective = Objective(
+        make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS)
+    )
     known = (sampled.proximal_M, sampled.reference_M, sampled.entropy_M)
-    batch = BatchNumbers(header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known))
+    batch = BatchNumbers(
+        header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known)
+    )
     batch.advantage_N = objective.advantages(batch)
     cpu = torch.device("cpu")
-    ((micro, _),) = micro_batches(header, arrays, mask, PackRules(1000), cpu, ONE_RANK, Costs(0.0, 0.0))
+    ((micro, _),) = micro_batches(
+        header, arrays, mask, PackRules(1000), cpu, ONE_RANK, Costs(0.0, 0.0)
+    )
     numbers = objective.step_numbers(batch, mask)
     loss, stats = objective.micro_loss(micro, sampled.current_M, batch, numbers)
     advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]
-    return loss, {name: float(value) for name, value in stats.items()}, torch.from_numpy(advantage_B)
+    return (
+        loss,
+        {name: float(value) for name, value in stats.items()},
+        torch.from_numpy(advantage_B),
+    )
 
 
 def trl_loss(sampled: Sampled, *, is_rloo: bool = False, **changes: Any) -> Answer:
     """Compute the loss of TRL's trainer with these attributes changed."""
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    lists, texts = [[1] * length for length in sampled.lengths], ["c"] * len(sampled.lengths)
+    lists = [[1] * length for length in sampled.lengths]
+    texts = ["c"] * len(sampled.lengths)
     behaviour = [part.tolist() for part in sampled.behaviour_M.split(sampled.lengths)]
     generated: Any = (lists, lists, None, texts, behaviour, {}, None, None)
     if is_rloo:
         generated = (lists, lists, texts)
     logprob_M = sampled.proximal_M
 
-    def logps_and_entropies(model: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+    def logps_and_entropies(
+        model: Any, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, None]:
         of_model_M = sampled.reference_M if model == "reference" else logprob_M
-        parts = (value_M.split(sampled.lengths) for value_M in (of_model_M, sampled.entropy_M))
-        values = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in parts)
+        parts = (
+            value_M.split(sampled.lengths)
+            for value_M in (of_model_M, sampled.entropy_M)
+        )
+        values = (
+            torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
+            for part in parts
+        )
         return *values, None
 
-    defaults = {field.name: field.default for config in (RLOOConfig, GRPOConfig) for field in fields(config)}
+    defaults = {
+        field.name: field.default
+        for config in (RLOOConfig, GRPOConfig)
+        for field in fields(config)
+    }
     of_run = {"steps_per_generation": 1, "per_device_train_batch_size": len(lists)}
     made: Any = object.__new__(RLOOTrainer if is_rloo else GRPOTrainer)
     vars(made).update(defaults)
@@ -209,8 +273,14 @@ def trl_loss(sampled: Sampled, *, is_rloo: bool = False, **changes: Any) -> Answ
     inputs = made._generate_and_score_completions([{"prompt": "p"}] * len(lists))
     logprob_M = sampled.current_M
     loss = made._compute_loss(made.model, inputs)
-    last = {name: values[-1] for name, values in made._metrics["train"].items() if values}
-    return loss, {name: value for name, value in last.items() if math.isfinite(value)}, inputs["advantages"]
+    last = {
+        name: values[-1] for name, values in made._metrics["train"].items() if values
+    }
+    return (
+        loss,
+        {name: value for name, value in last.items() if math.isfinite(value)},
+        inputs["advantages"],
+    )
 
 
 def assert_close(ours: Tensor, theirs: Tensor, limit: float = 1e-5) -> None:
@@ -231,11 +301,18 @@ def test_loss_and_gradient_match_trl(name: str) -> None:
     assert_close(gradient(ours, sampled), gradient(theirs, sampled))
     without = {key: value for key, value in ours_says.items() if key not in OPTIONS}
     if without != ours_says:
-        assert not torch.allclose(our_loss(sampled, **without)[0], ours), "the option changes nothing here"
+        assert not torch.allclose(our_loss(sampled, **without)[0], ours), (
+            "the option changes nothing here"
+        )
     if "clip_fraction" in stats:
-        assert stats["clip_fraction"] > 0, "no token is clipped: the comparison proves little"
+        assert stats["clip_fraction"] > 0, (
+            "no token is clipped: the comparison proves little"
+        )
         # TRL counts clips differently for these
-        if ours_says.get("loss") not in ("cispo", "gspo", "luspo") and "clip_delta" not in ours_says:
+        if (
+            ours_says.get("loss") not in ("cispo", "gspo", "luspo")
+            and "clip_delta" not in ours_says
+        ):
             clip_fraction = stats["clip_fraction"] / sum(sampled.lengths)
             assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
 
@@ -244,18 +321,31 @@ def test_advantages_match_trl() -> None:
     sampled = sample(0)
     for ours, theirs in (
         ({}, {}),
-        ({"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"}, {"beta": 0.3}),
+        (
+            {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+            {"beta": 0.3},
+        ),
     ):
         _, _, ours_B = our_loss(sampled, advantage="rloo", **ours)
         _, _, theirs_B = trl_loss(sampled, is_rloo=True, **{"beta": 0.0, **theirs})
         assert_close(ours_B, theirs_B)
-    for name, scale_rewards in (("grpo_sample", "group"), ("lite_ppo", "batch"), ("dr_grpo", "none")):
+    for name, scale_rewards in (
+        ("grpo_sample", "group"),
+        ("lite_ppo", "batch"),
+        ("dr_grpo", "none"),
+    ):
         _, _, ours_B = our_loss(sampled, advantage=name)
         _, _, theirs_B = trl_loss(sampled, scale_rewards=scale_rewards)
         assert_close(ours_B, theirs_B)
-    # grpo divides by the deviation of the population, grpo_sample and TRL by the deviation of a sample.
-    ratio_B = our_loss(sampled, advantage="grpo_sample")[2] / our_loss(sampled, advantage="grpo")[2]
-    assert_close(ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3)
+    # grpo divides by the deviation of the population, grpo_sample and TRL by the
+    # deviation of a sample.
+    ratio_B = (
+        our_loss(sampled, advantage="grpo_sample")[2]
+        / our_loss(sampled, advantage="grpo")[2]
+    )
+    assert_close(
+        ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3
+    )
 
 
 def test_length_penalty_matches_trl() -> None:
@@ -263,5 +353,10 @@ def test_length_penalty_matches_trl() -> None:
 
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
     for overlong_tokens in (1, 20):
-        theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])
-        assert_close(overlong_penalty(torch.tensor(lengths), 100, overlong_tokens), torch.tensor(theirs))
+        theirs = get_soft_overlong_punishment(100, overlong_tokens)(
+            [[0] * length for length in lengths]
+        )
+        assert_close(
+            overlong_penalty(torch.tensor(lengths), 100, overlong_tokens),
+            torch.tensor(theirs),
+        )

@@ -29,7 +29,9 @@ from asyncrl.algorithms.registry import RECIPES, resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig
 
-PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(
+    encoding="utf-8"
+)
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)))
 
@@ -40,7 +42,9 @@ def tokens(*values: float) -> Tensor:
 
 def numbered(*lengths: int) -> Tensor:
     """sequence_M of sequences of these lengths."""
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    return torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,18 +55,30 @@ def numbered(*lengths: int) -> Tensor:
         (reinforce_pp_baseline, (0, 2, 4, 10), (2, 2), (-1, 1, -3, 3), 5**0.5),
     ],
 )
-def test_advantage_by_hand(advantage: Any, rewards: Any, sizes: Any, centred: Any, std: float) -> None:
+def test_advantage_by_hand(
+    advantage: Any, rewards: Any, sizes: Any, centred: Any, std: float
+) -> None:
     found = advantage(tokens(*rewards), numbered(*sizes))
     torch.testing.assert_close(found, tokens(*centred) / (std + EPSILON))
 
 
-ADVANTAGES = [dr_grpo, grpo, grpo_sample, lite_ppo, reinforce_pp, reinforce_pp_baseline, rloo]
+ADVANTAGES = [
+    dr_grpo,
+    grpo,
+    grpo_sample,
+    lite_ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+]
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_equal_rewards_teach_nothing(advantage: Any) -> None:
     reward_B = tokens(*[0.1] * 7, 0.0, 1.0)
-    assert (reward_B[:7].sum() / 7 != reward_B[0]).item(), "the mean rounds: the trap is real"
+    assert (reward_B[:7].sum() / 7 != reward_B[0]).item(), (
+        "the mean rounds: the trap is real"
+    )
     if advantage is not reinforce_pp:
         assert advantage(reward_B, numbered(7, 2))[:7].tolist() == [0.0] * 7
     assert advantage(reward_B[:7], numbered(3, 4)).tolist() == [0.0] * 7
@@ -70,7 +86,14 @@ def test_equal_rewards_teach_nothing(advantage: Any) -> None:
 
 
 SURROGATES = [
-    *(losses.ppo_clip, losses.gspo, losses.cispo, losses.vespo, losses.reinforce, losses.importance_ratio)
+    *(
+        losses.ppo_clip,
+        losses.gspo,
+        losses.cispo,
+        losses.vespo,
+        losses.reinforce,
+        losses.importance_ratio,
+    )
 ]
 
 
@@ -78,21 +101,31 @@ SURROGATES = [
 def test_extreme_ratios_give_finite_losses_and_gradients(surrogate: Any) -> None:
     current_M = tokens(-0.1, -1000.0, -0.1, -1000.0).requires_grad_()
     anchor_M = tokens(-1000.0, -0.1, -1000.0, -0.1)
-    case = LossTokens(current_M, anchor_M, anchor_M, tokens(1, 0, 0, -1), numbered(1, 1, 1, 1))
+    case = LossTokens(
+        current_M, anchor_M, anchor_M, tokens(1, 0, 0, -1), numbered(1, 1, 1, 1)
+    )
     loss_M, _ = surrogate(case, AlgorithmConfig())
     (gradient_M,) = torch.autograd.grad(loss_M.sum(), current_M)
     assert torch.isfinite(torch.stack([loss_M, gradient_M])).all()
 
 
-@pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"])
+@pytest.mark.parametrize(
+    "correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"]
+)
 def test_weights_are_one_for_equal_policies_and_finite(correction: str) -> None:
     advantage_M = tokens(1, -1, 1, 1, 1)
-    weight_M = correct(correction, tokens(0, 0, 0, 1000, -1000), advantage_M, numbered(1, 2, 1, 1), 2.0)
+    weight_M = correct(
+        correction, tokens(0, 0, 0, 1000, -1000), advantage_M, numbered(1, 2, 1, 1), 2.0
+    )
     assert weight_M[:3].tolist() == [1.0] * 3
     assert torch.isfinite(weight_M).all()
 
 
-@given(pairs=st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(-4, 4, width=32)), max_size=12))
+@given(
+    pairs=st.lists(
+        st.tuples(st.floats(-3, 3, width=32), st.floats(-4, 4, width=32)), max_size=12
+    )
+)
 def test_m2po_masks_no_token_that_could_stay(pairs: list[tuple[float, float]]) -> None:
     log_weight_M, advantage_M = torch.tensor(pairs).reshape(-1, 2).unbind(1)
     weight_M = correct("m2po", log_weight_M, advantage_M, numbered(len(pairs)), 2.0)
@@ -107,8 +140,13 @@ def test_m2po_masks_no_token_that_could_stay(pairs: list[tuple[float, float]]) -
 
 
 def test_interpolated_proximal_policy_follows_token_age() -> None:
-    behaviour_M, current_M = tokens(-4, -4, -4, -4), tokens(-2, -2, -2, -2).requires_grad_()
-    proximal_M = interpolate(behaviour_M, current_M, torch.tensor([0, 1, 2, 4], dtype=torch.int32))
+    behaviour_M, current_M = (
+        tokens(-4, -4, -4, -4),
+        tokens(-2, -2, -2, -2).requires_grad_(),
+    )
+    proximal_M = interpolate(
+        behaviour_M, current_M, torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    )
     assert proximal_M.tolist() == [-2.0, -4.0, -3.0, -2.5]
     assert not proximal_M.requires_grad
 
@@ -117,14 +155,18 @@ def test_interpolated_proximal_policy_follows_token_age() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_weighted_kl_has_the_gradient_of_the_kl(estimator: str, is_stale: bool) -> None:
     torch.manual_seed(0)
-    logit_V, reference_V, behaviour_V = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    logit_V, reference_V, behaviour_V = (
+        torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(3)
+    )
     logit_V.requires_grad_()
     sampled_V = behaviour_V if is_stale else logit_V.detach()
     current_V = logit_V.log_softmax(0)
 
     def expected_gradient(probability_V: Tensor, kl_V: Tensor) -> Tensor:
         """In the mean over tokens of these probabilities."""
-        return torch.autograd.grad((probability_V * kl_V).sum(), logit_V, retain_graph=True)[0]
+        return torch.autograd.grad(
+            (probability_V * kl_V).sum(), logit_V, retain_graph=True
+        )[0]
 
     exact_V = expected_gradient(current_V.exp(), current_V - reference_V)
     weighted_V = losses.weighted_kl(current_V, reference_V, sampled_V, estimator)
@@ -140,15 +182,26 @@ def test_weighted_kl_has_the_gradient_of_the_kl(estimator: str, is_stale: bool) 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"loss": "cispo", "correction": "mis"}, "loss=cispo with ratio=behaviour and correction=mis"),
-        ({"loss": "icepop", "importance_cap": 0.4}, "importance_cap=0.4 is below icepop's smallest weight"),
-        ({"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"}, "loss=vespo with correction="),
+        (
+            {"loss": "cispo", "correction": "mis"},
+            "loss=cispo with ratio=behaviour and correction=mis",
+        ),
+        (
+            {"loss": "icepop", "importance_cap": 0.4},
+            "importance_cap=0.4 is below icepop's smallest weight",
+        ),
+        (
+            {"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"},
+            "loss=vespo with correction=",
+        ),
         ({"loss": "cispo", "clip_delta": 9.0}, "clip_delta=9.0 with loss=cispo"),
         ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),
         ({"advantage": ":function"}, "algorithm.advantage=:function is not known"),
     ],
 )
-def test_contradicting_settings_and_unknown_names_are_refused(config: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_and_unknown_names_are_refused(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(AlgorithmConfig(**config))
 
@@ -168,7 +221,9 @@ def test_every_recipe_on_the_page_is_a_config() -> None:
     for name, (_, _, ratio, correction, aggregate, _) in of_losses.items():
         recipe = RECIPES[name]
         assert (correction, aggregate) == (recipe.correction, recipe.aggregate)
-        assert ratio == ("none" if recipe.surrogate.endswith(":reinforce") else recipe.ratio)
+        assert ratio == (
+            "none" if recipe.surrogate.endswith(":reinforce") else recipe.ratio
+        )
 
 
 def test_advantage_on_the_page_favors_the_best() -> None:

@@ -8,10 +8,22 @@ from functools import partial
 from typing import Any
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group, oldest_trained_age, versions_of
+from buffer_groups import (
+    HandedBackLog,
+    make_buffer,
+    make_group,
+    oldest_trained_age,
+    versions_of,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from rollout_cases import virtual
 
 from asyncrl.base.errors import TaskError, WouldWait
@@ -23,8 +35,8 @@ ON_OVERDUE = st.sampled_from(["wait", "mask", "drop"])
 
 
 class BufferHistory(RuleBasedStateMachine):
-    """Admit, finish with any versions the ticket allows, fail, take, publish (late, skipping), change
-    look_ahead.
+    """Admit, finish with any versions the ticket allows, fail, take, publish (late,
+    skipping), change look_ahead.
     """
 
     num_groups: int
@@ -45,7 +57,8 @@ class BufferHistory(RuleBasedStateMachine):
         self.new_buffer = partial(make_buffer, **settings, log=self.log)
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
-        self.sampled: dict[int, int] = {}  # running group that samples no more -> batches taken at that time
+        # running group that samples no more -> batches taken at that time
+        self.sampled: dict[int, int] = {}
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
         self.served = self.num_issued = self.num_seen_log = 0
@@ -69,7 +82,9 @@ class BufferHistory(RuleBasedStateMachine):
             group_id = data.draw(st.sampled_from(sorted(self.running)))
             version = st.integers(self.running[group_id], len(self.batches))
             rollout = st.lists(version, min_size=1, max_size=3).map(sorted)
-            self._finish(group_id, *data.draw(st.lists(rollout, min_size=1, max_size=2)))
+            self._finish(
+                group_id, *data.draw(st.lists(rollout, min_size=1, max_size=2))
+            )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -99,25 +114,48 @@ class BufferHistory(RuleBasedStateMachine):
 
     @rule()
     def kill(self) -> None:
-        """A buffer that is restored stands where the killed one stood, with its newest weights served."""
+        """A buffer that is restored stands where the killed one stood, with its newest
+        weights served.
+        """
         self._publish(len(self.batches))
-        killed, self.buffer = self.buffer.rule, self.new_buffer(look_ahead=self.buffer.rule.look_ahead)
+        killed, self.buffer = (
+            self.buffer.rule,
+            self.new_buffer(look_ahead=self.buffer.rule.look_ahead),
+        )
         self.sampled.clear()
         assert self._restore(self.buffer) == ()
-        for name in ("next_batch", "num_issued", "_running", "_ready", "_running_due", "_ready_due"):
+        for name in (
+            "next_batch",
+            "num_issued",
+            "_running",
+            "_ready",
+            "_running_due",
+            "_ready_due",
+        ):
             assert getattr(self.buffer.rule, name) == getattr(killed, name), name
 
-    @rule(num_groups=st.integers(1, 4), max_staleness=st.integers(0, 6), on_overdue=ON_OVERDUE)
+    @rule(
+        num_groups=st.integers(1, 4),
+        max_staleness=st.integers(0, 6),
+        on_overdue=ON_OVERDUE,
+    )
     def resume_with(self, num_groups: int, max_staleness: int, on_overdue: str) -> None:
-        """Under other settings no group is lost, and batches form without a token that is too old."""
+        """Under other settings no group is lost, and batches form without a token that
+        is too old.
+        """
         log = HandedBackLog()
-        buffer = make_buffer(num_groups, 1000, log, max_staleness=max_staleness, on_overdue=on_overdue)
+        buffer = make_buffer(
+            num_groups, 1000, log, max_staleness=max_staleness, on_overdue=on_overdue
+        )
         late, num_trained = self._restore(buffer), 0
         for group_id, start_version in self.running.items():
             if group_id not in late:
-                buffer.finish_nowait(make_group(group_id, [start_version, len(self.batches)]))
+                buffer.finish_nowait(
+                    make_group(group_id, [start_version, len(self.batches)])
+                )
         while buffer.rule.num_ready >= num_groups:
-            batch = buffer.take_nowait()  # raises WouldWait if it waits for what cannot come
+            # raises WouldWait if it waits for what cannot come
+            batch = buffer.take_nowait()
             assert oldest_trained_age(batch) <= max_staleness
             num_trained += num_groups
             buffer.set_served_nowait(batch.version + 1)
@@ -125,7 +163,9 @@ class BufferHistory(RuleBasedStateMachine):
         assert num_kept == len(self.running) + len(self.ready)
 
     def _restore(self, buffer: Buffer) -> tuple[int, ...]:
-        tickets = [Ticket(GroupId(group_id), start) for group_id, start in self.running.items()]
+        tickets = [
+            Ticket(GroupId(group_id), start) for group_id, start in self.running.items()
+        ]
         ready = list(self.ready.values())
         return buffer.restore_nowait(len(self.batches), self.num_issued, tickets, ready)
 
@@ -140,10 +180,21 @@ class BufferHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.batches) < self.num_batches)
     @rule(
-        data=st.data(), youngest_first=st.booleans(), num_left=st.integers(1, 6), is_published=st.booleans()
+        data=st.data(),
+        youngest_first=st.booleans(),
+        num_left=st.integers(1, 6),
+        is_published=st.booleans(),
     )
-    def go_on(self, data: st.DataObject, youngest_first: bool, num_left: int, is_published: bool) -> None:
-        """Admit all, let most finish, take a batch, publish. Youngest first makes stragglers."""
+    def go_on(
+        self,
+        data: st.DataObject,
+        youngest_first: bool,
+        num_left: int,
+        is_published: bool,
+    ) -> None:
+        """Admit all, let most finish, take a batch, publish. Youngest first makes
+        stragglers.
+        """
         self.admit(100)
         order = sorted(self.running, reverse=youngest_first)
         for group_id in order[: max(0, len(order) - num_left)]:
@@ -179,27 +230,46 @@ class BufferHistory(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         rule = self.buffer.rule
-        assert (rule.num_running, rule.num_ready) == (len(self.running), len(self.ready))
+        assert (rule.num_running, rule.num_ready) == (
+            len(self.running),
+            len(self.ready),
+        )
         consumed = len(self.batches) * self.num_groups
         assert rule.admitted == consumed + len(self.running) + len(self.ready)
-        most = min(self.served + self.max_staleness + 1, self.num_batches) * self.num_groups
+        most = (
+            min(self.served + self.max_staleness + 1, self.num_batches)
+            * self.num_groups
+        )
         assert rule.admitted <= most
         if self.on_overdue == "wait":
             assert not self.log, "`wait` hands nothing back"
         if self.on_overdue == "drop":
-            starts = [*self.running.values(), *(group.oldest_version for group in self.ready.values())]
-            assert all(start + self.max_staleness >= len(self.batches) for start in starts)
+            starts = [
+                *self.running.values(),
+                *(group.oldest_version for group in self.ready.values()),
+            ]
+            assert all(
+                start + self.max_staleness >= len(self.batches) for start in starts
+            )
         if self.on_overdue == "mask":
             newest = [max(versions_of(group)) for group in self.ready.values()]
-            newest += [bound for group_id, bound in self.sampled.items() if group_id in self.running]
-            assert all(version + self.max_staleness >= len(self.batches) for version in newest)
+            newest += [
+                bound
+                for group_id, bound in self.sampled.items()
+                if group_id in self.running
+            ]
+            assert all(
+                version + self.max_staleness >= len(self.batches) for version in newest
+            )
 
     def _finish(self, group_id: int, *rollouts: list[int]) -> None:
         group = make_group(group_id, *rollouts)
         became = self.buffer.finish_nowait(group)
         del self.running[group_id]
         newest = max(versions_of(group))
-        is_useless = self.on_overdue == "mask" and newest + self.max_staleness < len(self.batches)
+        is_useless = self.on_overdue == "mask" and newest + self.max_staleness < len(
+            self.batches
+        )
         assert became == ("requeued" if is_useless else "ready")
         self.ready[group_id] = group
         self._see_requeued()
@@ -210,7 +280,10 @@ class BufferHistory(RuleBasedStateMachine):
 
     def _check(self, batch: Batch) -> None:
         taken = [group.group_id for group in batch.groups]
-        due_first = sorted(self.ready.values(), key=lambda group: (group.oldest_version, group.group_id))
+        due_first = sorted(
+            self.ready.values(),
+            key=lambda group: (group.oldest_version, group.group_id),
+        )
         assert taken == sorted(group.group_id for group in due_first[: self.num_groups])
         assert batch.version == len(self.batches)
         for group in batch.groups:
@@ -228,13 +301,17 @@ class BufferHistory(RuleBasedStateMachine):
                 del self.ready[group_id]
             else:
                 if self.on_overdue == "mask":
-                    assert self.sampled[group_id] + self.max_staleness < len(self.batches), "it samples"
+                    assert self.sampled[group_id] + self.max_staleness < len(
+                        self.batches
+                    ), "it samples"
                 del self.running[group_id]
         self.num_seen_log = len(self.log)
 
 
 TestBufferHistory = BufferHistory.TestCase
-TestBufferHistory.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestBufferHistory.settings = settings(
+    max_examples=300, stateful_step_count=30, deadline=None
+)
 TestBufferHistory = pytest.mark.timeout(240)(TestBufferHistory)
 
 
@@ -273,7 +350,8 @@ async def test_wait_is_split_by_its_causes() -> None:
         await asyncio.sleep(3)  # batch 1 waits for group 3: generation
         buffer.set_served_nowait(1)
         admit(buffer, 2)
-        finish(buffer, 4, version=1)  # now two are ready, but group 3 would be late in batch 2
+        # now two are ready, but group 3 would be late in batch 2
+        finish(buffer, 4, version=1)
         await asyncio.sleep(5)
         finish(buffer, 3)
 
@@ -284,8 +362,12 @@ async def test_wait_is_split_by_its_causes() -> None:
     assert buffer.last_wait_s == {"generation": 3, "stragglers": 5, "publishing": 0}
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2)], ids=["older than its ticket", "too new"])
-def test_tokens_that_cannot_be_are_refused_and_change_nothing(oldest: int, newest: int) -> None:
+@pytest.mark.parametrize(
+    ("oldest", "newest"), [(0, 1), (1, 2)], ids=["older than its ticket", "too new"]
+)
+def test_tokens_that_cannot_be_are_refused_and_change_nothing(
+    oldest: int, newest: int
+) -> None:
     buffer = make_buffer()
     finish(buffer, *admit(buffer, 4)[:3])
     buffer.take_nowait()
@@ -298,9 +380,13 @@ def test_tokens_that_cannot_be_are_refused_and_change_nothing(oldest: int, newes
 
 def test_rewards_of_parts_count_not_their_mean() -> None:
     group = make_group(0, [0, 0], [0, 0], rewards=[0.5, 0.5])
-    credits = (Credit(2, 3, 0.0, 0), Credit(3, 4, 1.0, 1))  # one turn was better than the other
+    # one turn was better than the other
+    credits = (Credit(2, 3, 0.0, 0), Credit(3, 4, 1.0, 1))
     branches = tuple(replace(branch, credits=credits) for branch in group.trajectories)
-    assert (rewards_of(group), rewards_of(replace(group, trajectories=branches))) == ({0.5}, {0.0, 1.0})
+    assert (rewards_of(group), rewards_of(replace(group, trajectories=branches))) == (
+        {0.5},
+        {0.0, 1.0},
+    )
 
 
 def test_too_many_filtered_groups_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,11 +398,17 @@ def test_too_many_filtered_groups_end_the_run(monkeypatch: pytest.MonkeyPatch) -
         became = buffer.finish_nowait(make_group(group_id, [0], [0], rewards=rewards))
         assert became == ("filtered" if rewards is same else "ready")
     gauges = buffer.gauges()
-    assert (gauges["rollout/filtered"], gauges["rollout/filtered_tokens"], gauges["buffer/ready"]) == (
+    assert (
+        gauges["rollout/filtered"],
+        gauges["rollout/filtered_tokens"],
+        gauges["buffer/ready"],
+    ) == (
         4,
         8,
         1,
     )
     admit(buffer, 1)
-    with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
+    with pytest.raises(
+        TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"
+    ):
         buffer.finish_nowait(make_group(5, [0], [0], rewards=same))

@@ -33,8 +33,12 @@ class DrawnOnce(Lognormal):
     wait_s = functools.lru_cache(2**16)(Lognormal.wait_s)  # type: ignore[assignment]
 
 
-def simulate(machine: dict[str, Any], workload: Lognormal, look_ahead: int | None) -> Simulation:
-    """Run for NUM_BATCHES batches, without the end of the run, which waits for stragglers."""
+def simulate(
+    machine: dict[str, Any], workload: Lognormal, look_ahead: int | None
+) -> Simulation:
+    """Run for NUM_BATCHES batches, without the end of the run, which waits for
+    stragglers.
+    """
     auto = LookAhead(MAX_STALENESS) if look_ahead is None else None
     rule = StalenessRule(
         num_groups=8,
@@ -50,17 +54,28 @@ def simulate(machine: dict[str, Any], workload: Lognormal, look_ahead: int | Non
 
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("sigma", [0.5, 1.5])
-def test_auto_is_near_the_best_look_ahead_after_20_steps(name: str, sigma: float) -> None:
+def test_auto_is_near_the_best_look_ahead_after_20_steps(
+    name: str, sigma: float
+) -> None:
     machine, values = WORKLOADS[name]
-    cases = [DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values) for seed in range(3)]
+    cases = [
+        DrawnOnce(sigma=sigma, tool_sigma=sigma, seed=seed, **values)
+        for seed in range(3)
+    ]
     fixed_s = [0.0] * (MAX_STALENESS + 1)
     for look_ahead, workload in product(range(MAX_STALENESS + 1), cases[:2]):
         taken_s = simulate(machine, workload, look_ahead).taken_s
         fixed_s[look_ahead] += taken_s[NUM_BATCHES] - taken_s[20]
-    least = next(d for d, taken_s in enumerate(fixed_s) if taken_s <= min(fixed_s) / 0.95)
+    least = next(
+        d for d, taken_s in enumerate(fixed_s) if taken_s <= min(fixed_s) / 0.95
+    )
     for workload in cases:
         tried = simulate(machine, workload, None).look_aheads[:NUM_BATCHES]
-        assert abs(tried[20] - least) <= 1, f"seed {workload.seed}: {tried}, {least} is best"
-        assert abs(tried[-1] - least) <= 1, f"seed {workload.seed}: {tried}, {least} is best"
+        assert abs(tried[20] - least) <= 1, (
+            f"seed {workload.seed}: {tried}, {least} is best"
+        )
+        assert abs(tried[-1] - least) <= 1, (
+            f"seed {workload.seed}: {tried}, {least} is best"
+        )
         changes = sum(before != after for before, after in pairwise(tried[20:]))
         assert changes <= 3, f"seed {workload.seed}: {tried} goes to and fro"

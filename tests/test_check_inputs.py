@@ -28,7 +28,23 @@ from asyncrl.trainer.model_trial import try_model
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 DAY = datetime.date(2024, 1, 1)
-WRONG = [-1, 1e400, 10**30, "x", "", [], {}, None, True, [[1]], {1: 2}, "a:b", "\0", DAY, b"\xff"]
+WRONG = [
+    -1,
+    1e400,
+    10**30,
+    "x",
+    "",
+    [],
+    {},
+    None,
+    True,
+    [[1]],
+    {1: 2},
+    "a:b",
+    "\0",
+    DAY,
+    b"\xff",
+]
 YAML = [
     "\ta: 1",
     "a: 1\n b: 2",
@@ -60,12 +76,25 @@ ROWS = [
     b"{}",
     b"",
 ]
-ROWS += [b'{"prompt": "\\ud800", "answer": "1"}', b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", b"PAR1"]
+ROWS += [
+    b'{"prompt": "\\ud800", "answer": "1"}',
+    b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}",
+    b"PAR1",
+]
 QWEN: dict[str, Any] = {**SHAPE, "vocab_size": 32, "torch_dtype": "float32"}
-FOLDERS: list[Any] = [[], 3, {}, {"model_type": "x"}, {"model_type": 3}, {**QWEN, "layer_types": ["x"]}]
+FOLDERS: list[Any] = [
+    [],
+    3,
+    {},
+    {"model_type": "x"},
+    {"model_type": 3},
+    {**QWEN, "layer_types": ["x"]},
+]
 FOLDERS += [{**QWEN, "num_hidden_layers": 7, "layer_types": ["full_attention"]}]
 FOLDERS += [
-    {**QWEN, name: wrong} for name in ("hidden_size", "num_attention_heads") for wrong in ("x", None, -1)
+    {**QWEN, name: wrong}
+    for name in ("hidden_size", "num_attention_heads")
+    for wrong in ("x", None, -1)
 ]
 TEMPLATES = [
     "{{ 1 / 0 }}",
@@ -109,9 +138,16 @@ def bad_inputs(folder: Path) -> Iterator[tuple[str, Any]]:
         ("day", pa.date32()),
     ):
         pq.write_table(
-            pa.table({"prompt": ["a"], "answer": pa.array([2**30], of)}), folder / f"{name}.parquet"
+            pa.table({"prompt": ["a"], "answer": pa.array([2**30], of)}),
+            folder / f"{name}.parquet",
         )
-        yield name, {**CONFIG, "task": {"files": [str(folder / f"{name}.parquet")], "reward": "math"}}
+        yield (
+            name,
+            {
+                **CONFIG,
+                "task": {"files": [str(folder / f"{name}.parquet")], "reward": "math"},
+            },
+        )
     for number, config in enumerate(FOLDERS):
         (model := folder / f"model{number}").mkdir()
         (model / "config.json").write_text(json.dumps(config))
@@ -144,7 +180,11 @@ def test_check_answers_200_bad_inputs_without_a_traceback(
         codes.append(ended.value.code)
         said = err.getvalue()
         is_named = "Way out: " in said and any(word in said for word in words.split())
-        if ended.value.code not in (0, 2) or "Traceback" in said or (ended.value.code == 2 and not is_named):
+        if (
+            ended.value.code not in (0, 2)
+            or "Traceback" in said
+            or (ended.value.code == 2 and not is_named)
+        ):
             faults.append((words, said))
     assert not faults
     assert len(codes) >= 200
@@ -165,7 +205,11 @@ def test_check_and_run_refuse_the_same_architectures(tmp_path: Path) -> None:
         for value in (-1, 0, 3, 2.5, "x", None, [], {}, ["full_attention"]):
             scratch = {"characters": "ab", "architecture": {**SHAPE, key: value}}
             config = config_from({**CONFIG, "model": {"scratch": scratch}})
-            spec = ScratchSpec(out=tmp_path / "model", seed=0, scratch=ScratchConfig.model_validate(scratch))
+            spec = ScratchSpec(
+                out=tmp_path / "model",
+                seed=0,
+                scratch=ScratchConfig.model_validate(scratch),
+            )
             verdicts.append(refuses(try_model, config, tmp_path))
             assert verdicts[-1] == refuses(make_scratch_model, spec), (key, value)
     assert {*verdicts} == {True, False}

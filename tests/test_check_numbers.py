@@ -1,4 +1,6 @@
-"""What `asyncrl check` plans of host memory, /dev/shm and disk is an upper bound, held by a measured run."""
+"""What `asyncrl check` plans of host memory, /dev/shm and disk is an upper bound, held
+by a measured run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def test_a_run_holds_at_most_what_check_counts(tmp_path: Path) -> None:
         task={"python": "held_task:HeldLetters"},
         buffer={"max_staleness": 1},
         checkpoint={"every": 1},
-        trainer={"num_groups": 2, "num_steps": 4, "threads": 1, "micro_batch_tokens": 64},
+        trainer={
+            "num_groups": 2,
+            "num_steps": 4,
+            "threads": 1,
+            "micro_batch_tokens": 64,
+        },
     )
     plan = make_plan(load_config(config, ["weight_sync.transport=shm"]), single_node())
     sizes = {(one.device, one.name): one.memory.total for one in plan.processes}
@@ -40,15 +47,24 @@ def test_a_run_holds_at_most_what_check_counts(tmp_path: Path) -> None:
     process = start(config, run_dir, "weight_sync.transport=shm")
     wait_for_steps(run_dir, 3, process)
     exports = sum(map(size_of, {*shared_memory_root().glob("asyncrl-*")} - before))
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    family = [
+        psutil.Process(process.pid),
+        *psutil.Process(process.pid).children(recursive=True),
+    ]
     resident = sum(one.memory_full_info().pss for one in family)
     held_task.release(run_dir)
     assert ended(process).returncode == 0
     assert exports <= MORE * sizes[SHARED, "weights"] <= 3 * MORE * exports
-    assert 0.3 * plan.needed_bytes("cpu") <= resident + exports <= plan.needed_bytes("cpu")
+    assert (
+        0.3 * plan.needed_bytes("cpu") <= resident + exports <= plan.needed_bytes("cpu")
+    )
     (name,) = (name for device, name in sizes if name.endswith("checkpoints"))
     checkpoint = size_of(run_dir / "checkpoints/step_4")
-    assert checkpoint <= MORE * sizes[DISK, name] / int(name.split()[0]) <= MORE**2 * checkpoint
+    assert (
+        checkpoint
+        <= MORE * sizes[DISK, name] / int(name.split()[0])
+        <= MORE**2 * checkpoint
+    )
     folders = size_of(run_dir / "final") + size_of(run_dir / "model")
     assert folders <= MORE * sizes[DISK, "weights"] <= MORE**2 * folders
     assert size_of(run_dir) <= MORE * plan.needed_bytes(DISK)

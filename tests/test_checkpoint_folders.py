@@ -1,4 +1,6 @@
-"""Checkpoints on disk: whole or not there, damaged ones named and passed over, the right ones kept."""
+"""Checkpoints on disk: whole or not there, damaged ones named and passed over, the
+right ones kept.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ def newest(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
     return whole and whole.version, [found.what for found in passed_over]
 
 
-@pytest.mark.parametrize("damage", ["", "flip", "remove", "manifest", "no_manifest", "rename"])
-def test_damaged_checkpoint_is_named_and_the_newest_whole_one_loads(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["", "flip", "remove", "manifest", "no_manifest", "rename"]
+)
+def test_damaged_checkpoint_is_named_and_the_newest_whole_one_loads(
+    tmp_path: Path, damage: str
+) -> None:
     checkpoints = make(tmp_path, 10, 20)
     folder = checkpoints.root / "step_20"
     weights, manifest = folder / "trainer" / "weights", folder / "manifest.json"
     content = weights.read_bytes()
     damages: dict[str, Callable[[], Any]] = {
         "": lambda: None,
-        "flip": lambda: weights.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:]),
+        "flip": lambda: weights.write_bytes(
+            content[:500] + bytes([content[500] ^ 1]) + content[501:]
+        ),
         "remove": weights.unlink,
         "manifest": lambda: manifest.write_text('{"format": 1, "ver'),
         "no_manifest": manifest.unlink,
@@ -61,11 +69,15 @@ def test_damaged_checkpoint_is_named_and_the_newest_whole_one_loads(tmp_path: Pa
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) -> None:
-    """Else the next one would prune the last that is whole, and the journal forget the batches since."""
+    """Else the next one would prune the last that is whole, and the journal forget the
+    batches since.
+    """
     checkpoints = make(tmp_path, 10, 20, keep_last=2)
     (checkpoints.root / "step_20" / "trainer" / "weights").write_bytes(bytes(1000))
     _, passed_over = checkpoints.newest_whole()
-    assert checkpoints.versions() == [10, 20], "a start that is refused after that has changed nothing"
+    assert checkpoints.versions() == [10, 20], (
+        "a start that is refused after that has changed nothing"
+    )
     (told,) = set_aside(passed_over)
     assert "renamed to damaged_step_20" in told
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10], 0)
@@ -73,11 +85,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 20], 10)
 
 
-def test_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_checkpoint_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = make(tmp_path, 10, 20)
     with monkeypatch.context() as broken:
         too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        broken.setattr("asyncrl.journal.checkpoint_folders.sha256_of", Mock(side_effect=too_many))
+        broken.setattr(
+            "asyncrl.journal.checkpoint_folders.sha256_of", Mock(side_effect=too_many)
+        )
         with pytest.raises(OSError, match="Too many open files"):
             checkpoints.newest_whole()
     assert newest(checkpoints) == (20, [])
@@ -85,23 +101,29 @@ def test_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: pytes
 
 def test_leftovers_of_a_killed_run_are_repaired_or_removed(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
-    (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")  # was being replaced
+    # was being replaced
+    (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")
     half = checkpoints.begin()
     (half / "trainer").mkdir()
     assert newest(make(tmp_path)) == (10, [])
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_10"]
 
 
-def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_done_is_on_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
 
     def sync(path: Path) -> None:
         synced.append(path.name)
-        assert (tmp_path / "checkpoints" / "step_10").exists() == (path.name == "checkpoints")
+        assert (tmp_path / "checkpoints" / "step_10").exists() == (
+            path.name == "checkpoints"
+        )
 
     monkeypatch.setattr("asyncrl.journal.checkpoint_folders.sync", sync)
     monkeypatch.setattr(
-        "asyncrl.base.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None
+        "asyncrl.base.files.sync",
+        lambda path: sync(path) if path.name == "checkpoints" else None,
     )
     make(tmp_path, 10)
     assert synced[0] == "manifest.json", "all files of a checkpoint are on disk"
@@ -115,14 +137,18 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
         write(checkpoints, version)
         checkpoints.evaluated(version, 1.0 if version == 2 else version / 100)
     assert checkpoints.versions() == [2, 4, 8, 9, 10]
-    assert checkpoints.oldest_version() == 9, "the journal need not reach back to permanent checkpoints"
+    assert checkpoints.oldest_version() == 9, (
+        "the journal need not reach back to permanent checkpoints"
+    )
 
 
 def test_full_disk_is_an_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
     pending = checkpoints.begin()
     (pending / "controller.json").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="no checkpoint can be written .* No space left") as caught:
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be written .* No space left"
+    ) as caught:
         checkpoints.finish(pending, 20, {"num_drawn": 1})
     assert "free space" in caught.value.way_out
     assert not pending.exists()

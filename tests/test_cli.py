@@ -68,7 +68,9 @@ init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 
 
 def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of each command, in one process without torch."""
+    """Return exit code, output and errors of each command, in one process without
+    torch.
+    """
     done = subprocess.run(
         [sys.executable, "-c", RUN_LINES],
         cwd=folder,
@@ -85,7 +87,9 @@ def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
 def test_commands_work_without_torch() -> None:
     cases = [re.split(r" -> |(?<=\d): ", line) for line in LINES]
     answers = run_lines(ROOT, *(arguments for arguments, _, _ in cases))
-    for (arguments, code, says), (returned, out, err) in zip(cases, answers, strict=True):
+    for (arguments, code, says), (returned, out, err) in zip(
+        cases, answers, strict=True
+    ):
         said = err if returned else out
         assert returned == int(code), (arguments, said)
         assert all(words in said for words in says.split(" ... ")), (arguments, said)
@@ -95,7 +99,8 @@ def test_commands_work_without_torch() -> None:
 def test_install_page_lists_the_commands_without_an_extra() -> None:
     page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
     row, of_train = (
-        re.search(rf"^\| {extra} \| (.*)$", page, re.MULTILINE) for extra in ("none, or `worker`", "`train`")
+        re.search(rf"^\| {extra} \| (.*)$", page, re.MULTILINE)
+        for extra in ("none, or `worker`", "`train`")
     )
     assert row is not None
     assert of_train is not None
@@ -113,11 +118,17 @@ def test_install_page_lists_the_commands_without_an_extra() -> None:
         ("agent", {"agent.yaml", "lookup.py"}),
     ],
 )
-def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tmp_path: Path) -> None:
-    machine = " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
+def test_init_writes_configs_that_pass_the_check(
+    kind: str, writes: set[str], tmp_path: Path
+) -> None:
+    machine = (
+        " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
+    )
     configs = sorted(name for name in writes if name.endswith(".yaml"))
     checks = [f"check {name}{machine}" for name in configs]
-    first, *checked, again = run_lines(tmp_path, f"init {kind}", *checks, f"init {kind}")
+    first, *checked, again = run_lines(
+        tmp_path, f"init {kind}", *checks, f"init {kind}"
+    )
     assert first[0] == 0, first
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == writes
     assert all(f"wrote {name}\n" in first[1] for name in writes)
@@ -133,9 +144,18 @@ def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -
     run_dir = folder / "runs" / name
     run_dir.mkdir(parents=True)
     (run_dir / "config.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
-    status = {"state": "done", "step": len(rewards), "num_steps": 360, "why": "", "updated_s": written_s}
+    status = {
+        "state": "done",
+        "step": len(rewards),
+        "num_steps": 360,
+        "why": "",
+        "updated_s": written_s,
+    }
     (run_dir / "status.json").write_text(json.dumps(status))
-    lines = (json.dumps({"step": step, "reward/mean": reward}) for step, reward in enumerate(rewards, 1))
+    lines = (
+        json.dumps({"step": step, "reward/mean": reward})
+        for step, reward in enumerate(rewards, 1)
+    )
     (run_dir / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     os.utime(run_dir / "status.json", (written_s, written_s))
     return run_dir

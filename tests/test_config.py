@@ -1,4 +1,6 @@
-"""Configs load with their types; wrong keys and conflicts are refused with what to write instead."""
+"""Configs load with their types; wrong keys and conflicts are refused with what to
+write instead.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,14 @@ def refusal(path: Path, *overrides: str) -> str:
 
 
 def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None:
-    overrides = ["buffer.max_staleness=4", "rollout.timeout_s=none", "observe.console=none"]
-    config = load_config(good, [*overrides, "task.args.limit=null", "trainer.betas=[0.9, 0.99]"])
+    overrides = [
+        "buffer.max_staleness=4",
+        "rollout.timeout_s=none",
+        "observe.console=none",
+    ]
+    config = load_config(
+        good, [*overrides, "task.args.limit=null", "trainer.betas=[0.9, 0.99]"]
+    )
     assert (config.buffer.max_staleness, config.rollout.timeout_s) == (4, None)
     assert (config.observe.console, config.task.args) == ("none", {"limit": None})
     assert (config.trainer.betas, config.trainer.num_groups) == ((0.9, 0.99), 4)
@@ -53,7 +61,9 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
         ("\tseed: 1\n", "indent line 5 with spaces"),
     ],
 )
-def test_invalid_config_file_is_refused_with_the_place(good: Path, more: str, says: str) -> None:
+def test_invalid_config_file_is_refused_with_the_place(
+    good: Path, more: str, says: str
+) -> None:
     good.write_text(GOOD + more)
     assert re.search(says, refusal(good))
     good.unlink()
@@ -62,30 +72,49 @@ def test_invalid_config_file_is_refused_with_the_place(good: Path, more: str, sa
 
 @pytest.mark.parametrize("value", ["2024-13-45", "[" * 3000, "{a: 1"])
 def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
-    assert "is not a key of a section with a YAML value" in refusal(good, f"task.args.x={value}")
+    assert "is not a key of a section with a YAML value" in refusal(
+        good, f"task.args.x={value}"
+    )
     good.write_text(f"{GOOD}\nseed: {value}\n")
     assert "cannot read the config" in refusal(good)
 
 
-def test_several_tasks_have_names_shares_and_overrides_of_their_own(good: Path, tmp_path: Path) -> None:
+def test_several_tasks_have_names_shares_and_overrides_of_their_own(
+    good: Path, tmp_path: Path
+) -> None:
     words = "{dataset: openai/gsm8k, reward: math, name: words}"
     tasks = f"task=[{{files: [data/sums.v2.jsonl], reward: math}}, {words}, {{python: 'a.b:Letters'}}]"
-    config = load_config(good, [tasks, "task.words.split=none", "task.0.system_prompt=none", "task.2.size=7"])
+    config = load_config(
+        good,
+        [tasks, "task.words.split=none", "task.0.system_prompt=none", "task.2.size=7"],
+    )
     assert list(config.tasks) == ["sums-v2", "words", "Letters"]
     assert [config.tasks["words"].split, config.tasks["Letters"].size] == ["none", 7]
     (tmp_path / "written.yaml").write_text(run_config_yaml(config))
     assert load_config(tmp_path / "written.yaml") == config
-    shares = [f"task.{number}.share={share}" for number, share in enumerate((0.5, 0.25, 3e-1))]
+    shares = [
+        f"task.{number}.share={share}" for number, share in enumerate((0.5, 0.25, 3e-1))
+    ]
     assert list(load_config(good, [tasks, *shares]).shares.values()) == [10, 5, 6]
 
 
-def test_the_written_config_is_read_back_with_its_types(good: Path, tmp_path: Path) -> None:
-    values = ["{1: 0.5}", "2024-01-01 10:00:00", '"a\\x85b\\u2028c"', "!!binary aGVsbG8=", "[1, 1.0]"]
+def test_the_written_config_is_read_back_with_its_types(
+    good: Path, tmp_path: Path
+) -> None:
+    values = [
+        "{1: 0.5}",
+        "2024-01-01 10:00:00",
+        '"a\\x85b\\u2028c"',
+        "!!binary aGVsbG8=",
+        "[1, 1.0]",
+    ]
     overrides = [f"task.args.x{number}={value}" for number, value in enumerate(values)]
     config = load_config(good, [*overrides, "rollout.timeout_s=none"])
     again = tmp_path / "again.yaml"
     again.write_text(run_config_yaml(config))
-    assert repr(load_config(again)) == repr(config), "1 == 1.0, yet they are not the same"
+    assert repr(load_config(again)) == repr(config), (
+        "1 == 1.0, yet they are not the same"
+    )
 
 
 MISSPELT = """
@@ -97,10 +126,14 @@ eval.steps=5 ->
 
 
 @pytest.mark.parametrize("line", MISSPELT.strip().splitlines())
-def test_misspelled_key_is_named_with_the_closest_valid_key(good: Path, line: str) -> None:
+def test_misspelled_key_is_named_with_the_closest_valid_key(
+    good: Path, line: str
+) -> None:
     override, right = line.split(" ->")
     message = refusal(good, override, "eval.task.python=a:b")
-    key = override.partition("=")[0].removesuffix(".max_staleness" if right == " buffer" else "")
+    key = override.partition("=")[0].removesuffix(
+        ".max_staleness" if right == " buffer" else ""
+    )
     assert f"{key} in {good} is not a known key" in message
     assert ("did you mean" in message) == bool(right)
     assert not right or f"did you mean{right}?" in message
@@ -120,7 +153,8 @@ TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
 OWN = "task.verifiers=true task.files=none task.reward=none"
 TWO = "task=[{python: 'a:B'}, {python: 'a:C', name: c}]"
 EVALS = (
-    "eval=[{name: often, every: 5, task: {python: 'a:B'}}, {name: seldom, every: 20, task: {python: 'a:B'}}]"
+    "eval=[{name: often, every: 5, task: {python: 'a:B'}},"
+    " {name: seldom, every: 20, task: {python: 'a:B'}}]"
 )
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
@@ -173,27 +207,42 @@ rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text("model: {path: some/model}\ntask: {files: [data.jsonl], reward: 'my:reward'}\n")
+    path.write_text(
+        "model: {path: some/model}\ntask: {files: [data.jsonl], reward: 'my:reward'}\n"
+    )
     return path
 
 
 def settings(line: str) -> list[str]:
-    for word, meant in {"HERE": HERE, "OWN": OWN, "TAUGHT": TAUGHT, "TWO": TWO, "EVALS": EVALS}.items():
+    for word, meant in {
+        "HERE": HERE,
+        "OWN": OWN,
+        "TAUGHT": TAUGHT,
+        "TWO": TWO,
+        "EVALS": EVALS,
+    }.items():
         line = line.replace(word, meant)
     return re.split(r" (?=[a-z_]+\.)", line)
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_conflicting_settings_are_refused_with_the_values_to_write(path: Path, line: str) -> None:
+def test_conflicting_settings_are_refused_with_the_values_to_write(
+    path: Path, line: str
+) -> None:
     given, _, says = line.partition(" -> ")
     with pytest.raises(ConfigError) as caught:
-        place(load_config(path, settings(given)), single_node(Machine((), 8, 2**36, has_bfloat16=False)))
+        place(
+            load_config(path, settings(given)),
+            single_node(Machine((), 8, 2**36, has_bfloat16=False)),
+        )
     assert says in str(caught.value)
 
 
 def test_local_transport_is_refused_on_two_nodes(path: Path) -> None:
     config = load_config(path, ["weight_sync.transport=shm"])
-    with pytest.raises(ConfigError, match="the run is on 2 nodes: its file is in the shared memory"):
+    with pytest.raises(
+        ConfigError, match="the run is on 2 nodes: its file is in the shared memory"
+    ):
         refuse_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
 
 

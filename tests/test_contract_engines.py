@@ -1,4 +1,6 @@
-"""The contract of every engine server: samples, logprobs, aborts, versions, swaps and errors."""
+"""The contract of every engine server: samples, logprobs, aborts, versions, swaps and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -30,49 +32,76 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 
 pytest_plugins = ["engine_under_test"]
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
+# one process imports the modules that they fork
+pytestmark = pytest.mark.xdist_group("forks")
 
 
 @contract
-async def test_an_answer_is_whole_and_its_seed_decides_it(server: Server, engine: EngineClient) -> None:
+async def test_an_answer_is_whole_and_its_seed_decides_it(
+    server: Server, engine: EngineClient
+) -> None:
     budgets = (1, 2, 17, 60, 3, 8)
-    requests = [server.request(max_tokens=budget, seed=budget, temperature=0.8) for budget in budgets]
-    answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
+    requests = [
+        server.request(max_tokens=budget, seed=budget, temperature=0.8)
+        for budget in budgets
+    ]
+    answers = await asyncio.gather(
+        *(engine.generate_segment(request) for request in requests)
+    )
     for request, answer in zip(requests, answers, strict=True):
         check_whole(answer, server)
         assert answer.finish_reason == "length"
         assert len(answer.token_ids) == request.max_tokens
         assert versions_of(answer) == [engine.policy_version]
-    first, again, other = [await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)]
+    first, again, other = [
+        await engine.generate_segment(server.request(seed=seed))
+        for seed in (11, 11, 12)
+    ]
     assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
     assert first.token_ids != other.token_ids, "20 draws from 50 tokens"
 
 
 @contract
-async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine: EngineClient) -> None:
+async def test_a_streamed_answer_is_bit_for_bit_the_other(
+    server: Server, engine: EngineClient
+) -> None:
     settings = [(1, 1.0, 1.0), (2, 0.7, 1.0), (41, 0.0, 1.0)]
     settings += [(300, 1.0, 1.0), (310, 1.0, 0.9), (400, 1.3, 1.0)]
     requests = [
-        server.request(max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p)
+        server.request(
+            max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p
+        )
         for tokens, temperature, top_p in settings
     ]
-    whole = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
+    whole = await asyncio.gather(
+        *(engine.generate_segment(request) for request in requests)
+    )
     came: list[list[SegmentPart]] = [[] for _ in requests]
     streams = (
-        engine.generate_segment(one, on_chunk=to.append) for one, to in zip(requests, came, strict=True)
+        engine.generate_segment(one, on_chunk=to.append)
+        for one, to in zip(requests, came, strict=True)
     )
-    for expected, chunks, last in zip(whole, came, await asyncio.gather(*streams), strict=True):
+    for expected, chunks, last in zip(
+        whole, came, await asyncio.gather(*streams), strict=True
+    ):
         check_whole(last, server)
         assert same_part(joined(chunks, last), expected)
-        assert last.token_ids, "the token that ends an answer comes with its finish_reason"
+        assert last.token_ids, (
+            "the token that ends an answer comes with its finish_reason"
+        )
     assert all(len(chunks) > 1 for chunks in came[3:])
 
 
 @contract
-async def test_a_request_that_cannot_be_served_is_refused(server: Server, engine: EngineClient) -> None:
+async def test_a_request_that_cannot_be_served_is_refused(
+    server: Server, engine: EngineClient
+) -> None:
     most = server.traits.max_length
     too_long = {"prompt_ids": [1] * 10, "max_tokens": most - 9}
-    unknown = [({"prompt_ids": [1, token_id]}, str(token_id)) for token_id in (-1, VOCAB_SIZE, 2**40)]
+    unknown = [
+        ({"prompt_ids": [1, token_id]}, str(token_id))
+        for token_id in (-1, VOCAB_SIZE, 2**40)
+    ]
     for fields, says in [(too_long, str(most + 1)), *unknown]:
         with pytest.raises(RequestRefused) as refusal:
             await engine.generate_segment(server.request(**fields))
@@ -82,31 +111,45 @@ async def test_a_request_that_cannot_be_served_is_refused(server: Server, engine
 
 
 @contract
-async def test_abort_ends_the_named_and_frees_their_slots(server: Server, engine: EngineClient) -> None:
+async def test_abort_ends_the_named_and_frees_their_slots(
+    server: Server, engine: EngineClient
+) -> None:
     requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(SLOTS)]
-    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
+    tasks = [
+        asyncio.create_task(engine.generate_segment(request)) for request in requests
+    ]
     await until_decoding(engine, SLOTS)
     waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-    hopeless = asyncio.create_task(engine.generate_segment(server.request(request_id="hopeless")))
+    hopeless = asyncio.create_task(
+        engine.generate_segment(server.request(request_id="hopeless"))
+    )
     await until(engine, lambda now: now.num_queued == 2)
     assert await abort(engine, ["hopeless"]) == ["hopeless"]
     assert ((await hopeless).token_ids, (await hopeless).finish_reason) == ([], "abort")
-    assert await abort(engine, [requests[1].request_id, "nobody"]) == [requests[1].request_id]
+    assert await abort(engine, [requests[1].request_id, "nobody"]) == [
+        requests[1].request_id
+    ]
     aborted = await tasks[1]
     check_whole(aborted, server)
     assert aborted.finish_reason == "abort"
     assert 0 < len(aborted.token_ids) < LONG
     assert len((await waiting).token_ids) == 5
     assert [task.done() for task in tasks] == [False, True, False, False]
-    assert set(await abort(engine)) == {requests[index].request_id for index in (0, 2, 3)}
+    assert set(await abort(engine)) == {
+        requests[index].request_id for index in (0, 2, 3)
+    }
     await asyncio.gather(*tasks)
-    again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
+    again = await engine.generate_segment(
+        server.request(max_tokens=len(aborted.token_ids), seed=1)
+    )
     assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs)
 
 
 @pytest.mark.parametrize("on_chunk", [None, lambda _: None], ids=["whole", "streamed"])
 @contract
-async def test_a_client_that_leaves_frees_a_slot(server: Server, engine: EngineClient, on_chunk: Any) -> None:
+async def test_a_client_that_leaves_frees_a_slot(
+    server: Server, engine: EngineClient, on_chunk: Any
+) -> None:
     async with another_client(server, engine) as leaver:
         request = server.request(max_tokens=LONG)
         task = asyncio.create_task(leaver.generate_segment(request, on_chunk=on_chunk))
@@ -118,7 +161,9 @@ async def test_a_client_that_leaves_frees_a_slot(server: Server, engine: EngineC
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 @contract
-async def test_a_commit_between_tokens(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
+async def test_a_commit_between_tokens(
+    server: Server, engine: EngineClient, interrupt: Interrupt
+) -> None:
     old = engine.policy_version
     max_tokens = server.traits.waited if interrupt == "wait" else server.traits.kept
     chunks: list[list[SegmentPart]] = [[] for _ in range(SLOTS)]
@@ -126,7 +171,9 @@ async def test_a_commit_between_tokens(server: Server, engine: EngineClient, int
     for seed in range(SLOTS):  # every second one is streamed
         on_chunk = chunks[seed].append if seed % 2 else None
         request = server.request(max_tokens=max_tokens, seed=seed)
-        tasks.append(asyncio.create_task(engine.generate_segment(request, on_chunk=on_chunk)))
+        tasks.append(
+            asyncio.create_task(engine.generate_segment(request, on_chunk=on_chunk))
+        )
     await until_decoding(engine, SLOTS)
     queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
     await until(engine, lambda now: now.num_queued == 1 and all(chunks[1::2]))
@@ -142,7 +189,9 @@ async def test_a_commit_between_tokens(server: Server, engine: EngineClient, int
         answer = joined(chunks[seed], await task)
         check_whole(answer, server)
         is_ended = interrupt == "abort" or (
-            interrupt.startswith("keep") and seed % 2 == 1 and not server.traits.keeps_streams
+            interrupt.startswith("keep")
+            and seed % 2 == 1
+            and not server.traits.keeps_streams
         )
         is_kept = interrupt.startswith("keep") and not is_ended
         assert versions_of(answer) == ([old, old + 1] if is_kept else [old])
@@ -154,11 +203,15 @@ async def test_a_commit_between_tokens(server: Server, engine: EngineClient, int
 
 
 @contract
-async def test_a_commit_of_other_or_older_weights_is_refused(server: Server, engine: EngineClient) -> None:
+async def test_a_commit_of_other_or_older_weights_is_refused(
+    server: Server, engine: EngineClient
+) -> None:
     old = engine.policy_version
     digest = await prepare(engine, server, old + 1)
     await engine.commit(old + 1, digest, "abort")
-    assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, "the same again is no error"
+    assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, (
+        "the same again is no error"
+    )
     before = await engine.generate_segment(server.request())
     await prepare(engine, server, old + 2, scale=2.0)
     for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, "0123abcd")):
@@ -166,9 +219,13 @@ async def test_a_commit_of_other_or_older_weights_is_refused(server: Server, eng
     if server.traits.has_weights:
         manifest = staged(server, old + 2)
         flip_last_bit(Path(manifest.path))
-        await refused(engine.prepare(manifest), f"digest [0-9a-f]{{32}}.* {manifest.digest}")
+        await refused(
+            engine.prepare(manifest), f"digest [0-9a-f]{{32}}.* {manifest.digest}"
+        )
         await refused(engine.commit(old + 2, manifest.digest, "abort"), "nothing")
-        missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
+        missing = manifest.model_copy(
+            update={"path": str(server.folder / "nowhere.safetensors")}
+        )
         await refused(engine.prepare(missing), "nowhere")
     after = await engine.generate_segment(server.request())
     assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)

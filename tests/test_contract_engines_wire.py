@@ -17,11 +17,14 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import EngineHealth
 
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
+# one process imports the modules that they fork
+pytestmark = pytest.mark.xdist_group("forks")
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
+def test_server_needs_the_secret_and_ends_with_its_parent(
+    kind: str, tmp_path: Path
+) -> None:
     with engine_process(kind, spec_of(kind, tmp_path), tmp_path) as child:
         server = server_of(kind, child, tmp_path)
 
@@ -34,13 +37,24 @@ def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: P
             async with aclosing(Caller(kind, child.url, SECRET)) as caller:
                 async with aclosing(Caller("breaks", child.url, SECRET)) as breaks:
                     socket = await breaks.connect("/link")
-                    asked = [codec.Asked(n, server.request(max_tokens=LONG), n > 5) for n in range(9)]
+                    asked = [
+                        codec.Asked(n, server.request(max_tokens=LONG), n > 5)
+                        for n in range(9)
+                    ]
                     await socket.send(codec.submit_frame(asked))
-                    await until(EngineServer(caller), lambda now: (now.num_running, now.num_queued) == (4, 5))
-                await until(EngineServer(caller), lambda now: now.num_running + now.num_queued == 0)
+                    await until(
+                        EngineServer(caller),
+                        lambda now: (now.num_running, now.num_queued) == (4, 5),
+                    )
+                await until(
+                    EngineServer(caller),
+                    lambda now: now.num_running + now.num_queued == 0,
+                )
                 await socket.close()
                 engine = EngineServer(caller)
-                task = asyncio.create_task(engine.generate_segment(server.request(max_tokens=LONG)))
+                task = asyncio.create_task(
+                    engine.generate_segment(server.request(max_tokens=LONG))
+                )
                 await until(engine, lambda now: now.num_running == 1)
                 assert child.process.stdin is not None
                 child.process.stdin.close()

@@ -36,7 +36,12 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
-PLACEHOLDERS = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": "http://127.0.0.1:8700"}
+PLACEHOLDERS = {
+    "CONFIG": QUICKSTART,
+    "config.yaml": QUICKSTART,
+    "N": "1",
+    "URL": "http://127.0.0.1:8700",
+}
 PLACEHOLDERS |= dict.fromkeys(("my_task.yaml", "my_agent.yaml"), QUICKSTART)
 NO_SETTINGS = {"rollout.oversample"}
 """Keys of other frameworks in a section whose name we also use."""
@@ -47,20 +52,35 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(
+        r"^ *```(\w*)\n(.*?)^ *```$",
+        page.read_text(encoding="utf-8"),
+        flags=re.M | re.S,
+    )
     return [text for language, text in found if language in languages]
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Yield the lines of shell blocks and of indented blocks that start with our programs."""
+    """Yield the lines of shell blocks and of indented blocks that start with our
+    programs.
+    """
     text = page.read_text(encoding="utf-8")
-    lines = [line for block in blocks(page, "sh", "bash", "console") for line in block.splitlines()]
-    lines += re.findall(r"^ {4,}((?:\.venv/bin/)?(?:asyncrl|make|python) .*)$", text, flags=re.M)
+    lines = [
+        line
+        for block in blocks(page, "sh", "bash", "console")
+        for line in block.splitlines()
+    ]
+    lines += re.findall(
+        r"^ {4,}((?:\.venv/bin/)?(?:asyncrl|make|python) .*)$", text, flags=re.M
+    )
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     for line in joined.splitlines():
         command = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
         command = re.sub(r"^(?:[A-Z][A-Z0-9_]*=\S* +)+", "", command)
-        if re.match(r"(?:\.venv/bin/)?(?:asyncrl|make|python) ", command) and "..." not in command:
+        if (
+            re.match(r"(?:\.venv/bin/)?(?:asyncrl|make|python) ", command)
+            and "..." not in command
+        ):
             yield command
 
 
@@ -85,13 +105,17 @@ def fault_of(command: str) -> str | None:
     """Return why the command cannot be typed in a checkout, or None."""
     program, *arguments = shlex.split(command)
     if program.endswith("make"):
-        done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
         return done.stderr or None
     if program.endswith("python"):
         is_found = arguments[0].startswith("-") or (ROOT / arguments[0]).is_file()
         return None if is_found else f"no file {arguments[0]}"
     try:
-        parsed = parse([PLACEHOLDERS.get(word.split("/")[-1], word) for word in arguments])
+        parsed = parse(
+            [PLACEHOLDERS.get(word.split("/")[-1], word) for word in arguments]
+        )
         if "config" in parsed:
             load_config(ROOT / parsed["config"], parsed.get("overrides") or [])
     except AsyncrlError as error:
@@ -119,7 +143,8 @@ def test_configs_on_a_page_load(page: Path) -> None:
 def has_setting(name: str) -> bool:
     model: Any = RunConfig
     for part in name.split("."):
-        if part in ("0", "sums", "words"):  # an item of a list, the name of one of several tasks
+        # an item of a list, the name of one of several tasks
+        if part in ("0", "sums", "words"):
             continue
         if model is dict:
             return True
@@ -135,13 +160,19 @@ def has_setting(name: str) -> bool:
 
 def settings_named() -> Iterator[tuple[str, str]]:
     """Yield (file, setting) for backticks on pages and for sentences in the code."""
-    sections = "|".join(name for name, field in RunConfig.model_fields.items() if section_of(field))
+    sections = "|".join(
+        name for name, field in RunConfig.model_fields.items() if section_of(field)
+    )
     # task.answer and the like are attributes of the objects that user code gets
     sections = sections.replace("task|", "").replace("eval|", "")
-    dotted = re.compile(rf"(?<![\w./:{{@\-\[])(?:{sections})(?:\.[a-z_0-9]+)+(?![\w/(.]|\.\w)")
+    dotted = re.compile(
+        rf"(?<![\w./:{{@\-\[])(?:{sections})(?:\.[a-z_0-9]+)+(?![\w/(.]|\.\w)"
+    )
     for page in PAGES:
         if page.name != "coming-from.md":  # its left column has the keys of others
-            for quoted in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text(encoding="utf-8")):
+            for quoted in re.findall(
+                r"(?<!`)`([^`\n]+)`(?!`)", page.read_text(encoding="utf-8")
+            ):
                 yield from ((name_of(page), name) for name in dotted.findall(quoted))
     for path in sorted((ROOT / "asyncrl").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -150,21 +181,31 @@ def settings_named() -> Iterator[tuple[str, str]]:
             if not isinstance(node, ast.Constant) or id(node) in docstrings:
                 continue
             if isinstance(node.value, str) and " " in node.value:
-                yield from ((name_of(path), name) for name in dotted.findall(node.value))
+                yield from (
+                    (name_of(path), name) for name in dotted.findall(node.value)
+                )
 
 
 def test_settings_named_in_pages_and_messages_exist() -> None:
     is_file = re.compile(r"\.(py|md|json|sqlite|lock)$")
-    named = {(place, name) for place, name in settings_named() if not is_file.search(name)}
+    named = {
+        (place, name) for place, name in settings_named() if not is_file.search(name)
+    }
     assert len(named) > 100
-    assert {each for each in named if each[1] not in NO_SETTINGS and not has_setting(each[1])} == set()
+    assert {
+        each
+        for each in named
+        if each[1] not in NO_SETTINGS and not has_setting(each[1])
+    } == set()
 
 
 @pytest.mark.parametrize("framework", ["TRL", "verl", "AReaL", "SkyRL", "prime-rl"])
 def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
     page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {framework}\n")[1].split("\n## ")[0]
-    cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][2:]
+    cells = [
+        line.split("|")[2] for line in section.splitlines() if line.startswith("| ")
+    ][2:]
     named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(named) > 12
     assert [name for name in named if not has_setting(name)] == []
@@ -214,7 +255,10 @@ def blocks_of(framework: str, language: str) -> list[str]:
 def defaults_of(framework: str) -> list[list[str]]:
     """Return rows: their setting, default, our setting, default, difference."""
     (table,) = blocks_of(framework, "text")
-    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in table.splitlines()[1:]]
+    return [
+        [cell.strip() for cell in f"{line} ".split(" | ")]
+        for line in table.splitlines()[1:]
+    ]
 
 
 @pytest.mark.parametrize("framework", ["TRL", "verl"])
@@ -226,7 +270,9 @@ def test_defaults_compared_with_other_frameworks_are_ours(framework: str) -> Non
 
 
 @pytest.mark.xdist_group("trl")
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing. is deprecated:FutureWarning"
+)
 def test_defaults_of_trl_are_of_the_installed_version(tmp_path: Path) -> None:
     from trl import GRPOConfig
 
@@ -238,7 +284,9 @@ def test_defaults_of_trl_are_of_the_installed_version(tmp_path: Path) -> None:
     (script,) = blocks_of("TRL", "python")
     calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if getattr(call.func, "id", "") == "GRPOConfig"]
-    changed = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    changed = {
+        word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
+    }
     changed |= {"output_dir": str(tmp_path), "use_cpu": True}
     asked = GRPOConfig(**changed)
     (text,) = blocks_of("TRL", "yaml")
@@ -248,9 +296,10 @@ def test_defaults_of_trl_are_of_the_installed_version(tmp_path: Path) -> None:
     assert completions == ours.trainer.num_groups * ours.rollout.group_size
     assert ours.trainer.betas == (asked.adam_beta1, asked.adam_beta2)
     equal = (
-        "num_generations max_completion_length max_steps learning_rate lr_scheduler_type epsilon epsilon_high"
+        "num_generations max_completion_length max_steps learning_rate"
+        " lr_scheduler_type epsilon epsilon_high save_steps seed"
     )
-    for name in f"{equal} save_steps seed".split():
+    for name in equal.split():
         assert getattr(asked, name) == attrgetter(keys[name])(ours), name
 
 
@@ -258,17 +307,42 @@ def test_defaults_of_trl_are_of_the_installed_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["TRL", "verl"])
 def test_a_translated_config_trains_a_step(framework: str, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text(blocks_of(framework, "yaml")[-1])
-    scratch = {"architecture": SHAPE | {"max_position_embeddings": 512}, "characters": string.printable[:95]}
-    tiny = ["model.path=none", f"model.scratch={json.dumps(scratch)}", "rollout.engine=embedded"]
-    few = ["trainer.num_steps=1", "trainer.num_groups=2", "rollout.max_tokens=4", "placement.trainer=cpu"]
-    done = run(tmp_path / "ours.yaml", tmp_path / "run", *tiny, *few, "placement.rollout=cpu")
+    scratch = {
+        "architecture": SHAPE | {"max_position_embeddings": 512},
+        "characters": string.printable[:95],
+    }
+    tiny = [
+        "model.path=none",
+        f"model.scratch={json.dumps(scratch)}",
+        "rollout.engine=embedded",
+    ]
+    few = [
+        "trainer.num_steps=1",
+        "trainer.num_groups=2",
+        "rollout.max_tokens=4",
+        "placement.trainer=cpu",
+    ]
+    done = run(
+        tmp_path / "ours.yaml", tmp_path / "run", *tiny, *few, "placement.rollout=cpu"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.extras
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr

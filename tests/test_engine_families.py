@@ -1,4 +1,5 @@
-"""Families with windows or states: prompts of siblings, later turns and interrupted texts are exact.
+"""Families with windows or states: prompts of siblings, later turns and interrupted
+texts are exact.
 
 tests/test_models_table.py compares the logprobs of all models of the zoo.
 """
@@ -36,8 +37,10 @@ REFUSED = {
     "inkling_text": "position_bias",
     "deepseek_v4": "its attention reads",
 }
-"""A part of each reason. RecurrentGemma, RWKV and xLSTM keep states in modules or arguments, MiniMax in
-its own cache; Falcon computes attention without transformers' interface."""
+"""A part of each reason. RecurrentGemma, RWKV and xLSTM keep states in modules or
+arguments, MiniMax in its own cache; Falcon computes attention without transformers'
+interface.
+"""
 MOST_NATS = 1e-4
 LENGTHS = (1, 7, 12, 13, 30, 45)
 """Prompts on both sides of the zoo's windows, 12, and chunks, 16."""
@@ -57,13 +60,23 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def check(model: Any, request: SamplingRequest, answer: SegmentPart, start: int = 0, end: int = 99) -> None:
+def check(
+    model: Any,
+    request: SamplingRequest,
+    answer: SegmentPart,
+    start: int = 0,
+    end: int = 99,
+) -> None:
     """Compare tokens [start, end) of an answer with one plain forward pass."""
     assert len(answer.token_ids) == request.max_tokens
     num_prompt = len(request.prompt_ids)
     ids_1T = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
-    logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(dim=-1)
-    expected_T = logprobs_TV[num_prompt - 1 : -1].gather(1, ids_1T[0, num_prompt:, None])[:, 0]
+    logprobs_TV = (
+        model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(dim=-1)
+    )
+    expected_T = logprobs_TV[num_prompt - 1 : -1].gather(
+        1, ids_1T[0, num_prompt:, None]
+    )[:, 0]
     differences_T = expected_T - torch.tensor(answer.logprobs)
     assert float(differences_T[start:end].abs().max()) < MOST_NATS
 
@@ -73,7 +86,9 @@ def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> 
     model = save(name, tmp_path)
     with running_engine(tmp_path, slots=3, num_kept=2, max_length=128) as engine:
         requests = [
-            make_request(f"{length}-{seed}", prompt_of(length), max_tokens=9 + seed, seed=seed)
+            make_request(
+                f"{length}-{seed}", prompt_of(length), max_tokens=9 + seed, seed=seed
+            )
             for length in LENGTHS
             for seed in range(2)
         ]
@@ -82,17 +97,30 @@ def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> 
         for request in requests:
             check(model, request, answers[request.request_id])
         for turn in range(2):
-            text = (*request.prompt_ids, *answers[request.request_id].token_ids, 5, 6, 7)
+            text = (
+                *request.prompt_ids,
+                *answers[request.request_id].token_ids,
+                5,
+                6,
+                7,
+            )
             request = make_request(f"turn {turn}", text, max_tokens=12, seed=turn)
             answers |= {request.request_id: ask(engine, [request])[0].result(60)}
             check(model, request, answers[request.request_id])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_5_text", "falcon_h1", "lfm2", "mamba"])
-def test_interrupted_texts_are_exact_under_new_weights(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma2", "qwen3_5_text", "falcon_h1", "lfm2", "mamba"]
+)
+def test_interrupted_texts_are_exact_under_new_weights(
+    name: str, tmp_path: Path
+) -> None:
     models = [save(name, tmp_path / str(seed), seed) for seed in range(2)]
     engine = build_engine(make_spec(tmp_path / "0", slots=2, max_length=128))
-    requests = [make_request(str(length), prompt_of(length), max_tokens=25) for length in (10, 30, 40)]
+    requests = [
+        make_request(str(length), prompt_of(length), max_tokens=25)
+        for length in (10, 30, 40)
+    ]
 
     futures = ask(engine, requests)
     for _ in range(9):

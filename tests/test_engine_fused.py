@@ -19,7 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.messages.engine_api import CommitRequest, WakeRequest
 from asyncrl_servers.embedded import fused_decode
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
-from asyncrl_servers.embedded.fused_decode import FusedSteps, decode_attention, fused_layer
+from asyncrl_servers.embedded.fused_decode import (
+    FusedSteps,
+    decode_attention,
+    fused_layer,
+)
 from asyncrl_servers.embedded.kv_attention import SPLITS
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,10 +73,21 @@ def cpu_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_family(folder: Path, model_type: str) -> Path:
-    shape = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    shape = {
+        "vocab_size": 50,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    shape |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
     ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(model_type, **shape, **ends, **FAMILIES[model_type], initializer_range=0.15)
+    config = AutoConfig.for_model(
+        model_type, **shape, **ends, **FAMILIES[model_type], initializer_range=0.15
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
@@ -89,11 +104,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3(tmp_path_factory.mktemp("fused") / "other", seed=1, num_hidden_layers=2)
+    return make_qwen3(
+        tmp_path_factory.mktemp("fused") / "other", seed=1, num_hidden_layers=2
+    )
 
 
 def build_fused(folder: Path, **fields: Any) -> Engine:
-    engine = build_engine(make_spec(folder, deterministic=False, fused_decode=True, **fields))
+    engine = build_engine(
+        make_spec(folder, deterministic=False, fused_decode=True, **fields)
+    )
     assert isinstance(engine.runner.graphs, FusedSteps)
     return engine
 
@@ -106,7 +125,9 @@ def test_fused_logprobs_equal_transformers(tmp_path: Path, model_type: str) -> N
     for seed, answer in enumerate(found):
         prompt = [2 + at % 48 for at in range(3 if seed % 3 else 90)]
         with torch.inference_mode():
-            logits_TV = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits_TV = model(torch.tensor([prompt + answer.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         logprobs_TV = logits_TV.log_softmax(-1)
         expected = logprobs_TV.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
@@ -115,7 +136,11 @@ def test_fused_logprobs_equal_transformers(tmp_path: Path, model_type: str) -> N
 @pytest.mark.parametrize("cache_tokens", [0, 320, 640])
 @pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])
 def test_fused_steps_draw_the_same_across_a_publish(
-    folder: Path, other_folder: Path, tmp_path: Path, keeps_place: bool, cache_tokens: int
+    folder: Path,
+    other_folder: Path,
+    tmp_path: Path,
+    keeps_place: bool,
+    cache_tokens: int,
 ) -> None:
     plain = build_engine(make_spec(folder, slots=10, num_kept=4, deterministic=False))
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
@@ -137,7 +162,10 @@ def test_a_bounded_cache_delays_requests_but_changes_no_token(folder: Path) -> N
     expected = answers(build_engine(make_spec(folder, slots=10, deterministic=False)))
     engine = build_fused(folder, slots=10, cache_tokens=320)
     num_running = list[int]()
-    check_same(answers(engine, lambda: num_running.append(engine.health().num_running)), expected)
+    check_same(
+        answers(engine, lambda: num_running.append(engine.health().num_running)),
+        expected,
+    )
     assert 0 < num_running[0] < 10
 
 
@@ -146,15 +174,21 @@ class RecordedSteps(FusedSteps):
     capture = Recorded.capture
 
 
-def test_replayed_fused_steps_read_changed_inputs(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+def test_replayed_fused_steps_read_changed_inputs(
+    folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
     plain = build_engine(make_spec(folder, slots=10, deterministic=False))
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
     engine = build_fused(folder, slots=10)
     assert engine.runner.plain is not None
-    engine.runner.graphs = recorded = RecordedSteps(engine.runner, engine.runner.plain, 10)
+    engine.runner.graphs = recorded = RecordedSteps(
+        engine.runner, engine.runner.plain, 10
+    )
     recorded.is_refused = False
     engine.weights.keeps_place = True
-    check_same(answers(engine, publish_halfway(engine, other_folder, tmp_path)), expected)
+    check_same(
+        answers(engine, publish_halfway(engine, other_folder, tmp_path)), expected
+    )
     assert 4 == recorded.num_captured < recorded.num_replayed  # 2, 4, 8 and 10 rows
 
 
@@ -166,7 +200,9 @@ def test_one_compilation_serves_all_layers_and_numbers_of_rows(folder: Path) -> 
     steps.run_layer = torch.compile(fused_layer, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = answers(engine)
-    check_same(found, answers(build_engine(make_spec(folder, slots=10, deterministic=False))))
+    check_same(
+        found, answers(build_engine(make_spec(folder, slots=10, deterministic=False)))
+    )
 
 
 def after(engine: Engine, asked: Future[Any]) -> Any:
@@ -186,11 +222,21 @@ def test_fused_steps_sleep_and_wake_to_other_weights(
     woken_kv = after(engine, engine.wake(WakeRequest(parts=["kv"])))
     assert slept.num_bytes == woken.num_bytes + woken_kv.num_bytes
     staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
-    after(engine, engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="abort")))
-    check_same(answers(engine), answers(build_engine(make_spec(other_folder, slots=10, deterministic=False))))
+    after(
+        engine,
+        engine.commit(
+            CommitRequest(version=1, digest=staged.digest, interrupt="abort")
+        ),
+    )
+    check_same(
+        answers(engine),
+        answers(build_engine(make_spec(other_folder, slots=10, deterministic=False))),
+    )
 
 
-def test_fused_steps_use_adapters_over_the_initial_weights(folder: Path, tmp_path: Path) -> None:
+def test_fused_steps_use_adapters_over_the_initial_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     plain = build_engine(make_spec(folder, deterministic=False))
     engine = build_fused(folder)
     engine.weights.keeps_place = True
@@ -199,7 +245,9 @@ def test_fused_steps_use_adapters_over_the_initial_weights(folder: Path, tmp_pat
         request = lora_request(adapters(folder, names, seed=version), version, tmp_path)
         for one in (plain, engine):
             staged = one.weights.prepare(request)
-            commit = CommitRequest(version=version, digest=staged.digest, interrupt="abort")
+            commit = CommitRequest(
+                version=version, digest=staged.digest, interrupt="abort"
+            )
             after(one, one.commit(commit))
         check_same(answers(engine), answers(plain))
 
@@ -213,7 +261,9 @@ def test_a_model_without_plain_decoder_decodes_as_before(
     assert "not fused: model type qwen3_moe has no plain decoder" in caplog.text
 
 
-@pytest.mark.parametrize("fields", [{"cache_tokens": 256}, {"cache_tokens": 255, "fused_decode": True}])
+@pytest.mark.parametrize(
+    "fields", [{"cache_tokens": 256}, {"cache_tokens": 255, "fused_decode": True}]
+)
 def test_a_cache_that_cannot_serve_ends_the_start(
     folder: Path, capfd: pytest.CaptureFixture[str], fields: dict[str, Any]
 ) -> None:
@@ -224,7 +274,9 @@ def test_a_cache_that_cannot_serve_ends_the_start(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "group", "head_dim", "page"), [(3, 2, 128, 64), (40, 7, 64, 2080)])
+@pytest.mark.parametrize(
+    ("rows", "group", "head_dim", "page"), [(3, 2, 128, 64), (40, 7, 64, 2080)]
+)
 def test_the_kernel_agrees_with_the_reference(
     dtype: torch.dtype, rows: int, group: int, head_dim: int, page: int
 ) -> None:
@@ -237,7 +289,9 @@ def test_the_kernel_agrees_with_the_reference(
     merged = made(rows, (group + 2) * kv_heads, head_dim)
     query, key, value = merged.split((group * kv_heads, kv_heads, kv_heads), dim=1)
     cache = [made(rows * num_pages, kv_heads, page, head_dim) for _ in range(2)]
-    table = torch.randperm(rows * num_pages, generator=random).view(rows, num_pages).int()
+    table = (
+        torch.randperm(rows * num_pages, generator=random).view(rows, num_pages).int()
+    )
     lengths = torch.randint(1, 2080, (rows,), generator=random).int()
     lengths[:2] = torch.tensor([1, 2080])
     places = [table, lengths]
@@ -245,7 +299,9 @@ def test_the_kernel_agrees_with_the_reference(
     on_device = [one.cuda() for one in given]
     found, expected = (
         (parts * logsums.softmax(-1)[..., None]).sum(2).cpu()
-        for parts, logsums in (decode_attention(*inputs, 0.1) for inputs in (on_device, given))
+        for parts, logsums in (
+            decode_attention(*inputs, 0.1) for inputs in (on_device, given)
+        )
     )
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, atol=limit, rtol=limit)

@@ -33,7 +33,10 @@ LONG = 250
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 120}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 120},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -41,7 +44,9 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_qwen3(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, eos_token_id=1, **SMALL)
+    folder = make_qwen3(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB, eos_token_id=1, **SMALL
+    )
     save(byte_level(), folder)
     return folder
 
@@ -79,14 +84,26 @@ SCHEMAS = [
     ITEMS,
     {"type": "integer", "minimum": -50, "maximum": 150},
     {"anyOf": [{"type": "null"}, {"type": "boolean"}, ITEMS]},
-    {"type": "object", "properties": {"a": TEXT, "b": ITEMS}, "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"a": TEXT, "b": ITEMS},
+        "additionalProperties": False,
+    },
 ]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(SCHEMAS), min_size=1, max_size=4), st.integers(0, 10**6), st.integers(0, 60))
+@given(
+    st.lists(st.sampled_from(SCHEMAS), min_size=1, max_size=4),
+    st.integers(0, 10**6),
+    st.integers(0, 60),
+)
 def test_answers_stay_valid_and_equal_over_interruptions(
-    engine: Engine, tokenizer: HFChatTokenizer, schemas: list[dict[str, Any]], seed: int, cut: int
+    engine: Engine,
+    tokenizer: HFChatTokenizer,
+    schemas: list[dict[str, Any]],
+    seed: int,
+    cut: int,
 ) -> None:
     asked = [asking(schema, seed + index) for index, schema in enumerate(schemas)]
     free = make_request("free", seed=seed, max_tokens=30)
@@ -102,20 +119,30 @@ def test_answers_stay_valid_and_equal_over_interruptions(
             assert len(answer.token_ids) == LONG, "a choice of very long texts"
         num = min(cut, len(answer.token_ids) - 1)
         begun = [*request.prompt_ids, *answer.token_ids[:num]]
-        rest = replace(request, prompt_ids=begun, num_resumed=num, max_tokens=LONG - num)
+        rest = replace(
+            request, prompt_ids=begun, num_resumed=num, max_tokens=LONG - num
+        )
         (resumed,) = answers(engine, rest)
         assert (answer.token_ids[num:], answer.logprobs[num:]) == drawn(resumed)
 
 
 def check_allowed(
-    request: SamplingRequest, answer: SegmentPart, logits_TV: torch.Tensor, tokenizer: Any, vocab: int
+    request: SamplingRequest,
+    answer: SegmentPart,
+    logits_TV: torch.Tensor,
+    tokenizer: Any,
+    vocab: int,
 ) -> None:
-    """Each logprob is of the model's distribution over the tokens that the grammar allows."""
+    """Each logprob is of the model's distribution over the tokens that the grammar
+    allows.
+    """
     matcher = TokenGrammars(tokenizer, vocab).begin(request.grammar or "")
     for at, token in enumerate(answer.token_ids):
         allowed = torch.from_numpy(matcher.allowed())
         matcher.take(token)
-        logits_V = logits_TV[len(request.prompt_ids) + at - 1].masked_fill(~allowed, -torch.inf)
+        logits_V = logits_TV[len(request.prompt_ids) + at - 1].masked_fill(
+            ~allowed, -torch.inf
+        )
         logprobs_V = logits_V.log_softmax(-1)
         assert abs(float(logprobs_V[token]) - answer.logprobs[at]) < 1e-4
         values, ids = logprobs_V.topk(min(20, int(allowed.sum())))
@@ -132,12 +159,22 @@ def test_logprobs_are_of_the_model_over_allowed_tokens(
         request = asking(PERSON, 3, temperature=temperature, top_logprobs=20)
         (answer,) = answers(engine, request)
         with torch.inference_mode():
-            logits_TV = model(torch.tensor([[*request.prompt_ids, *answer.token_ids]])).logits[0].float()
-        check_allowed(request, answer, logits_TV / temperature, tokenizer._tokenizer, VOCAB)
-        assert min(len(top) for top in top_logprobs(answer)) == 1, "some tokens were the only ones allowed"
+            logits_TV = (
+                model(torch.tensor([[*request.prompt_ids, *answer.token_ids]]))
+                .logits[0]
+                .float()
+            )
+        check_allowed(
+            request, answer, logits_TV / temperature, tokenizer._tokenizer, VOCAB
+        )
+        assert min(len(top) for top in top_logprobs(answer)) == 1, (
+            "some tokens were the only ones allowed"
+        )
 
 
-def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_grammar_is_refused_and_others_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Refused) as refusal:
         ask(engine, [make_request(grammar="start: %json {")])
     assert refusal.value.status == 400
@@ -150,5 +187,7 @@ def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: py
     turn_until(engine, begun, beside)
     monkeypatch.undo()
     assert drawn(beside.result()) == drawn(alone)
-    with pytest.raises(Refused, match="request r7 has a grammar that cannot be followed"):
+    with pytest.raises(
+        Refused, match="request r7 has a grammar that cannot be followed"
+    ):
         begun.result()

@@ -8,7 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from engine_in_process import answered, make_qwen3, make_request, make_spec, running_engine, stage_file
+from engine_in_process import (
+    answered,
+    make_qwen3,
+    make_request,
+    make_spec,
+    running_engine,
+    stage_file,
+)
 from engine_replies import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,11 +39,21 @@ def test_stop_string_ends_a_resumed_answer_too(tiny_model_dir: Path) -> None:
         stop = ("not in there", text[10:14])
         stopped = answered(engine, max_tokens=60, seed=3, stop=stop)
         found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
-        assert (found, stopped.finish_reason) == (text[: text.index(stop[1]) + 4], "stop")
+        assert (found, stopped.finish_reason) == (
+            text[: text.index(stop[1]) + 4],
+            "stop",
+        )
         assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
         cut = len(stopped.token_ids) - 2
         prompt = (1, 2, 3, *whole.token_ids[:cut])
-        rest = answered(engine, prompt_ids=prompt, num_resumed=cut, max_tokens=60 - cut, seed=3, stop=stop)
+        rest = answered(
+            engine,
+            prompt_ids=prompt,
+            num_resumed=cut,
+            max_tokens=60 - cut,
+            seed=3,
+            stop=stop,
+        )
     assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
 
 
@@ -54,16 +71,26 @@ def test_stop_string_in_a_thought_does_not_end_it(tiny_model_dir: Path) -> None:
         assert tokenizer.decode(stopped.token_ids) == text[: text.index(stop, end) + 1]
         for cut in (5, len(stopped.token_ids) - 1):
             prompt = (1, 2, 3, *whole.token_ids[:cut])
-            rest = answered(engine, prompt_ids=prompt, num_resumed=cut, max_tokens=60 - cut, **asked)
-            assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
-        no_thought = answered(engine, max_tokens=60, **asked | {"thinking": ("<think>", "</think>")})
+            rest = answered(
+                engine, prompt_ids=prompt, num_resumed=cut, max_tokens=60 - cut, **asked
+            )
+            assert (rest.token_ids, rest.finish_reason) == (
+                stopped.token_ids[cut:],
+                "stop",
+            )
+        no_thought = answered(
+            engine, max_tokens=60, **asked | {"thinking": ("<think>", "</think>")}
+        )
         assert tokenizer.decode(no_thought.token_ids) == text[: text.index(stop) + 1]
 
 
 def test_nonfinite_weights_end_the_engine(folder: Path, tmp_path: Path) -> None:
     crashes: list[BaseException] = []
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
-    broken = {name: torch.full_like(one, torch.nan) for name, one in engine.weights._parameters.items()}
+    broken = {
+        name: torch.full_like(one, torch.nan)
+        for name, one in engine.weights._parameters.items()
+    }
     staged = engine.weights.prepare(stage_file(broken, 1, tmp_path))
     (future,) = ask(engine, [make_request(max_tokens=200)])
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
@@ -71,15 +98,25 @@ def test_nonfinite_weights_end_the_engine(folder: Path, tmp_path: Path) -> None:
     engine._thread.join()
     assert isinstance(crashes[0], FloatingPointError)
     assert "policy_version 1" in str(crashes[0])
-    assert not future.done(), "the process ends with on_crash: nothing is answered from broken weights"
+    assert not future.done(), (
+        "the process ends with on_crash: nothing is answered from broken weights"
+    )
 
 
 def draw(
-    logits: torch.Tensor, position: int = 0, temperature: float = 1.0, top_p: float = 1.0
+    logits: torch.Tensor,
+    position: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token a row, of seeds 0, 1, ..."""
-    sampling = np.array([(temperature, top_p)] * len(logits), [("temperature", float), ("top_p", float)])
-    seeds, positions = np.arange(len(logits), dtype=np.uint64), np.full(len(logits), position)
+    sampling = np.array(
+        [(temperature, top_p)] * len(logits), [("temperature", float), ("top_p", float)]
+    )
+    seeds, positions = (
+        np.arange(len(logits), dtype=np.uint64),
+        np.full(len(logits), position),
+    )
     return sample(logits, sampling, seeds, positions)[:2]
 
 
@@ -97,7 +134,13 @@ def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:
 
 def test_top_p_keeps_the_fewest_tokens_and_renormalizes() -> None:
     probabilities = torch.tensor([0.05, 0.5, 0.3, 0.15])
-    for top_p, kept in ((0.5, [1]), (0.6, [1, 2]), (0.79, [1, 2]), (0.9, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
+    for top_p, kept in (
+        (0.5, [1]),
+        (0.6, [1, 2]),
+        (0.79, [1, 2]),
+        (0.9, [1, 2, 3]),
+        (1.0, [0, 1, 2, 3]),
+    ):
         tokens, logprobs = draw(probabilities.log().expand(4000, -1), top_p=top_p)
         assert sorted(set(tokens.tolist())) == kept
         expected = probabilities.numpy()[tokens] / probabilities[kept].sum().item()

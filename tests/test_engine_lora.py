@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_in_process import answered, drawn, make_qwen3, publish, running_engine, stage_file, weights_of
+from engine_in_process import (
+    answered,
+    drawn,
+    make_qwen3,
+    publish,
+    running_engine,
+    stage_file,
+    weights_of,
+)
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import PrepareRequest
@@ -21,28 +29,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapters(
-    folder: Path, modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ), *, seed: int = 0, rank: int = 4
+    folder: Path,
+    modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ),
+    *,
+    seed: int = 0,
+    rank: int = 4,
 ) -> dict[str, torch.Tensor]:
     """Random ones, large enough to change the tokens."""
     random, base = torch.Generator().manual_seed(seed), weights_of(folder)
     tensors = {"scale": torch.tensor(0.5)}
     for module in modules:
         out_features, in_features = base[f"{module}.weight"].shape
-        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, in_features, generator=random) * 0.3
-        tensors[f"{module}.lora_B.weight"] = torch.randn(out_features, rank, generator=random) * 0.3
+        tensors[f"{module}.lora_A.weight"] = (
+            torch.randn(rank, in_features, generator=random) * 0.3
+        )
+        tensors[f"{module}.lora_B.weight"] = (
+            torch.randn(out_features, rank, generator=random) * 0.3
+        )
     return tensors
 
 
-def merged(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    weights = {name: weight.detach().to(dtype) for name, weight in weights_of(folder).items()}
+def merged(
+    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    weights = {
+        name: weight.detach().to(dtype) for name, weight in weights_of(folder).items()
+    }
     for module in {name.rpartition(".lora_")[0] for name in tensors} - {""}:
-        low_in, low_out = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
+        low_in = tensors[f"{module}.lora_A.weight"]
+        low_out = tensors[f"{module}.lora_B.weight"]
         base = weights[f"{module}.weight"].float()
-        weights[f"{module}.weight"] = (base + low_out @ low_in * tensors["scale"]).to(dtype)
+        weights[f"{module}.weight"] = (base + low_out @ low_in * tensors["scale"]).to(
+            dtype
+        )
     return weights
 
 
-def lora_request(tensors: dict[str, torch.Tensor], version: int, scratch: Path) -> PrepareRequest:
+def lora_request(
+    tensors: dict[str, torch.Tensor], version: int, scratch: Path
+) -> PrepareRequest:
     return stage_file(tensors, version, scratch).model_copy(update={"kind": "lora"})
 
 
@@ -51,13 +76,18 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "keeps_place"), [("float32", False), ("bfloat16", False), ("float32", True)]
+    ("dtype", "keeps_place"),
+    [("float32", False), ("bfloat16", False), ("float32", True)],
 )
 def test_adapters_give_what_merged_weights_give_bit_by_bit(
     folder: Path, tmp_path: Path, dtype: str, keeps_place: bool
 ) -> None:
-    # The second file leaves a layer of the first out, and brings another one: nothing of the first may stay.
-    files = [adapters(folder), adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2)]
+    # The second file leaves a layer of the first out, and brings another one: nothing
+    # of the first may stay.
+    files = [
+        adapters(folder),
+        adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2),
+    ]
     answers = []
     for kind in ("lora", "weights"):
         with running_engine(folder, dtype=dtype) as engine:
@@ -66,7 +96,10 @@ def test_adapters_give_what_merged_weights_give_bit_by_bit(
             for version, tensors in enumerate(files, start=1):
                 full = merged(folder, tensors, getattr(torch, dtype))
                 request = lora_request(tensors, version, tmp_path)
-                publish(engine, request if kind == "lora" else stage_file(full, version, tmp_path))
+                publish(
+                    engine,
+                    request if kind == "lora" else stage_file(full, version, tmp_path),
+                )
                 found.append(sampled(engine))
             answers.append(found)
     assert answers[0] == answers[1]
@@ -74,10 +107,14 @@ def test_adapters_give_what_merged_weights_give_bit_by_bit(
     assert len(set(tokens)) == 3
 
 
-def test_adapters_are_refused_without_the_base_of_the_start(folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_refused_without_the_base_of_the_start(
+    folder: Path, tmp_path: Path
+) -> None:
     with running_engine(folder) as engine:
         publish(engine, lora_request(adapters(folder), 1, tmp_path))
         publish(engine, stage_file(folder, 2, tmp_path))
         with pytest.raises(Refused, match="initial weights are no longer here"):
             engine.weights.prepare(lora_request(adapters(folder), 3, tmp_path))
-        assert engine.weights._base is None, "the first weights are not kept for nothing"
+        assert engine.weights._base is None, (
+            "the first weights are not kept for nothing"
+        )

@@ -1,4 +1,6 @@
-"""Interrupted and shared sequences of the embedded engine have the bits of fresh requests."""
+"""Interrupted and shared sequences of the embedded engine have the bits of fresh
+requests.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,31 @@ from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
-SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+}
 SLOTS = 3
 
 
 class Weights:
-    """Two sets, which take turns: version v is set v % 2. `fresh` are engines of each that share nothing."""
+    """Two sets, which take turns: version v is set v % 2. `fresh` are engines of each
+    that share nothing.
+    """
 
     def __init__(self, scratch: Path) -> None:
-        self.folders = [make_qwen3(scratch / f"model-{seed}", seed=seed, **SMALL) for seed in (0, 1)]
-        self._staged = [stage_file(folder, version, scratch) for version, folder in enumerate(self.folders)]
-        self._fresh = [build_engine(make_spec(folder, slots=1)) for folder in self.folders]
+        self.folders = [
+            make_qwen3(scratch / f"model-{seed}", seed=seed, **SMALL) for seed in (0, 1)
+        ]
+        self._staged = [
+            stage_file(folder, version, scratch)
+            for version, folder in enumerate(self.folders)
+        ]
+        self._fresh = [
+            build_engine(make_spec(folder, slots=1)) for folder in self.folders
+        ]
 
     def engine(self, **how: Any) -> Engine:
         return build_engine(make_spec(self.folders[0], slots=SLOTS, **how))
@@ -45,7 +61,10 @@ class Weights:
             engine = self._fresh[span.version % 2]
             (fresh,) = ask(engine, [rest])
             turn_until(engine, fresh)
-            got = answer.token_ids[span.start : span.end], answer.logprobs[span.start : span.end]
+            got = (
+                answer.token_ids[span.start : span.end],
+                answer.logprobs[span.start : span.end],
+            )
             assert got == (fresh.result().token_ids, fresh.result().logprobs)
 
 
@@ -76,7 +95,9 @@ def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
 
 def sleep_and_wake(engine: Engine, weights: Weights) -> None:
     """The served weights serve again: weights that slept are pushed once more."""
-    turn_until(engine, engine.sleep(), engine.wake(WakeRequest(parts=["kv", "weights"])))
+    turn_until(
+        engine, engine.sleep(), engine.wake(WakeRequest(parts=["kv", "weights"]))
+    )
     version = engine.weights.version
     digest = engine.weights.prepare(weights.staged(version)).digest
     turn_until(engine, engine.commit(CommitRequest(version=version, digest=digest)))
@@ -111,10 +132,14 @@ def test_turn_reads_only_new_tokens_until_weights_change(
     turn()
     sleep_and_wake(engine, weights)
     turn()
-    assert num_read == [43, 4, 69, 4, 95], "the newest token of a turn is not in the cache"
+    assert num_read == [43, 4, 69, 4, 95], (
+        "the newest token of a turn is not in the cache"
+    )
 
 
-ASKS = st.tuples(st.integers(0, 9), st.integers(0, 80), st.integers(0, 4), st.integers(1, 30))
+ASKS = st.tuples(
+    st.integers(0, 9), st.integers(0, 80), st.integers(0, 4), st.integers(1, 30)
+)
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.lists(ASKS, min_size=1, max_size=4)),
     st.tuples(st.just("turns"), st.integers(1, 30)),
@@ -126,21 +151,37 @@ EVENTS = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=14), st.booleans())
-def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, Any]], keeps: bool) -> None:
+def test_random_pasts_change_no_bit(
+    weights: Weights, events: list[tuple[str, Any]], keeps: bool
+) -> None:
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "MIN_COPIED", 4)
-        engine, asked = weights.engine(num_kept=SLOTS * keeps), list[tuple[SamplingRequest, Reply]]()
+        engine = weights.engine(num_kept=SLOTS * keeps)
+        asked = list[tuple[SamplingRequest, Reply]]()
         for what, how in events:
             if what == "ask":
-                over = [(request, reply.result()) for request, reply in asked if reply.done()]
-                texts += [[*request.prompt_ids, *answer.token_ids] for request, answer in over]
+                over = [
+                    (request, reply.result())
+                    for request, reply in asked
+                    if reply.done()
+                ]
+                texts += [
+                    [*request.prompt_ids, *answer.token_ids] for request, answer in over
+                ]
                 requests = []
                 for which, cut, num_new, max_tokens in how:
-                    prompt = [*texts[-which % len(texts)][: max(1, cut)], *[num_new] * num_new]
+                    prompt = [
+                        *texts[-which % len(texts)][: max(1, cut)],
+                        *[num_new] * num_new,
+                    ]
                     seed = len(asked) + len(requests)
-                    requests.append(make_request("r", tuple(prompt), max_tokens=max_tokens, seed=seed))
+                    requests.append(
+                        make_request(
+                            "r", tuple(prompt), max_tokens=max_tokens, seed=seed
+                        )
+                    )
                 asked += zip(requests, ask(engine, requests, ends=False), strict=True)
             elif what == "turns":
                 for _ in range(how):

@@ -23,7 +23,12 @@ from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
 from asyncrl_servers.embedded.kv_attention import LayerShape
 
-SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"max_position_embeddings": 512, "eos_token_id": None}
 
@@ -34,7 +39,10 @@ def save_model(folder: Path, kind: str, **sizes: Any) -> None:
 
 
 def refusal_of(
-    capfd: pytest.CaptureFixture[str], call: Callable[..., object], *of: Any, **named: Any
+    capfd: pytest.CaptureFixture[str],
+    call: Callable[..., object],
+    *of: Any,
+    **named: Any,
 ) -> ErrorBody:
     with pytest.raises(SystemExit, match="1"):
         call(*of, **named)
@@ -44,20 +52,31 @@ def refusal_of(
     return fatal
 
 
-def test_damaged_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_weights_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
     weights = folder / "model.safetensors"
     tensors = load_file(weights)
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert "model.norm.weight" in refusal_of(capfd, build_engine, make_spec(folder)).error
+    assert (
+        "model.norm.weight" in refusal_of(capfd, build_engine, make_spec(folder)).error
+    )
     weights.write_bytes(weights.read_bytes()[:2000])
-    assert "cannot load the model" in refusal_of(capfd, build_engine, make_spec(folder)).error
+    assert (
+        "cannot load the model"
+        in refusal_of(capfd, build_engine, make_spec(folder)).error
+    )
 
 
 @pytest.mark.parametrize(
     ("of", "overrides", "name"),
-    [("quickstart", [], "engine-0"), ("quickstart", [EVAL, OWN], EVAL_ENGINE), ("agent", [], "engine-0")],
+    [
+        ("quickstart", [], "engine-0"),
+        ("quickstart", [EVAL, OWN], EVAL_ENGINE),
+        ("agent", [], "engine-0"),
+    ],
 )
 def test_the_plan_counts_the_cache_and_weights_of_the_server(
     of: str, overrides: list[str], name: str, tmp_path: Path
@@ -66,7 +85,9 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     config = load(*of_model, *overrides, name=of)
     plan = make_plan(config, single_node(machine(0)), extra_servers(config))
-    servers = Servers(config, plan.placement, folder, NO_TOKENS, folder, LocalLauncher())
+    servers = Servers(
+        config, plan.placement, folder, NO_TOKENS, folder, LocalLauncher()
+    )
     role = ROLES.get(name, ROLES[ENGINE])
     order = servers.order(role, name, plan.placement.engines[0][0])
     spec = EmbeddedSpec(**{**role.launch(order).spec, "deterministic": False})
@@ -80,26 +101,46 @@ def test_a_length_that_changes_the_rotary_table_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    save_model(tmp_path / "model", "llama", max_position_embeddings=64, rope_parameters=rope)
-    fatal = refusal_of(capfd, build_engine, make_spec(tmp_path / "model", max_length=65))
+    save_model(
+        tmp_path / "model", "llama", max_position_embeddings=64, rope_parameters=rope
+    )
+    fatal = refusal_of(
+        capfd, build_engine, make_spec(tmp_path / "model", max_length=65)
+    )
     assert "type dynamic change above 64 tokens" in fatal.error
     assert "rollout.engine=vllm" in fatal.way_out
     build_engine(make_spec(tmp_path / "model", max_length=64))
 
 
 @pytest.mark.parametrize("kind", ["llama", "granite", "gemma"])
-def test_other_common_models_pass_the_checks_at_start(tmp_path: Path, kind: str) -> None:
-    save_model(tmp_path / "model", kind, hidden_size=48, num_attention_heads=6, head_dim=8)
+def test_other_common_models_pass_the_checks_at_start(
+    tmp_path: Path, kind: str
+) -> None:
+    save_model(
+        tmp_path / "model", kind, hidden_size=48, num_attention_heads=6, head_dim=8
+    )
     engine = build_engine(make_spec(tmp_path / "model", slots=20))
     build_engine(make_spec(tmp_path / "model", dtype="bfloat16", deterministic=False))
-    assert engine.runner.loaded.shape.layers == (LayerShape(kv_heads=2, head_dim=8, value_dim=8),) * 2
+    assert (
+        engine.runner.loaded.shape.layers
+        == (LayerShape(kv_heads=2, head_dim=8, value_dim=8),) * 2
+    )
     assert (engine.runner.plain is not None) == (kind in MODEL_TYPES)
 
 
-def test_the_check_at_start_finds_other_logits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
-    engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)
-    assert "differ from" in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
+def test_the_check_at_start_finds_other_logits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = build_engine(
+        make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1))
+    )
+    engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(
+        1, dims=0
+    )
+    assert (
+        "differ from"
+        in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
+    )
 
 
 def test_a_model_with_experts_starts_at_the_defaults(

@@ -23,7 +23,11 @@ from asyncrl.base.errors import (
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import GroupMember
-from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ExportResponse,
+)
 from asyncrl.sync.push import Push
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -65,7 +69,10 @@ class Receivers:
     def meet(self, version: int, names: str = "ab") -> list[Awaitable[None]]:
         for name in names:
             self.broadcasts.expect_nowait(name, version, 2)
-        return [self.broadcasts.receive(name, version, partial(self._take, name)) for name in names]
+        return [
+            self.broadcasts.receive(name, version, partial(self._take, name))
+            for name in names
+        ]
 
 
 @virtual
@@ -79,7 +86,12 @@ async def test_trainer_sends_once_after_all_engines_wait() -> None:
     await waiting
     (request,) = engines.sender.asked
     member = request.member
-    assert (member.rank, member.size, member.timeout_s, member.is_new) == (0, 5, 5.0, True)
+    assert (member.rank, member.size, member.timeout_s, member.is_new) == (
+        0,
+        5,
+        5.0,
+        True,
+    )
     assert [engines.ranks[name][0].rank for name in "ab"] == [1, 3]
     assert {engines.ranks[name][0].path for name in "ab"} == {member.path}
     with pytest.raises(EngineError, match="did not prepare"):
@@ -89,7 +101,9 @@ async def test_trainer_sends_once_after_all_engines_wait() -> None:
 @virtual
 async def test_group_is_formed_again_for_a_new_process() -> None:
     engines = Receivers()
-    for version, names in enumerate(["ab", "ab", "a", "ab", "restart", "ab", "trainer", "ab"]):
+    for version, names in enumerate(
+        ["ab", "ab", "a", "ab", "restart", "ab", "trainer", "ab"]
+    ):
         if names == "restart":
             engines.broadcasts.leave_nowait("b")  # its process was started again
         elif names == "trainer":
@@ -98,7 +112,14 @@ async def test_group_is_formed_again_for_a_new_process() -> None:
         else:
             await asyncio.gather(*engines.meet(version, names))
     members = [request.member for request in engines.sender.asked]
-    assert [member.is_new for member in members] == [True, False, True, True, True, True]
+    assert [member.is_new for member in members] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert len({member.path for member in members}) == 5
     assert [member.store for member in members] == [""] * 5 + ["10.0.0.2:4000"]
 
@@ -118,10 +139,20 @@ async def test_early_failure_ends_the_group_for_all(who: str) -> None:
     if who.endswith("cut"):
         tasks["ab".index(who[0])].cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert asyncio.get_running_loop().time() < 3.0, "nobody waits for a group that is broken"
-    assert all(isinstance(outcome, ComponentError | asyncio.CancelledError) for outcome in outcomes)
-    assert who != "trainer" or all(isinstance(outcome, WeightsLost) for outcome in outcomes)
-    sender.failure, sender.seconds, engines.failing, engines.seconds = None, 1.0, {}, {"a": 1.0, "b": 1.0}
+    assert asyncio.get_running_loop().time() < 3.0, (
+        "nobody waits for a group that is broken"
+    )
+    assert all(
+        isinstance(outcome, ComponentError | asyncio.CancelledError)
+        for outcome in outcomes
+    )
+    assert who != "trainer" or all(
+        isinstance(outcome, WeightsLost) for outcome in outcomes
+    )
+    sender.failure = None
+    sender.seconds = 1.0
+    engines.failing = {}
+    engines.seconds = {"a": 1.0, "b": 1.0}
     await asyncio.gather(*engines.meet(1))
     assert sender.asked[-1].member.is_new
     assert sender.asked[-1].member.path != sender.asked[0].member.path
@@ -153,9 +184,17 @@ async def test_engine_with_wrong_weights_twice_is_lost() -> None:
 
     for version in (1, 2):
         fakes[0].num_refused = version
-        sent: Any = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
+        sent: Any = {
+            "version": version,
+            "digest": f"d{version}",
+            "num_tensors": 2,
+            "num_bytes": 8,
+        }
         push = Push(version, engines, timeout_s=100.0, on_lost=on_lost)
         await push.whole(ExportResponse(path="", is_held=True, **sent))
-        assert ([fake.policy_version for fake in fakes], lost) == ([1, version], ["engine-0"][: version - 1])
+        assert ([fake.policy_version for fake in fakes], lost) == (
+            [1, version],
+            ["engine-0"][: version - 1],
+        )
     with pytest.raises(EngineLost, match="it is not what was announced"):
         await engines[0].health()

@@ -18,7 +18,10 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS, Ragged, Tokens
 from asyncrl.testing.virtual_time import all_blocked
 
-TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
+TOKENS = st.lists(
+    st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)),
+    max_size=6,
+)
 LOGPROBS = st.floats(width=32, allow_nan=False)
 TOP = st.lists(st.tuples(st.integers(-1, 2**31 - 1), LOGPROBS), max_size=3)
 VERSIONS = st.lists(st.integers(0, 2), min_size=6, max_size=6)
@@ -35,18 +38,27 @@ ROWS = st.tuples(
 
 def row_tokens(tokens: Any, versions: list[int], top: Any) -> Tokens:
     """A row is sampled whole, under up to six versions."""
-    spans = [VersionSpan(at, at + 1, version) for at, version in enumerate(versions[: len(tokens)])]
+    spans = [
+        VersionSpan(at, at + 1, version)
+        for at, version in enumerate(versions[: len(tokens)])
+    ]
     columns = {}
     if top is not None:
         likeliest = top[: len(tokens)]
-        columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in likeliest], "<i4")
-        columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in likeliest], "<f4")
+        columns[TOP_IDS] = Ragged.of(
+            [[token for token, _ in one] for one in likeliest], "<i4"
+        )
+        columns[TOP_LOGPROBS] = Ragged.of(
+            [[value for _, value in one] for one in likeliest], "<f4"
+        )
     ids, logprobs = [token for token, _ in tokens], [logprob for _, logprob in tokens]
     return sampled_tokens(ids, logprobs, spans, **columns)
 
 
 @given(st.lists(ROWS, min_size=1), st.lists(st.booleans(), min_size=1))
-def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool]) -> None:
+def test_sampled_rows_arrive_unchanged(
+    given_rows: list[Any], has_top: list[bool]
+) -> None:
     rows = [
         codec.Sampled(
             number,
@@ -64,7 +76,9 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         assert expected.ids.tobytes() == found.ids.tobytes()
         for name in (TOP_IDS, TOP_LOGPROBS):
             assert expected.column(name).lists() == found.column(name).lists()
-        assert expected.behaviour_logprobs.tobytes() == found.behaviour_logprobs.tobytes()
+        assert (
+            expected.behaviour_logprobs.tobytes() == found.behaviour_logprobs.tobytes()
+        )
 
 
 @virtual
@@ -72,11 +86,16 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     fake = FakeEngineServer(slots=2, decode_s=0.01)
     sent = fake.frames
     server, prompt = EngineServer(fake), tuple(range(100, 120))
-    requests = [SamplingRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
+    requests = [
+        SamplingRequest(f"r{index}", prompt, 5 + index, seed=index)
+        for index in range(300)
+    ]
     tasks = [asyncio.create_task(server.generate_segment(one)) for one in requests]
     await all_blocked()
     assert [len(codec.read_submit(frame)) for frame in sent] == [256, 44]
-    assert [frame.arrays["prompts"].tolist() for frame in sent] == [list(prompt)] * 2, "once a frame"
+    assert [frame.arrays["prompts"].tolist() for frame in sent] == [list(prompt)] * 2, (
+        "once a frame"
+    )
     for task in tasks[2:]:
         task.cancel()
     await all_blocked()

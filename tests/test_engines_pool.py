@@ -27,28 +27,46 @@ from asyncrl.testing.virtual_time import all_blocked
 DECODE_S = 0.01
 
 
-def make_request(name: str = "r0", max_tokens: int = 20, *, seed: int = 1, key: str = "") -> SamplingRequest:
-    return SamplingRequest(name, (112, 113), max_tokens, temperature=1.0, seed=seed, route_key=key)
+def make_request(
+    name: str = "r0", max_tokens: int = 20, *, seed: int = 1, key: str = ""
+) -> SamplingRequest:
+    return SamplingRequest(
+        name, (112, 113), max_tokens, temperature=1.0, seed=seed, route_key=key
+    )
 
 
 def make_pool(
     num_fakes: int, *, leaves_lost: bool = False, **values: Any
 ) -> tuple[EnginePool, list[FakeEngineServer]]:
     values = {"decode_s": DECODE_S} | values
-    fakes = [FakeEngineServer(f"engine-{index}", **values) for index in range(num_fakes)]
+    fakes = [
+        FakeEngineServer(f"engine-{index}", **values) for index in range(num_fakes)
+    ]
     on_lost = (lambda lost: pool.down_nowait(lost.component)) if leaves_lost else None
-    pool = EnginePool([EngineServer(fake) for fake in fakes], slots=fakes[0].slots, on_lost=on_lost)
+    pool = EnginePool(
+        [EngineServer(fake) for fake in fakes], slots=fakes[0].slots, on_lost=on_lost
+    )
     return pool, fakes
 
 
-async def publish(server: Any, version: int, digest: str = "w0", interrupt: Interrupt = "abort") -> None:
+async def publish(
+    server: Any, version: int, digest: str = "w0", interrupt: Interrupt = "abort"
+) -> None:
     await server.prepare(
-        ExportResponse(version=version, path=f"fake/{digest}", digest=digest, num_tensors=1, num_bytes=1)
+        ExportResponse(
+            version=version,
+            path=f"fake/{digest}",
+            digest=digest,
+            num_tensors=1,
+            num_bytes=1,
+        )
     )
     await server.commit(version, digest, interrupt)
 
 
-async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> Completion:
+async def uninterrupted(
+    request: SamplingRequest, end_fraction: float = 0.0
+) -> Completion:
     pool, _ = make_pool(1, end_fraction=end_fraction)
     try:
         return await pool.generate(request)
@@ -66,7 +84,10 @@ KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
     chunk_tokens=st.integers(0, 5),
     num_kept=st.integers(0, 40),
     num_others=st.integers(0, 4),
-    events=st.lists(st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(KINDS)), max_size=8),
+    events=st.lists(
+        st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(KINDS)),
+        max_size=8,
+    ),
 )
 @virtual
 async def test_interrupted_completion_is_the_uninterrupted_one(
@@ -78,16 +99,19 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     num_others: int,
     events: list[tuple[int, int, Any]],
 ) -> None:
-    """Stream unless chunk_tokens is 0. Resume num_kept tokens of an earlier process. Queue with other
-    requests.
+    """Stream unless chunk_tokens is 0. Resume num_kept tokens of an earlier process.
+    Queue with other requests.
     """
     request, partial = make_request(max_tokens=max_tokens, seed=seed), None
     expected = await uninterrupted(request, end_fraction)
     num_kept = num_kept if num_kept < len(expected.token_ids) else 0
     if num_kept:
-        ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
+        ids = expected.token_ids[:num_kept]
+        logprobs = expected.behaviour_logprobs[:num_kept]
         partial = completion_of(ids, logprobs, [VersionSpan(0, num_kept, 0, engine=0)])
-    pool, fakes = make_pool(2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction)
+    pool, fakes = make_pool(
+        2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction
+    )
     for fake in fakes:
         fake.chunk_tokens = chunk_tokens or 1
     told, segments, version = list[int](), list[Any](), 0
@@ -105,12 +129,22 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     async with asyncio.TaskGroup() as tasks:
         on_tokens = told.extend if chunk_tokens else None
         joined = tasks.create_task(
-            pool.generate(request, partial=partial, on_segment=segments.append, on_tokens=on_tokens)
+            pool.generate(
+                request,
+                partial=partial,
+                on_segment=segments.append,
+                on_tokens=on_tokens,
+            )
         )
-        others = [make_request(f"other {index}", 30, seed=index) for index in range(num_others)]
+        others = [
+            make_request(f"other {index}", 30, seed=index)
+            for index in range(num_others)
+        ]
         running = [tasks.create_task(pool.generate(other)) for other in others]
         for after_steps, index, kind in sorted(events):
-            await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - (clock() - started)))
+            await asyncio.sleep(
+                max(0.0, after_steps * DECODE_S - 0.005 - (clock() - started))
+            )
             if kind == "die":
                 fakes[index].die()
                 pool.down_nowait(fakes[index].name)
@@ -118,7 +152,9 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
                 await bring_up(index)
             elif kind in ("all", "one"):
                 if not fakes[index].has_ended.is_set():
-                    await pool.servers[index].abort(None if kind == "all" else [request.request_id])
+                    await pool.servers[index].abort(
+                        None if kind == "all" else [request.request_id]
+                    )
             else:
                 version += 1
                 for server, fake in zip(pool.servers, fakes, strict=True):
@@ -127,16 +163,30 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
         for index in range(2):
             await bring_up(index)
     completion = joined.result()
-    covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+    covered = [
+        index
+        for span in completion.version_spans
+        for index in range(span.start, span.end)
+    ]
     assert covered == list(range(len(expected.token_ids)))
-    assert same_tokens(replace(completion.tokens, spans=()), replace(expected.tokens, spans=()))
+    assert same_tokens(
+        replace(completion.tokens, spans=()), replace(expected.tokens, spans=())
+    )
     assert completion.finish_reason == expected.finish_reason
     assert not chunk_tokens or tuple(told) == completion.token_ids
-    assert all(one.token_ids == completion.token_ids[: len(one.token_ids)] for one in segments)
-    assert (sum(pool.load.values()), {server.policy_version for server in pool.servers}) == (0, {version})
+    assert all(
+        one.token_ids == completion.token_ids[: len(one.token_ids)] for one in segments
+    )
+    assert (
+        sum(pool.load.values()),
+        {server.policy_version for server in pool.servers},
+    ) == (0, {version})
     num_tokens = len(completion.token_ids) - num_kept
     for other, task in zip(others, running, strict=True):
-        assert task.result().token_ids == (await uninterrupted(other, end_fraction)).token_ids
+        assert (
+            task.result().token_ids
+            == (await uninterrupted(other, end_fraction)).token_ids
+        )
         num_tokens += len(task.result().token_ids)
     assert pool.gauges()["tokens/generated"] == num_tokens
     assert not any(fake.num_running for fake in fakes)
@@ -156,12 +206,16 @@ async def test_interrupted_requests_keep_their_slots() -> None:
             for server in pool.servers:
                 await publish(server, version)
             await all_blocked()
-            assert [len(fake.requests) for fake in fakes] == sent, "resumed ones are not sent again"
+            assert [len(fake.requests) for fake in fakes] == sent, (
+                "resumed ones are not sent again"
+            )
             assert [fake.num_running for fake in fakes] == [2, min(2, sent[1])]
     for request, task in zip(requests, running, strict=True):
         assert task.result().token_ids == (await uninterrupted(request)).token_ids
     counts = [task.result().num_interruptions for task in running]
-    assert counts == [4, 4, 1, 1, 0], "r0 and r1 move to engine-1, which takes version 2 after that"
+    assert counts == [4, 4, 1, 1, 0], (
+        "r0 and r1 move to engine-1, which takes version 2 after that"
+    )
 
 
 @virtual

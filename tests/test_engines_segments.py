@@ -19,7 +19,10 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
 
 PARTIAL = completion_of(
-    (11, 12, 13), [-1.0, -2.0, -3.0], [VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)], num_interruptions=2
+    (11, 12, 13),
+    [-1.0, -2.0, -3.0],
+    [VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)],
+    num_interruptions=2,
 )
 
 
@@ -32,11 +35,17 @@ def chunk(*tokens: int, **changes: Any) -> SegmentPart:
 
 
 def rest(reason: Any, *tokens: int, version: int = 2, **changes: Any) -> SegmentPart:
-    values: dict[str, Any] = {"token_ids": list(tokens), "logprobs": [-float(token) for token in tokens]}
+    values: dict[str, Any] = {
+        "token_ids": list(tokens),
+        "logprobs": [-float(token) for token in tokens],
+    }
     values["version_spans"] = spans((0, len(tokens), version)) if tokens else []
     values |= changes
     return SegmentPart(
-        sampled_tokens(values["token_ids"], values["logprobs"], values["version_spans"]), reason
+        sampled_tokens(
+            values["token_ids"], values["logprobs"], values["version_spans"]
+        ),
+        reason,
     )
 
 
@@ -45,7 +54,9 @@ def spans(*which: tuple[int, int, int]) -> list[VersionSpan]:
 
 
 def check(*parts: SegmentPart) -> None:
-    """A request of three tokens to a server that had confirmed version 2, and was offered 3."""
+    """A request of three tokens to a server that had confirmed version 2, and was
+    offered 3.
+    """
     request = SamplingRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
     checked = SegmentCheck("engine-0", request, oldest=2)
     for part in parts:
@@ -84,18 +95,32 @@ def test_impossible_answer_is_an_engine_error(parts: list[Any]) -> None:
 def test_partial_tokens_are_told_after_each_interruption() -> None:
     told: list[Completion] = []
     join = SegmentJoin(make_request(8), PARTIAL, told.append)
-    for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
+    for segment in (
+        rest("abort", 14, version=5),
+        rest("abort"),
+        rest("abort", 15, 16, version=6),
+    ):
         join.add(segment)
     sampled = (11, 12, 13, 14, 15, 16)  # an empty segment adds nothing
     assert [partial.token_ids for partial in told] == [sampled[:4], sampled]
-    assert told[1].sampled.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
+    assert told[1].sampled.spans == (
+        VersionSpan(0, 2, 4),
+        VersionSpan(2, 4, 5),
+        VersionSpan(4, 6, 6),
+    )
     assert [partial.num_interruptions for partial in told] == [4, 6]
     join.add(rest("abort", 17, 18))
-    assert (join.is_finished, len(told)) == (True, 2), "an interruption right at the end of the budget"
+    assert (join.is_finished, len(told)) == (True, 2), (
+        "an interruption right at the end of the budget"
+    )
     for max_tokens in (3, 2):
-        whole = SegmentJoin(make_request(max_tokens), PARTIAL)  # which has used the budget, or a larger one
+        # which has used the budget, or a larger one
+        whole = SegmentJoin(make_request(max_tokens), PARTIAL)
         assert whole.is_finished
-        assert (whole.completion().finish_reason, whole.completion().token_ids) == ("length", (11, 12, 13))
+        assert (whole.completion().finish_reason, whole.completion().token_ids) == (
+            "length",
+            (11, 12, 13),
+        )
 
 
 def test_group_requests_share_a_server_with_free_slots() -> None:
@@ -105,10 +130,17 @@ def test_group_requests_share_a_server_with_free_slots() -> None:
     assert taken == [0, 1, 0, 1], "together while there is a free slot"
 
 
-STEPS = st.tuples(st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3))
+STEPS = st.tuples(
+    st.sampled_from(["take", "take", "leave", "down", "up"]), st.integers(0, 3)
+)
 
 
-@given(st.lists(STEPS, max_size=60), st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(
+    st.lists(STEPS, max_size=60),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
 def test_request_queues_only_without_a_free_slot(
     steps: list[tuple[str, int]], num_servers: int, slots: int, random: Random
 ) -> None:
@@ -134,10 +166,17 @@ def test_request_queues_only_without_a_free_slot(
         elif what == "up":
             router.up.add(number % num_servers)
         router.up = router.up or {0}
-    # A publish interrupts all segments; moved ones are routed again after all were asked.
+    # A publish interrupts all segments; moved ones are routed again after all were
+    # asked.
     num_free = sum(max(0, slots - router.load[index]) for index in router.up)
-    num_on_down = sum(router.load[index] for index in range(num_servers) if index not in router.up)
-    moved = [entry for entry in random.sample(open_requests, len(open_requests)) if router.moves(entry[1])]
+    num_on_down = sum(
+        router.load[index] for index in range(num_servers) if index not in router.up
+    )
+    moved = [
+        entry
+        for entry in random.sample(open_requests, len(open_requests))
+        if router.moves(entry[1])
+    ]
     assert sum(router.load) == len(open_requests)
     assert len(moved) <= num_free + num_on_down, "one free slot moves one request"
     for entry in moved:
@@ -146,7 +185,9 @@ def test_request_queues_only_without_a_free_slot(
         take(entry[1].route_key)
     loads = [router.load[index] for index in router.up]
     assert max(loads) <= slots or min(loads) >= slots
-    assert not any(router.moves(seat) for _, seat in open_requests), "and nothing moves twice"
+    assert not any(router.moves(seat) for _, seat in open_requests), (
+        "and nothing moves twice"
+    )
     for stack, _ in open_requests:
         stack.close()
     assert not any(router.load)

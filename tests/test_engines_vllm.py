@@ -22,13 +22,17 @@ from asyncrl.messages.trainer_api import ExportResponse
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 
-async def push(server: VllmServer, manifest: ExportResponse, interrupt: Interrupt = "abort") -> None:
+async def push(
+    server: VllmServer, manifest: ExportResponse, interrupt: Interrupt = "abort"
+) -> None:
     assert await server.prepare(manifest) == manifest.digest
     report = await server.commit(manifest.version, manifest.digest, interrupt)
     assert report.version == server.policy_version == manifest.version
 
 
-def next_of(server: VllmServer, house: House, seed: int, **changes: Any) -> ExportResponse:
+def next_of(
+    server: VllmServer, house: House, seed: int, **changes: Any
+) -> ExportResponse:
     return house.stage(server.policy_version + 1, house.weights(seed), **changes)
 
 
@@ -36,20 +40,32 @@ def check_gap(house: House, request: SamplingRequest, answer: SegmentPart) -> No
     """Each token is what the weights of its version give."""
     assert len(answer.logprobs) == len(answer.token_ids)
     for span in answer.version_spans:
-        weights, where = house.pushed[span.version], {"start": span.start, "end": span.end}
+        weights = house.pushed[span.version]
+        where = {"start": span.start, "end": span.end}
         temperature = request.temperature or 1.0
         given = (request.prompt_ids, answer.token_ids, answer.logprobs, temperature)
-        assert house.gap(weights, *given, **where) <= 1e-4, f"not of version {span.version}"
+        assert house.gap(weights, *given, **where) <= 1e-4, (
+            f"not of version {span.version}"
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: float) -> None:
+def test_logprobs_are_of_the_sampled_distribution(
+    house: House, temperature: float
+) -> None:
     async def story(server: VllmServer) -> None:
         requests = [
-            house.request(max_tokens=60, temperature=temperature, seed=seed, prompt_ids=[10, 20 + seed])
+            house.request(
+                max_tokens=60,
+                temperature=temperature,
+                seed=seed,
+                prompt_ids=[10, 20 + seed],
+            )
             for seed in range(4)
         ]
-        answers = await asyncio.gather(*(server.generate_segment(request) for request in requests))
+        answers = await asyncio.gather(
+            *(server.generate_segment(request) for request in requests)
+        )
         for request, answer in zip(requests, answers, strict=True):
             assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
             check_gap(house, request, answer)
@@ -59,7 +75,9 @@ def test_logprobs_are_of_the_sampled_distribution(house: House, temperature: flo
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
-def test_every_token_has_its_version_through_three_publishes(house: House, interrupt: Interrupt) -> None:
+def test_every_token_has_its_version_through_three_publishes(
+    house: House, interrupt: Interrupt
+) -> None:
     """Requests run until the last publish. Half of them are streamed."""
     max_tokens, step = 200, 60
     done: dict[tuple[int, int], Completion] = {}
@@ -67,7 +85,10 @@ def test_every_token_has_its_version_through_three_publishes(house: House, inter
 
     async def story(server: VllmServer) -> None:
         pool, first = EnginePool([server], slots=SLOTS), server.policy_version
-        staged = [house.stage(first + number, house.weights(100 + number)) for number in (1, 2, 3)]
+        staged = [
+            house.stage(first + number, house.weights(100 + number))
+            for number in (1, 2, 3)
+        ]
         more, over = asyncio.Event(), False
 
         async def place(seed: int) -> None:
@@ -75,13 +96,19 @@ def test_every_token_has_its_version_through_three_publishes(house: House, inter
             while not over:
                 tokens = told.setdefault((seed, turn), [])
 
-                def on_tokens(token_ids: Sequence[int], tokens: list[int] = tokens) -> None:
+                def on_tokens(
+                    token_ids: Sequence[int], tokens: list[int] = tokens
+                ) -> None:
                     tokens.extend(token_ids)
                     more.set()
 
                 name, prompt = f"{interrupt} {seed} {turn}", (10, 11, 12 + seed)
-                request = SamplingRequest(name, prompt, max_tokens, seed=100 * turn + seed)
-                done[seed, turn] = await pool.generate(request, on_tokens=on_tokens if seed % 2 else None)
+                request = SamplingRequest(
+                    name, prompt, max_tokens, seed=100 * turn + seed
+                )
+                done[seed, turn] = await pool.generate(
+                    request, on_tokens=on_tokens if seed % 2 else None
+                )
                 turn += 1
 
         async def until_sampled(num_tokens: int) -> None:
@@ -101,29 +128,52 @@ def test_every_token_has_its_version_through_three_publishes(house: House, inter
         spans_seen, num_crossing = set(), 0
         for (seed, turn), completion in done.items():
             is_streamed, spans = bool(seed % 2), completion.version_spans
-            assert (len(completion.token_ids), completion.finish_reason) == (max_tokens, "length")
+            assert (len(completion.token_ids), completion.finish_reason) == (
+                max_tokens,
+                "length",
+            )
             assert not is_streamed or tuple(told[seed, turn]) == completion.token_ids
-            assert [*(span.start for span in spans), max_tokens] == [0, *(span.end for span in spans)]
+            assert [*(span.start for span in spans), max_tokens] == [
+                0,
+                *(span.end for span in spans),
+            ]
             num_crossing += len(spans) > 1
-            given = ((10, 11, 12 + seed), completion.token_ids, completion.behaviour_logprobs)
+            given = (
+                (10, 11, 12 + seed),
+                completion.token_ids,
+                completion.behaviour_logprobs,
+            )
             for span in spans:
                 spans_seen.add(span.version)
-                gap = house.gap(house.pushed[span.version], *given, start=span.start, end=span.end)
-                is_exact = interrupt != "keep_kv" or is_streamed or span.version == spans[0].version
-                assert (gap <= 1e-3) == is_exact, f"{span}: else the old KV cache under new weights"
+                gap = house.gap(
+                    house.pushed[span.version], *given, start=span.start, end=span.end
+                )
+                is_exact = (
+                    interrupt != "keep_kv"
+                    or is_streamed
+                    or span.version == spans[0].version
+                )
+                assert (gap <= 1e-3) == is_exact, (
+                    f"{span}: else the old KV cache under new weights"
+                )
         assert spans_seen == {first, first + 1, first + 2, first + 3}
         assert bool(num_crossing) == (interrupt != "wait")
-        assert (server.policy_version, (await server.health()).num_running) == (first + 3, 0)
+        assert (server.policy_version, (await server.health()).num_running) == (
+            first + 3,
+            0,
+        )
 
     house.run(story)
 
 
 def mend(house: House) -> None:
-    """After a push that was refused: the weights of no version are replaced by right ones, behind the back of
-    any client.
+    """After a push that was refused: the weights of no version are replaced by right
+    ones, behind the back of any client.
     """
     house.process.rpc("asyncrl_plant", fault="")
-    house.process.ask("POST", "/update_weight_version", {"new_version": f"{house.version}~"})
+    house.process.ask(
+        "POST", "/update_weight_version", {"new_version": f"{house.version}~"}
+    )
 
     async def story(server: VllmServer) -> None:
         await push(server, next_of(server, house, 50 + house.version))
@@ -140,7 +190,9 @@ def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> N
     async def story(server: VllmServer) -> None:
         before = server.policy_version
         house.process.rpc("asyncrl_plant", fault=fault)
-        with pytest.raises(EngineError, match=f"does not compute with policy_version {before + 1}"):
+        with pytest.raises(
+            EngineError, match=f"does not compute with policy_version {before + 1}"
+        ):
             await push(server, next_of(server, house, 30 + before))
         assert server.policy_version == before
         with pytest.raises(EngineLost, match="belong to no version"):

@@ -33,9 +33,15 @@ from asyncrl.testing.virtual_time import all_blocked
 
 def chunk(version: int, index: int) -> ExportChunkResponse:
     """Of two."""
-    whole = manifest(version).model_dump(include={"version", "path", "num_tensors", "num_bytes"})
-    last = {"whole_digest": "whole", "canary": manifest(version).canary} if index else {}
-    return ExportChunkResponse(**whole, index=index, digest=f"d{index}", is_last=bool(index), **last)
+    whole = manifest(version).model_dump(
+        include={"version", "path", "num_tensors", "num_bytes"}
+    )
+    last = (
+        {"whole_digest": "whole", "canary": manifest(version).canary} if index else {}
+    )
+    return ExportChunkResponse(
+        **whole, index=index, digest=f"d{index}", is_last=bool(index), **last
+    )
 
 
 async def turn(server: VllmServer, version: int) -> None:
@@ -64,8 +70,15 @@ async def test_chunked_push_is_checked_at_wake(stays: bool) -> None:
         await turn(server, 1)
     assert versions(waits.result()) == [1]
     check_logprobs(waits.result())
-    moves = {path.partition("?")[0] for path in fake.calls} & {"/sleep", "/wake_up", "/pause", "/resume"}
-    assert moves == ({"/pause", "/resume"} if stays else {"/sleep", "/wake_up", "/resume"})
+    moves = {path.partition("?")[0] for path in fake.calls} & {
+        "/sleep",
+        "/wake_up",
+        "/pause",
+        "/resume",
+    }
+    assert moves == (
+        {"/pause", "/resume"} if stays else {"/sleep", "/wake_up", "/resume"}
+    )
     fake.wrong_loads = [7.0]
     with pytest.raises(EngineError, match="does not compute with policy_version 2"):
         await turn(server, 2)
@@ -97,23 +110,31 @@ async def test_every_token_has_the_version_it_says(
     fake.transit_s, pool = transit_s, EnginePool([server], slots=6)
     told: dict[int, list[int]] = {index: [] for index in range(len(starts))}
 
-    async def one(index: int, start: int, max_tokens: int, is_streamed: bool) -> Completion:
+    async def one(
+        index: int, start: int, max_tokens: int, is_streamed: bool
+    ) -> Completion:
         await asyncio.sleep(start * DECODE_S)
         asked = SamplingRequest(f"{index}", PROMPT, max_tokens, seed=index)
-        return await pool.generate(asked, on_tokens=told[index].extend if is_streamed else None)
+        return await pool.generate(
+            asked, on_tokens=told[index].extend if is_streamed else None
+        )
 
     async def abort_at(step: int) -> None:
         await asyncio.sleep(step * DECODE_S)
         await server.abort(None)
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(index, *how)) for index, how in enumerate(starts)]
+        running = [
+            tasks.create_task(one(index, *how)) for index, how in enumerate(starts)
+        ]
         for step in aborts:
             tasks.create_task(abort_at(step))
         for version, (mode, wait) in enumerate(publishes, start=1):
             await asyncio.sleep(wait * DECODE_S)
             await publish(server, version, mode)
-    for index, (task, (_, max_tokens, is_streamed)) in enumerate(zip(running, starts, strict=True)):
+    for index, (task, (_, max_tokens, is_streamed)) in enumerate(
+        zip(running, starts, strict=True)
+    ):
         completion = task.result()
         expected = tuple((len(PROMPT) + at) % 50 for at in range(max_tokens))
         assert completion.token_ids == expected

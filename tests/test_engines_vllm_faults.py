@@ -36,7 +36,13 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.testing.virtual_time import all_blocked
 
-PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]
+PHASES = [
+    "/pause",
+    "/abort_requests",
+    "asyncrl_load",
+    "/update_weight_version",
+    "/resume",
+]
 
 
 async def another_process(fake: FakeVllm, server: VllmServer) -> None:
@@ -46,14 +52,20 @@ async def another_process(fake: FakeVllm, server: VllmServer) -> None:
 
 
 def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> None:
-    model = {"model": str(tmp_path), "dtype": "float32", "logprobs_mode": "processed_logprobs"}
+    model = {
+        "model": str(tmp_path),
+        "dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+    }
     config = {
         "model_config": {**model, "max_model_len": 64},
         "structured_outputs_config": {"reasoning_parser_plugin": GRAMMARS},
         "scheduler_config": {"max_num_seqs": 4},
     }
     info = {"vllm_config": config, "vllm_env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": 10**6}}
-    needed = VllmRequirements(str(tmp_path), "float32", slots=4, max_length=48, end_ids=(2,))
+    needed = VllmRequirements(
+        str(tmp_path), "float32", slots=4, max_length=48, end_ids=(2,)
+    )
     for scaling in ({"rope_type": "llama3"}, {"type": "longrope"}):
         (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": scaling}))
         if "type" not in scaling:
@@ -65,7 +77,9 @@ def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep"])
 @virtual
-async def test_failed_canary_ends_the_commit_and_requests_move_on(interrupt: Interrupt) -> None:
+async def test_failed_canary_ends_the_commit_and_requests_move_on(
+    interrupt: Interrupt,
+) -> None:
     fake, server = await ready_server()
     told: list[bool] = []
 
@@ -125,18 +139,28 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
     commit = asyncio.ensure_future(publish(server, 1, interrupt))
     await asyncio.wait([commit])
     fake.refused_routes.clear()
-    assert begun or phase == "/abort_requests", "with these modes there may be nothing to abort"
+    assert begun or phase == "/abort_requests", (
+        "with these modes there may be nothing to abort"
+    )
     if begun:
         assert commit.cancelled() == (how == "cancelled")
         error = None if commit.cancelled() else commit.exception()
-        assert commit.cancelled() or isinstance(error, EngineError if lives else EngineLost), f"{error!r}"
-        assert not isinstance(error, EngineLost) or lives or error.is_told == (how == "cut")
+        assert commit.cancelled() or isinstance(
+            error, EngineError if lives else EngineLost
+        ), f"{error!r}"
+        assert (
+            not isinstance(error, EngineLost)
+            or lives
+            or error.is_told == (how == "cut")
+        )
         assert server.policy_version == 0
     is_whole = not begun or (lives and phase in ("/pause", "/abort_requests"))
     if lives and (how, phase) != ("refuses", "/resume"):
         assert fake.pause is None
     for outcome in await asyncio.gather(*running, return_exceptions=True):
-        assert isinstance(outcome, SegmentPart if is_whole else SegmentPart | EngineLost)
+        assert isinstance(
+            outcome, SegmentPart if is_whole else SegmentPart | EngineLost
+        )
         if isinstance(outcome, SegmentPart):
             check_logprobs(outcome)
             assert is_whole or all(span.version == 0 for span in outcome.version_spans)
@@ -147,7 +171,9 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
     check_logprobs(await server.generate_segment(request("again")))
 
 
-@pytest.mark.parametrize("on_chunk", [None, lambda part: None], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "on_chunk", [None, lambda part: None], ids=["whole", "streamed"]
+)
 @virtual
 async def test_surplus_logprobs_are_refused(on_chunk: OnChunk) -> None:
     fake, server = await ready_server()
@@ -172,9 +198,16 @@ async def test_tokens_of_another_runs_weights_are_refused() -> None:
 @virtual
 async def test_other_server_settings_are_refused() -> None:
     fake, _ = await ready_server()
-    wrong = {"logprobs_mode": "raw_logprobs", "model": "/other", "dtype": "torch.bfloat16"}
+    wrong = {
+        "logprobs_mode": "raw_logprobs",
+        "model": "/other",
+        "dtype": "torch.bfloat16",
+    }
     says = "model=/other .*dtype=bfloat16 .*logprobs_mode=.*max_model_len=999 .*KEEP_ALIVE=5 "
-    with patch.dict(MODEL, wrong | {"max_model_len": 999}), patch.dict(ENV, VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5):
+    with (
+        patch.dict(MODEL, wrong | {"max_model_len": 999}),
+        patch.dict(ENV, VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5),
+    ):
         with pytest.raises(ConfigError, match=says):
             await server_over(fake).ready(10.0)
 
@@ -194,7 +227,8 @@ def test_stop_string_across_two_segments_is_found() -> None:
     for resumed, new, stop, taken in (
         ("hello wo", "rld!", ["world"], 3),  # over the joint: ends with its last letter
         ("hello wo", "rk", ["world", ""], None),
-        ("hello", " a text that is longer than any stop", ["stop"], None),  # vLLM's to watch
+        # vLLM's to watch
+        ("hello", " a text that is longer than any stop", ["stop"], None),
     ):
         asked = request(prompt=tuple(map(ord, "ask: " + resumed)))
         asked = replace(asked, num_resumed=len(resumed), stop=tuple(stop))

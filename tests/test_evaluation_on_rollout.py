@@ -21,13 +21,18 @@ from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 
-PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
+PROMPTS = tuple(
+    Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},))
+    for number in range(6)
+)
 ONCE_S = 3 * 10 * 0.1
 """Seconds of an evaluation: 12 samples of 10 tokens, 4 at once."""
 
 
 class Apart(EngineRooms):
-    """Engines on separate devices, a trainer with steps of a second, and evaluations on the engines."""
+    """Engines on separate devices, a trainer with steps of a second, and evaluations on
+    the engines.
+    """
 
     def __init__(
         self,
@@ -48,7 +53,10 @@ class Apart(EngineRooms):
 
         super().__init__(
             tasks,
-            [FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s) for number in range(2)],
+            [
+                FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s)
+                for number in range(2)
+            ],
             FakeTrainer(train_s=1.0, export_s=0.1),
             SupervisionConfig(max_restarts=20, backoff_s=0.1),
             partial(Disaggregated, num_steps=last, spawn=self.spawn),
@@ -99,12 +107,21 @@ live = partial(play, Apart)
 def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     rooms = live(Apart.whole, last=4, max_staleness=1)
     assert rooms.versions == [0, 2, 4]
-    assert rooms.announced == [2, 4], "versions 1 and 3 were replaced by newer ones while a push was held"
-    assert rooms.trained_at[:2] == pytest.approx([1.0, 2.0]), "the trainer steps until its bound"
+    assert rooms.announced == [2, 4], (
+        "versions 1 and 3 were replaced by newer ones while a push was held"
+    )
+    assert rooms.trained_at[:2] == pytest.approx([1.0, 2.0]), (
+        "the trainer steps until its bound"
+    )
     assert rooms.served_at[0] == pytest.approx(ONCE_S + 0.2, abs=0.1)
     assert rooms.trained_at[2] == pytest.approx(rooms.served_at[0] + 1.0, abs=0.1)
     stats = rooms.evaluation.stats
-    assert (stats.finished, stats.skipped, stats.abandoned, rooms.troubles) == (3, 0, 0, [])
+    assert (stats.finished, stats.skipped, stats.abandoned, rooms.troubles) == (
+        3,
+        0,
+        0,
+        [],
+    )
     assert stats.held_s == pytest.approx(2 * (ONCE_S - 1.0), abs=0.5)
     assert rooms.evaluation.gauges()["evaluation/held_s"] == stats.held_s
     assert rooms.pool.gauges()["tokens/generated"] == 0, "its tokens are not trained on"
@@ -119,14 +136,24 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
 )
 @settings(max_examples=60)
 def test_deaths_leave_each_evaluation_with_one_version(
-    decode_s: float, every: int, timeout_s: float, deaths: list[tuple[float, int]], max_staleness: int
+    decode_s: float,
+    every: int,
+    timeout_s: float,
+    deaths: list[tuple[float, int]],
+    max_staleness: int,
 ) -> None:
     async def story(rooms: Apart) -> None:
         for at_s, number in deaths:
             asyncio.get_running_loop().call_later(at_s, rooms.fakes[number].die)
         await rooms.whole()
 
-    rooms = live(story, decode_s=decode_s, every=every, timeout_s=timeout_s, max_staleness=max_staleness)
+    rooms = live(
+        story,
+        decode_s=decode_s,
+        every=every,
+        timeout_s=timeout_s,
+        max_staleness=max_staleness,
+    )
     stats, versions = rooms.evaluation.stats, rooms.versions
     assert versions == sorted(set(versions))
     assert all(len(result.samples) == 12 for result in rooms.results)

@@ -28,7 +28,10 @@ from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 KEPT_EXPORTS = 2
 """Export like the trainer: an older file is gone."""
-PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
+PROMPTS = tuple(
+    Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},))
+    for number in range(6)
+)
 
 
 class House:
@@ -45,7 +48,9 @@ class House:
     ) -> None:
         self.last, self.folder = last, Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, self.folder)
-        self.eval_engine = FakeEngineServer("engine-eval", **{"prepare_s": 0.1, "decode_s": 0.01, **engine})
+        self.eval_engine = FakeEngineServer(
+            "engine-eval", **{"prepare_s": 0.1, "decode_s": 0.01, **engine}
+        )
         self.results, self.troubles = list[EvalResult](), list[str]()
         target = EngineServer(self.eval_engine)
         generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
@@ -53,7 +58,9 @@ class House:
         self.evaluation = Evaluation(
             [
                 make_held_out(generator, PROMPTS, name=name, every=each, **schedule)
-                for name, each in ({"": every} if isinstance(every, int) else every).items()
+                for name, each in (
+                    {"": every} if isinstance(every, int) else every
+                ).items()
             ],
             target,
             self.folder,
@@ -66,9 +73,13 @@ class House:
         path.touch()
         (self.folder / f"v{version - KEPT_EXPORTS}").unlink(missing_ok=True)
         values = {"version": version, "path": str(path), "digest": f"w{version}"}
-        self.evaluation.published_nowait(ExportResponse(**values, num_tensors=1, num_bytes=1))
+        self.evaluation.published_nowait(
+            ExportResponse(**values, num_tensors=1, num_bytes=1)
+        )
 
-    async def live(self, *, before_step: Callable[[int], None] = lambda _: None) -> None:
+    async def live(
+        self, *, before_step: Callable[[int], None] = lambda _: None
+    ) -> None:
         """A whole run; nothing of it waits for the evaluation but its end."""
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self.evaluation.run(), name="evaluation")
@@ -82,7 +93,9 @@ class House:
     @property
     def kept(self) -> list[int]:
         """Versions whose files are kept for the eval engine."""
-        return sorted(int(path.stem.removeprefix("eval-")) for path in self.folder.glob("eval-*"))
+        return sorted(
+            int(path.stem.removeprefix("eval-")) for path in self.folder.glob("eval-*")
+        )
 
     @property
     def versions(self) -> list[int]:
@@ -102,7 +115,9 @@ async def test_several_evaluations_follow_their_schedules() -> None:
     await house.live()
     found = [(result.version, result.name) for result in house.results]
     both = [(version, name) for version in (0, 7) for name in ("often", "seldom")]
-    assert sorted(found) == sorted([*both, (2, "often"), (4, "often"), (6, "often"), (5, "seldom")])
+    assert sorted(found) == sorted(
+        [*both, (2, "often"), (4, "often"), (6, "often"), (5, "seldom")]
+    )
     assert (found[:2], found[-2:]) == (both[:2], both[2:])
     assert loaded == [2, 4, 5, 6, 7], "once a version"
     assert (house.kept, house.troubles) == ([], [])
@@ -121,7 +136,9 @@ def test_schedule_is_the_same_after_a_resume(
     versions = [0, *accumulate(published)]
     last = versions[-1]
     multiples = range(0 if at_start else every, last + 1, every)
-    expected = {min(v for v in versions if v >= multiple) for multiple in multiples} | {last}
+    expected = {min(v for v in versions if v >= multiple) for multiple in multiples} | {
+        last
+    }
     settings: Any = {"every": every, "last": last, "at_start": at_start}
     schedule = make_held_out(None, (), **settings)
     due = [version for version in versions[:cut] if schedule.is_due_nowait(version)]
@@ -141,8 +158,18 @@ def test_schedule_is_the_same_after_a_resume(
 async def test_run_ends_without_files_for_any_engine_failure(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:
-    house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
-    await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
+    house = House(
+        every=every,
+        last=12,
+        decode_s=decode_s,
+        prepare_s=prepare_s,
+        timeout_s=timeout_s,
+    )
+    await house.live(
+        before_step=lambda version: (
+            house.eval_engine.die() if version == death else None
+        )
+    )
     assert house.kept == []
     assert house.versions == sorted(set(house.versions))
     stats = house.evaluation.stats
@@ -164,8 +191,12 @@ async def test_late_evaluation_is_abandoned(late: str) -> None:
 # ---- one evaluation
 
 
-def held_out_of(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> HeldOut:
-    generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8)
+def held_out_of(
+    engine: Any, scorer: Any = None, prompts: Any = None, **values: Any
+) -> HeldOut:
+    generator = single_turn(
+        engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8
+    )
     return make_held_out(generator, prompts or PROMPTS[:4], slots=3, **values)
 
 
@@ -176,12 +207,22 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
             raise KeyError("answer")
         return "no" if item.prompt_id == "0/1" else 1.0
 
-    engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
-    prompts = [*PROMPTS[:2], Prompt("0/2", ({"role": "user", "content": "far too long"},)), *PROMPTS[3:5]]
-    result = await held_out_of(engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0).evaluate(0)
+    engine = FakeEngine(
+        latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0
+    )
+    prompts = [
+        *PROMPTS[:2],
+        Prompt("0/2", ({"role": "user", "content": "far too long"},)),
+        *PROMPTS[3:5],
+    ]
+    result = await held_out_of(
+        engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0
+    ).evaluate(0)
     assert [prompt_id for prompt_id, _ in result.samples] == ["0/0", "0/4", "0/4"]
     assert result.num_failed == 7
-    assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
+    assert (
+        "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
+    )
     metrics = result.metrics()
     assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
 
@@ -197,6 +238,9 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     assert metrics["eval/reward_mean"] == pytest.approx(0.5), "means 0.5, 1, 0"
     assert metrics["eval/standard_error"] == pytest.approx(0.5 / math.sqrt(3))
     assert metrics["eval/truncated_fraction"] == pytest.approx(0.6)
-    counts = [metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")]
+    counts = [
+        metrics[f"eval/{name}"]
+        for name in ("version", "length_mean", "failed", "seconds", "skipped")
+    ]
     assert counts == [4, 1, 1, 2.5, 3]
     assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()

@@ -49,20 +49,32 @@ def run_agent(
         message = next(answers)
         reason = "tool_calls" if message.tool_calls else "stop"
         reason = getattr(message, "finish_reason", reason)
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
+        return SimpleNamespace(
+            choices=[SimpleNamespace(message=message, finish_reason=reason)]
+        )
 
     completions = SimpleNamespace(completions=SimpleNamespace(create=create))
     session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=completions))
-    task = Task("p", ({"role": "user", "content": question},), info or {}, answer=answer)
-    return asyncio.run(load_object(agent, "generator.python")(task, session, **args)), asked
+    task = Task(
+        "p", ({"role": "user", "content": question},), info or {}, answer=answer
+    )
+    return asyncio.run(
+        load_object(agent, "generator.python")(task, session, **args)
+    ), asked
 
 
 def test_calculator_agent_rewards_call_expression_and_answer() -> None:
-    calculate = partial(run_agent, "examples.calculator:run", "3+4", {"expression": "3+4", "value": "7"})
+    calculate = partial(
+        run_agent, "examples.calculator:run", "3+4", {"expression": "3+4", "value": "7"}
+    )
     best, asked = calculate(said(None, "calculator", expression="3 + 4"), said("7"))
     assert best.reward == pytest.approx(1.0)
     assert best.metrics == {"tool_calls": 1, "right_expression": 1, "right_answer": 1}
-    assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call-0", "content": "7"}
+    assert asked[1]["messages"][-1] == {
+        "role": "tool",
+        "tool_call_id": "call-0",
+        "content": "7",
+    }
     assert calculate(said(""))[0].reward == 0
 
 
@@ -75,7 +87,8 @@ def test_lookup_agent_rewards_call_name_and_room() -> None:
     cut, cut_call = said("4"), said(None, "directory", name="b")
     cut.finish_reason = cut_call.finish_reason = "length"
     for answers, reward in (
-        ([said(None, "directory", name="c"), said("4")], 0.1),  # a guess is worth nothing
+        # a guess is worth nothing
+        ([said(None, "directory", name="c"), said("4")], 0.1),
         ([said("4")], 0.0),
         ([call, cut], 0.7),
         ([cut_call, said("4")], 0.9),
@@ -89,12 +102,17 @@ def test_lookup_agent_rewards_call_name_and_room() -> None:
 def test_search_agent_rewards_an_exact_match_within_its_searches() -> None:
     question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
     search = partial(run_agent, "examples.search.agent:run", question, right)
-    outcome, asked = search(said(None, "search", query="deepest lake"), said("<answer>lake Baikal.</answer>"))
+    outcome, asked = search(
+        said(None, "search", query="deepest lake"),
+        said("<answer>lake Baikal.</answer>"),
+    )
     assert outcome.reward == 1
     assert outcome.metrics == {"searches": 1, "found": 1, "answered": 1, "right": 1}
     assert "Baikal" in asked[1]["messages"][-1]["content"]
     once = {"max_searches": 1, "must_search": True}
-    outcome, asked = search(said(None, "search", query="the"), said("<answer>Baikal</answer>"), **once)
+    outcome, asked = search(
+        said(None, "search", query="the"), said("<answer>Baikal</answer>"), **once
+    )
     forced = {"type": "function", "function": {"name": "search"}}
     assert [body["tool_choice"] for body in asked] == [forced, "none"]
     assert asked[1]["messages"][-1]["content"] == "No passage found."
@@ -104,17 +122,25 @@ def test_shell_agent_makes_two_turns_with_only_curl() -> None:
     async def story() -> tuple[Outcome, list[str]]:
         async with open_gateway() as gateway:
             harness = build_harness(
-                GeneratorConfig(command=["examples/shell_agent/agent.sh"]), is_worker=False
+                GeneratorConfig(command=["examples/shell_agent/agent.sh"]),
+                is_worker=False,
             )
             task = Task("p", ({"role": "user", "content": "e 8"},))
-            outcome = await harness.run(task, Session(f"{gateway.url}/v1", "key-0", "policy"))
+            outcome = await harness.run(
+                task, Session(f"{gateway.url}/v1", "key-0", "policy")
+            )
             engine = gateway.engine
-            return outcome, [engine.tokenizer.decode(each.prompt_ids.tolist()) for each in engine.requests]
+            return outcome, [
+                engine.tokenizer.decode(each.prompt_ids.tolist())
+                for each in engine.requests
+            ]
 
     outcome, asked = asyncio.run(story())
     first = "user\ne 8assistant\n"
     assert asked == [first, first + "answer 1user\neassistant\n"]
-    assert outcome.reward == pytest.approx(0.7 * 2 / 16 + 0.3), "two e in both, the first of the right length"
+    assert outcome.reward == pytest.approx(0.7 * 2 / 16 + 0.3), (
+        "two e in both, the first of the right length"
+    )
     assert outcome.metrics == {"first_length": 8, "right_letters": 2}
 
 
@@ -132,7 +158,11 @@ def test_shell_agent_makes_two_turns_with_only_curl() -> None:
 )
 def test_shipped_configs_load_and_their_prompts_fit(name: str) -> None:
     config = load_config(ROOT / name)
-    feed = PromptSource(TaskPrompts(build_task(config.task, config.seed), seed=config.seed, shuffle=True))
+    feed = PromptSource(
+        TaskPrompts(
+            build_task(config.task, config.seed), seed=config.seed, shuffle=True
+        )
+    )
     texts = [feed.next_nowait().messages[-1]["content"] for _ in range(100)]
     if config.model.scratch is not None:
         assert set("".join(texts)) <= set(config.model.scratch.characters)
@@ -143,7 +173,9 @@ def test_shipped_configs_load_and_their_prompts_fit(name: str) -> None:
         build_harness(GeneratorConfig(python=python, args=config.generator.args))
         path = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py")
         is_read = "task.answer" in path.read_text(encoding="utf-8")
-        assert config.generator.give_answer == is_read, "only an agent that reads the answer gets it"
+        assert config.generator.give_answer == is_read, (
+            "only an agent that reads the answer gets it"
+        )
 
 
 @pytest.mark.slow
@@ -152,7 +184,13 @@ def test_only_a_solution_gets_the_reward_of_harbor(name: str) -> None:
     need_bubblewrap()
     folder = ROOT / "examples/harbor/tasks" / name
     solution = (folder / "solution/solve.sh").read_text(encoding="utf-8")
-    work = partial(run_agent, "examples.harbor.agent:run", "work", None, info={"folder": str(folder)})
+    work = partial(
+        run_agent,
+        "examples.harbor.agent:run",
+        "work",
+        None,
+        info={"folder": str(folder)},
+    )
     outcome, asked = work(said(None, "bash", command=solution), said("Done."))
     assert (outcome.reward, outcome.metrics["calls"]) == (1, 1)
     assert asked[1]["messages"][-1]["content"] == "\n[exit code 0]"

@@ -27,7 +27,9 @@ def scripts() -> dict[str, str]:
     """Return the shell script of each file."""
     kuberay = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())["spec"]
     (group,) = kuberay["rayClusterSpec"]["workerGroupSpecs"]
-    gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    gpus = group["template"]["spec"]["containers"][0]["resources"]["limits"][
+        "nvidia.com/gpu"
+    ]
     assert (group["replicas"], gpus) == (4, "8")
     return {
         "kuberay": kuberay["entrypoint"],
@@ -42,7 +44,9 @@ def test_launch_file_starts_a_valid_run(name: str) -> None:
     script = scripts()[name]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     (command,) = re.findall(r"asyncrl (run (?:.*\\\n)*.*)", script)
-    command = re.sub(r"\$(\w+)", lambda found: VALUES[found[1].lower()], command.replace("\\\n", " "))
+    command = re.sub(
+        r"\$(\w+)", lambda found: VALUES[found[1].lower()], command.replace("\\\n", " ")
+    )
     found = parse([word for word in shlex.split(command) if word not in ("$@", "&")])
     assert found["run_dir"].is_relative_to("/shared")
     config = load_config(ROOT / found["config"], found["overrides"])

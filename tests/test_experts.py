@@ -1,4 +1,6 @@
-"""Models with experts: exported and loaded by the names of the checkpoint, and replayed routes."""
+"""Models with experts: exported and loaded by the names of the checkpoint, and replayed
+routes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import changed, learned, make_batch, make_spec
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3PreTrainedModel,
+)
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
@@ -33,14 +37,27 @@ from asyncrl.base.http import Refused
 from asyncrl.engines.pool import SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
+from asyncrl.journal.schema import (
+    decode_partial,
+    decode_trajectory,
+    encode_partial,
+    encode_trajectory,
+)
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     CommitRequest,
     Interrupt,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import NO_EXPERT, ROUTING, SegmentPart, Tokens
 from asyncrl.messages.trainer_api import BatchHeader, ExportResponse
@@ -74,7 +91,10 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
     folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
     stored = load_file(folder / "model.safetensors")
     step = make_step(folder, tmp_path)
-    assert any(one.endswith(".experts.gate_up_proj") for one in named_weights(step.policy.model)), "stacked"
+    assert any(
+        one.endswith(".experts.gate_up_proj")
+        for one in named_weights(step.policy.model)
+    ), "stacked"
     before = load_file(step.export(tmp_path / "v0.safetensors").path)
     assert before.keys() == stored.keys()
     assert all(torch.equal(before[name], one) for name, one in stored.items())
@@ -83,13 +103,17 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
     whole, chunks = load_file(answer.path), chunks_of(step)
     assert (answer.num_tensors, answer.digest) == (len(whole), digest_tensors(whole))
     assert len(chunks) > 2
-    in_chunks = {name: tensor for _, tensors in chunks for name, tensor in tensors.items()}
+    in_chunks = {
+        name: tensor for _, tensors in chunks for name, tensor in tensors.items()
+    }
     step.save(tmp_path / "saved")
     for found in (in_chunks, load_file(tmp_path / "saved" / "model.safetensors")):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], one) for name, one in whole.items())
     assert chunks[-1][0].whole_digest == answer.digest
-    broadcast = BroadcastTransport(TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    broadcast = BroadcastTransport(
+        TrainerEnd(torch.device("cpu"), torch.float32, 10_000)
+    )
     held = broadcast.begin(Exported(1, step.exports.lazy_weights), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 
@@ -104,12 +128,17 @@ def make_step(folder: Path, scratch: Path, **values: Any) -> TrainerRank:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type: str) -> None:
+def test_embedded_engine_computes_with_pushed_experts(
+    tmp_path: Path, model_type: str
+) -> None:
     folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
     step, gaps = make_step(folder, tmp_path), list[float]()
-    with running_engine(folder, deterministic=False) as engine:  # products of experts have few rows
+    # products of experts have few rows
+    with running_engine(folder, deterministic=False) as engine:
         for version in range(2):
-            gaps.append(step.train(*routed_batch(engine, version))["policy/logprob_gap_max"])
+            gaps.append(
+                step.train(*routed_batch(engine, version))["policy/logprob_gap_max"]
+            )
             answer = step.export(tmp_path / f"v{version + 1}.safetensors")
             publish(engine, prepare_request(answer))
         assert engine.weights.digest == answer.digest
@@ -117,7 +146,9 @@ def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type
     assert max(gaps) < 1e-4, gaps
 
 
-def test_float32_router_is_pushed_unrounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_router_is_pushed_unrounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers 5.24 has DeepSeek-V3's router in float32 in a bfloat16 model."""
     kept = ["e_score_correction_bias", "gate.weight"]
     monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", kept)
@@ -139,7 +170,8 @@ def test_float32_router_is_pushed_unrounded(tmp_path: Path, monkeypatch: pytest.
 
 def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
     """int64 [T, E]: the experts that transformers' own forward reads these tokens with."""
-    model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Tensor]()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen = list[Tensor]()
     for router in routers_of(model):
         router.register_forward_hook(lambda _, inputs, found: chosen.append(found[2]))
     with torch.no_grad():
@@ -148,20 +180,31 @@ def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
 
 
 def read_by(tokens: Tokens) -> Tensor:
-    """int64 [T - 1, E]: the experts that read each token but the last, recorded with the token after it."""
+    """int64 [T - 1, E]: the experts that read each token but the last, recorded with
+    the token after it.
+    """
     routing = tokens.columns[ROUTING]
     assert (routing[0] == NO_EXPERT).all()
     return torch.from_numpy(routing[1:].astype(np.int64))
 
 
 @pytest.mark.parametrize("num_experts", [4, 384])
-def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts: int) -> None:
-    """Also prompts that share the start of a slot, and the number of experts of Kimi-K2."""
+def test_engine_tells_which_experts_read_each_token(
+    tmp_path: Path, num_experts: int
+) -> None:
+    """Also prompts that share the start of a slot, and the number of experts of
+    Kimi-K2.
+    """
     model = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": num_experts})
     folder, head = model, tuple(range(6, 46))
     prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
-    with running_engine(folder, deterministic=False, returns_routing=True, slots=3) as engine:
-        requests = [make_request(str(at), prompt_ids=one, seed=at) for at, one in enumerate(prompts)]
+    with running_engine(
+        folder, deterministic=False, returns_routing=True, slots=3
+    ) as engine:
+        requests = [
+            make_request(str(at), prompt_ids=one, seed=at)
+            for at, one in enumerate(prompts)
+        ]
         answers = [future.result(timeout=60) for future in ask(engine, requests)]
         answers.append(answered(engine, prompt_ids=head, seed=9))
     for prompt, answer in zip([*prompts, head], answers, strict=True):
@@ -177,11 +220,17 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
 def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     tmp_path: Path, interrupt: Interrupt
 ) -> None:
-    folder, other, at = make_tiny_moe(tmp_path / "model"), make_tiny_moe(tmp_path / "other", seed=1), 30
+    folder, other, at = (
+        make_tiny_moe(tmp_path / "model"),
+        make_tiny_moe(tmp_path / "other", seed=1),
+        30,
+    )
     step = make_step(other, tmp_path)
     step.policy_version = 1
     export = step.export(tmp_path / "w1.safetensors")
-    engine = build_engine(engine_spec(folder, deterministic=False, returns_routing=True))
+    engine = build_engine(
+        engine_spec(folder, deterministic=False, returns_routing=True)
+    )
     prepare = prepare_request(export)
     staged = engine.weights.prepare(prepare)
     heard = Heard()
@@ -206,7 +255,9 @@ def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     assert not torch.equal(old[:num_old], new[:num_old])
 
 
-def routed(part: SegmentPart, experts: Sequence[int], context: Sequence[int] = ()) -> SegmentPart:
+def routed(
+    part: SegmentPart, experts: Sequence[int], context: Sequence[int] = ()
+) -> SegmentPart:
     """Add experts of the context and of the new tokens, 2 a token."""
     tokens = Tokens.join([Tokens(np.array(context, np.int32)), part.tokens])
     routing = np.array(experts, "<u2").reshape(-1, 2)
@@ -217,8 +268,12 @@ UNKNOWN = [NO_EXPERT] * 2
 
 
 @pytest.mark.parametrize("says_at_the_end", [False, True])
-def test_experts_are_kept_when_a_server_or_process_is_lost(says_at_the_end: bool) -> None:
-    """Prompts of 2 tokens, 2 experts a token. vLLM reports all experts with the end of a segment."""
+def test_experts_are_kept_when_a_server_or_process_is_lost(
+    says_at_the_end: bool,
+) -> None:
+    """Prompts of 2 tokens, 2 experts a token. vLLM reports all experts with the end of
+    a segment.
+    """
     reported = list[Completion]()
     join = SegmentJoin(segment_request(5), None, reported.append)
     first = [*UNKNOWN, *range(300, 304)]
@@ -236,11 +291,17 @@ def test_experts_are_kept_when_a_server_or_process_is_lost(says_at_the_end: bool
     known = [*first, *range(304, 308)]
     kept = decode_partial(encode_partial(0, 0, reported[-1]), 0, 0)
     assert experts(kept) == experts(reported[-1]) == known
-    for life in (join, SegmentJoin(segment_request(5), kept)):  # another server, and a resumed run
+    # another server, and a resumed run
+    for life in (join, SegmentJoin(segment_request(5), kept)):
         life.add(chunk(8))
-        life.cut()  # the server is lost, and with it what it would have reported at the end
+        # the server is lost, and with it what it would have reported at the end
+        life.cut()
         assert experts(life.completion()) == [*known, *UNKNOWN]
-        life.add(routed(rest("length", 9), [77] * 12 + [310, 311], context=[1, 2, 5, 6, 7, 8]))
+        life.add(
+            routed(
+                rest("length", 9), [77] * 12 + [310, 311], context=[1, 2, 5, 6, 7, 8]
+            )
+        )
         assert experts(life.completion()) == [*known, *UNKNOWN, 310, 311]
 
 
@@ -248,7 +309,9 @@ PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
 
 
 def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, Tokens]:
-    answers = [answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(PROMPTS)]
+    answers = [
+        answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(PROMPTS)
+    ]
     return batch_from(answers, version)
 
 
@@ -261,7 +324,9 @@ def routed_trajectory(
     return make_trajectory(index, join.completion(), float(index % 2))
 
 
-def batch_from(answers: Sequence[SegmentPart], version: int = 0) -> tuple[BatchHeader, Tokens]:
+def batch_from(
+    answers: Sequence[SegmentPart], version: int = 0
+) -> tuple[BatchHeader, Tokens]:
     """Make a group from answers to PROMPTS, through the journal's record."""
     trajectories = []
     for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
@@ -271,7 +336,9 @@ def batch_from(answers: Sequence[SegmentPart], version: int = 0) -> tuple[BatchH
     return pack_groups(Batch(version=version, groups=(group,), min_version=version))
 
 
-def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Path) -> None:
+def test_replayed_experts_close_the_gap_between_engine_and_trainer(
+    tmp_path: Path,
+) -> None:
     """The noise simulates rounding: near a tie another expert wins."""
     folder, gaps, weights = make_tiny_moe(tmp_path / "model"), [], []
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
@@ -291,7 +358,9 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
         assert not torch.equal(router.weight, before), "its weights have a gradient"
         weights.append(step.weights_digest())
     with_replay, own, off = gaps
-    assert (own, weights[1]) == (off, weights[2]), "the trainer chooses unknown experts itself"
+    assert (own, weights[1]) == (off, weights[2]), (
+        "the trainer chooses unknown experts itself"
+    )
     assert with_replay < 0.8 * off, gaps
 
 
@@ -299,12 +368,17 @@ def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> 
     folder, algorithm = make_tiny_moe(tmp_path / "model"), {"router_replay": True}
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
         header, arrays = routed_batch(engine)
-    others = changed(arrays, routing=(arrays.columns[ROUTING] + 1) % 4)  # each has gone to other experts
+    # each has gone to other experts
+    others = changed(arrays, routing=(arrays.columns[ROUTING] + 1) % 4)
     alone = make_step(folder, tmp_path, algorithm=algorithm)
     metrics = learned(alone.train(header, others))
     expected = load_file(alone.export(tmp_path / "alone.safetensors").path)
-    with running(folder, tmp_path / "ranks", 2, algorithm=algorithm, chunk_bytes=10_000) as group:
-        assert learned(group.train(header, others).metrics) == pytest.approx(metrics, rel=1e-4, abs=1e-4)
+    with running(
+        folder, tmp_path / "ranks", 2, algorithm=algorithm, chunk_bytes=10_000
+    ) as group:
+        assert learned(group.train(header, others).metrics) == pytest.approx(
+            metrics, rel=1e-4, abs=1e-4
+        )
         found = load_file(group.export().path)
     assert found.keys() == expected.keys()
     for name, one in expected.items():
@@ -320,7 +394,9 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
-    """Several turns and an edited history, on policy; the experts are transformers' own."""
+    """Several turns and an edited history, on policy; the experts are transformers'
+    own.
+    """
     shape = SHAPE | MOE | {"model_type": "qwen3_moe"}
     scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape}
     config = write_config(
@@ -341,14 +417,17 @@ def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
     for branch in branches:
         expected = chosen_by(tmp_path / "run" / "model", branch.token_ids.tolist())
         assert torch.equal(read_by(branch.tokens), expected[:-1])
-    gaps = [step["policy/logprob_gap_mean"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    gaps = [
+        step["policy/logprob_gap_mean"]
+        for step in read_lines(tmp_path / "run" / "metrics.jsonl")
+    ]
     assert max(gaps) < 1e-6
 
 
 @torch.no_grad()
 def check_replay(model: Any) -> None:
-    """Check that its own experts change nothing and that others change the logits. Raises ConfigError or
-    ValueError.
+    """Check that its own experts change nothing and that others change the logits.
+    Raises ConfigError or ValueError.
     """
 
     def logits() -> tuple[Tensor, Tensor]:
@@ -395,7 +474,12 @@ def test_every_model_with_experts_is_replayed_or_refused_by_name() -> None:
     assert all(REFUSED[name] in why for name, why in refused.items()), refused
 
 
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
 WIDE |= {"moe_intermediate_size": 32}
 """vLLM's kernels for the CPU know no smaller heads and experts."""
 
@@ -404,7 +488,9 @@ WIDE |= {"moe_intermediate_size": 32}
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(tmp_path: Path) -> None:
+def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(
+    tmp_path: Path,
+) -> None:
     """A model with a layer without experts, and two prompts that hit the prefix cache."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
@@ -412,7 +498,12 @@ def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(tmp_path: Pat
     step = make_step(folder, tmp_path, canary_tokens=160, **replay)
     long = tuple(range(6, 46)) * 4
     facts = {"max_length": 512, "slots": 4, "returns_routing": True}
-    given = {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"} | facts
+    given = {
+        "name": "engine-0",
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+    } | facts
     answers: list[SegmentPart] = []
 
     def sets(experts: Tensor) -> Tensor:
@@ -422,11 +513,16 @@ def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(tmp_path: Pat
     async def story(server: VllmServer) -> None:
         for number, prompt in enumerate([*PROMPTS, long, long]):
             request = SamplingRequest(
-                request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=20, seed=number
+                request_id=f"r{number}",
+                prompt_ids=list(prompt),
+                max_tokens=20,
+                seed=number,
             )
             join = SegmentJoin(request)
             streams = number == len(PROMPTS) + 1  # like an agent's next turn
-            answer = await server.generate_segment(request, on_chunk=join.add if streams else None)
+            answer = await server.generate_segment(
+                request, on_chunk=join.add if streams else None
+            )
             join.add(answer)
             if number < len(PROMPTS):
                 answers.append(answer)
@@ -438,10 +534,13 @@ def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(tmp_path: Pat
         manifest = step.export(tmp_path / "v1.safetensors")
         assert manifest.canary is not None
         assert await server.prepare(manifest) == manifest.digest
-        await server.commit(1, manifest.digest, "abort")  # the canary agrees, or it is refused
+        # the canary agrees, or it is refused
+        await server.commit(1, manifest.digest, "abort")
         assert server.policy_version == 1
 
     with vllm_process(given, tmp_path / "server") as process:
         process.wait_ready(800)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(story, CANARY_LIMIT, facts)
+        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(
+            story, CANARY_LIMIT, facts
+        )

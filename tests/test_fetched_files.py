@@ -27,7 +27,9 @@ SIZE = 3_000_001
 
 
 class TrainerNode:
-    """Serves one folder as the trainer does. Each of the first `breaks` downloads ends after a third."""
+    """Serves one folder as the trainer does. Each of the first `breaks` downloads ends
+    after a third.
+    """
 
     def __init__(self, folder: Path, *, breaks: int = 0) -> None:
         self.folder, self.breaks, self.num_requests = folder, breaks, 0
@@ -64,7 +66,9 @@ class TrainerNode:
         assert not files.folder.exists()
 
     def request(self, name: str, purpose: Any = "rollout") -> FileRequest:
-        return FileRequest(url=f"{self.url}/staged/{name}", secret=SECRET, key=name, purpose=purpose)
+        return FileRequest(
+            url=f"{self.url}/staged/{name}", secret=SECRET, key=name, purpose=purpose
+        )
 
 
 def test_engines_of_a_node_share_one_download(tmp_path: Path) -> None:
@@ -75,11 +79,18 @@ def test_engines_of_a_node_share_one_download(tmp_path: Path) -> None:
             for version in range(4):
                 name = f"v{version}"
                 (tmp_path / name).write_bytes(os.urandom(1000))
-                paths = await asyncio.gather(*(files.fetch(trainer.request(name)) for _ in range(5)))
-                assert {Path(path).read_bytes() for path in paths} == {(tmp_path / name).read_bytes()}
+                paths = await asyncio.gather(
+                    *(files.fetch(trainer.request(name)) for _ in range(5))
+                )
+                assert {Path(path).read_bytes() for path in paths} == {
+                    (tmp_path / name).read_bytes()
+                }
                 kept.append(paths[0])
             held = await files.fetch(trainer.request("v0", "evaluation"))
-            assert {str(path) for path in files.folder.glob("*.*")} == {*kept[-NUM_KEPT:], held}
+            assert {str(path) for path in files.folder.glob("*.*")} == {
+                *kept[-NUM_KEPT:],
+                held,
+            }
         assert trainer.num_requests == 5
 
     asyncio.run(story())
@@ -111,7 +122,11 @@ def test_broken_download_is_repeated_and_a_lost_one_an_error(
 
 
 SENT = ExportResponse(
-    version=1, num_tensors=1, num_bytes=7, path="/dev/shm/trainer/v1.safetensors", digest="0123"
+    version=1,
+    num_tensors=1,
+    num_bytes=7,
+    path="/dev/shm/trainer/v1.safetensors",
+    digest="0123",
 )
 
 
@@ -131,13 +146,18 @@ def test_engines_of_other_nodes_read_a_download(
     trainer = Caller("trainer-0", "http://10.0.0.1:80", SECRET)
 
     async def fetch(node: int, request: FileRequest, timeout_s: float) -> str:
-        assert (request.url, request.secret) == (f"{trainer.url}/staged/v1.safetensors", SECRET)
+        assert (request.url, request.secret) == (
+            f"{trainer.url}/staged/v1.safetensors",
+            SECRET,
+        )
         nodes.append(node)
         if error is not None:
             raise error
         return f"on node {node}"
 
-    files = NodeFiles(fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0)
+    files = NodeFiles(
+        fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0
+    )
     try:
         found: object = asyncio.run(files.locate(engine, SENT)).path
     except ComponentError as raised:

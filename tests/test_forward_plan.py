@@ -1,4 +1,6 @@
-"""Which modules mix tokens, how sequences share a pass then, and that rows change nothing."""
+"""Which modules mix tokens, how sequences share a pass then, and that rows change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from trainer_cases import random_groups
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.models.attention_kinds import UnknownAttentionError
-from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border, pin_length
+from asyncrl.models.rope_lengths import (
+    LengthBorder,
+    forget_lengths,
+    length_border,
+    pin_length,
+)
 from asyncrl.models.rows import MixerRows, row_calls
 from asyncrl.models.structure import Structure, find_structure
 from asyncrl.trainer import forward_plan
@@ -60,7 +67,9 @@ def test_small_multipliers_hide_no_recurrence(monkeypatch: pytest.MonkeyPatch) -
     config.ssm_out_multiplier = 1e-4
     assert find_structure(probe_model(config, CPU)).mixers
     found = find_structure(probe_model(config, CPU))
-    monkeypatch.setattr(forward_plan, "find_structure", lambda _: Structure((), found.kinds))
+    monkeypatch.setattr(
+        forward_plan, "find_structure", lambda _: Structure((), found.kinds)
+    )
     assert "other values in model.layers.0.mamba" in plan_for(config).reason
     monkeypatch.setattr(forward_plan, "LIMIT", torch.inf)
     assert "reaches other sequences" in plan_for(make_config("falcon_h1")).reason
@@ -78,7 +87,9 @@ def test_unknown_attention_is_trained_without_packing_and_named(name: str) -> No
 
 def spec_of(folder: Path, **changes: Any) -> TrainerSpec:
     record = folder / "trained.jsonl"
-    return TrainerSpec(model_path=str(folder), staging_dir=folder, record_path=record, **changes)
+    return TrainerSpec(
+        model_path=str(folder), staging_dir=folder, record_path=record, **changes
+    )
 
 
 def test_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
@@ -93,8 +104,12 @@ def test_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_border_is_the_length_where_frequencies_change() -> None:
-    assert length_border(make_config("phi3 longrope")) == LengthBorder("longrope", 32, is_stepwise=True)
-    assert length_border(make_config("llama dynamic")) == LengthBorder("dynamic", 32, is_stepwise=False)
+    assert length_border(make_config("phi3 longrope")) == LengthBorder(
+        "longrope", 32, is_stepwise=True
+    )
+    assert length_border(make_config("llama dynamic")) == LengthBorder(
+        "dynamic", 32, is_stepwise=False
+    )
     assert length_border(make_config("llama yarn")) is None
 
 
@@ -113,7 +128,9 @@ def test_sequences_on_two_sides_of_the_border_never_share(name: str) -> None:
         for row in (row for group in groups for row in group):
             plain = random_model(config)  # it remembers longer texts
             pieces.append(run_plain(plain, [[row]], 0.7)[0])
-        torch.testing.assert_close(found[0].float(), torch.cat(pieces).float(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            found[0].float(), torch.cat(pieces).float(), rtol=0, atol=1e-4
+        )
 
 
 def test_pinned_length_decides_for_short_texts_too() -> None:
@@ -121,7 +138,9 @@ def test_pinned_length_decides_for_short_texts_too() -> None:
     ids = torch.arange(40)[None] % 90
     expected = plain(input_ids=ids, use_cache=False).logits[:, :10]
     pin_length(model, 40)
-    torch.testing.assert_close(model(input_ids=ids[:, :10], use_cache=False).logits, expected)
+    torch.testing.assert_close(
+        model(input_ids=ids[:, :10], use_cache=False).logits, expected
+    )
 
 
 def test_with_vllm_its_maximum_length_decides(tmp_path: Path) -> None:
@@ -132,8 +151,14 @@ def test_with_vllm_its_maximum_length_decides(tmp_path: Path) -> None:
     found = run(Policy(model, plan), [GROUPS[2]])
     pin_length(plain, 40)
     assert_same(found, run_plain(plain, [GROUPS[2]]), 1e-4)
-    with pytest.raises(ConfigError, match="rollout.engine=vllm, and the model's RoPE is dynamic"):
-        plan_of(spec_of(tmp_path, pinned_length=40), random_model(make_config("llama dynamic")), CPU)
+    with pytest.raises(
+        ConfigError, match="rollout.engine=vllm, and the model's RoPE is dynamic"
+    ):
+        plan_of(
+            spec_of(tmp_path, pinned_length=40),
+            random_model(make_config("llama dynamic")),
+            CPU,
+        )
 
 
 # ---- rows
@@ -147,8 +172,14 @@ class Sums(nn.Module):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(0, 20), st.integers(0, 99))
-def test_rows_give_every_packed_token_its_own_past(lengths: list[int], num_shared: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.integers(0, 20),
+    st.integers(0, 99),
+)
+def test_rows_give_every_packed_token_its_own_past(
+    lengths: list[int], num_shared: int, seed: int
+) -> None:
     """Rows begin with the same shared tokens, as in a prefix tree."""
     own = np.split(np.arange(sum(lengths)) + num_shared, np.cumsum(lengths)[:-1])
     rows = [np.concatenate([np.arange(num_shared), one]) for one in own]
@@ -156,7 +187,9 @@ def test_rows_give_every_packed_token_its_own_past(lengths: list[int], num_share
     num_tokens = num_shared + sum(lengths)
     places = torch.cat([call.place_R for call in calls])
     assert sorted(places.tolist()) == list(range(num_tokens))
-    states_1ND = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, num_tokens, 3)))
+    states_1ND = torch.from_numpy(
+        np.random.default_rng(seed).normal(size=(1, num_tokens, 3))
+    )
     model = nn.Sequential(Sums())
     mixers = MixerRows(model, (Sums,))
     mixers.use(calls, num_tokens)

@@ -1,4 +1,5 @@
-"""Unmodified agent frameworks in their own venv against the gateway: each sampled answer is trained once.
+"""Unmodified agent frameworks in their own venv against the gateway: each sampled
+answer is trained once.
 
 docs/frameworks.md has the table.
 """
@@ -48,16 +49,22 @@ PLACES = {"crewai_agent": "crewai", "openhands_agent": "openhands", "programs": 
 
 
 def frameworks_python(name: str) -> Path:
-    """Return the Python for a script. Without the frameworks, skip the test, or fail it if
-    ASYNCRL_REQUIRE_FRAMEWORKS=1.
+    """Return the Python for a script. Without the frameworks, skip the test, or fail it
+    if ASYNCRL_REQUIRE_FRAMEWORKS=1.
     """
     venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
     if not venv.exists():
-        end = pytest.fail if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1" else pytest.skip
+        end = (
+            pytest.fail
+            if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1"
+            else pytest.skip
+        )
         end(f"no frameworks at {venv}: run `make setup-frameworks`")
     place = venv / PLACES.get(name, "")
     if not place.exists():
-        pytest.skip(f"no {place}: install npm and Python 3.12, and run `make setup-frameworks`")
+        pytest.skip(
+            f"no {place}: install npm and Python 3.12, and run `make setup-frameworks`"
+        )
     own = place / "bin" / "python"
     return own if own.exists() else venv / "bin" / "python"
 
@@ -67,8 +74,20 @@ class Framework:
 
     def __init__(self, name: str, home: Path) -> None:
         self.reader = ThreadPoolExecutor(1)  # the gateway needs the threads of the loop
-        kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), **OFFLINE}
-        command = [frameworks_python(name), "-P", "-W", "ignore", SCRIPTS / "play.py", SCRIPTS / f"{name}.py"]
+        kept = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "TMPDIR": str(home),
+            **OFFLINE,
+        }
+        command = [
+            frameworks_python(name),
+            "-P",
+            "-W",
+            "ignore",
+            SCRIPTS / "play.py",
+            SCRIPTS / f"{name}.py",
+        ]
         self.process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
@@ -84,7 +103,11 @@ class Framework:
         env |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(json.dumps({"scenario": scenario, "env": env}), file=self.process.stdin, flush=True)
+        print(
+            json.dumps({"scenario": scenario, "env": env}),
+            file=self.process.stdin,
+            flush=True,
+        )
         try:
             loop = asyncio.get_running_loop()
             reading = loop.run_in_executor(self.reader, self.process.stdout.readline)
@@ -92,7 +115,10 @@ class Framework:
         except TimeoutError:
             self.process.kill()
             pytest.fail(f"{scenario} has not ended after {PLAY_S:.0f} s")
-        said = json.loads(line or '{"error": "the framework could not be imported; see standard error"}')
+        said = json.loads(
+            line
+            or '{"error": "the framework could not be imported; see standard error"}'
+        )
         assert "error" not in said, said["error"]
         return said["result"]
 
@@ -101,22 +127,30 @@ class Framework:
         self.process.communicate()
 
 
-def played(tokenizer: HFChatTokenizer, says: Sequence[str], is_slow: bool) -> ScriptedEngine:
-    """Return an engine that samples `says` in order, each as the continuation of a prefilled answer. A slow
-    engine is silent in the middle of its first answer.
+def played(
+    tokenizer: HFChatTokenizer, says: Sequence[str], is_slow: bool
+) -> ScriptedEngine:
+    """Return an engine that samples `says` in order, each as the continuation of a
+    prefilled answer. A slow engine is silent in the middle of its first answer.
     """
     gate = asyncio.Event()
 
     def answer(request: SamplingRequest) -> str:
         text = says[len(engine.requests) - 1]
         begun = tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
-        begun = begun.rpartition("<|im_start|>assistant\n")[2].removeprefix("<think>\n\n</think>\n\n")
-        assert text.startswith(begun), f"the gateway began {begun!r}, and the model wants to say {text!r}"
+        begun = begun.rpartition("<|im_start|>assistant\n")[2].removeprefix(
+            "<think>\n\n</think>\n\n"
+        )
+        assert text.startswith(begun), (
+            f"the gateway began {begun!r}, and the model wants to say {text!r}"
+        )
         if len(engine.requests) == 1:
             asyncio.get_running_loop().call_later(SILENT_S if is_slow else 0, gate.set)
         return text.removeprefix(begun)
 
-    engine = ScriptedEngine(answer, gate, tokenizer=tokenizer, end=tokenizer.encode(END)[0])
+    engine = ScriptedEngine(
+        answer, gate, tokenizer=tokenizer, end=tokenizer.encode(END)[0]
+    )
     return engine
 
 
@@ -137,8 +171,12 @@ CODE = (
 )
 
 
-def shell(tool: str, argument: str, *last: str, other: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return answers that read two files at once, make `other` calls at once, and then join the files."""
+def shell(
+    tool: str, argument: str, *last: str, other: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Return answers that read two files at once, make `other` calls at once, and then
+    join the files.
+    """
     read = [call(tool, **{argument: f"cat {name}.txt"}) for name in "ab"]
     calls = ["\n".join(each) for each in (read, other) if each]
     return *calls, call(tool, **{argument: "cat a.txt b.txt > c.txt"}), *last
@@ -146,9 +184,15 @@ def shell(tool: str, argument: str, *last: str, other: tuple[str, ...] = ()) -> 
 
 SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 JOINED = ["Joined.", "alpha\nbeta\n"]
-LOADED = call("ToolSearch", query="select:WebFetch,NotebookEdit"), call("Read", file_path="x.png")
+LOADED = (
+    call("ToolSearch", query="select:WebFetch,NotebookEdit"),
+    call("Read", file_path="x.png"),
+)
 """Tools that Claude Code adds later, and an image."""
-VIEWED = call("multi_agent_v1__close_agent", target="x"), call("view_image", path="x.png")
+VIEWED = (
+    call("multi_agent_v1__close_agent", target="x"),
+    call("view_image", path="x.png"),
+)
 """A tool in a namespace of Codex, and an image."""
 COUNT = "seq 2000"
 IDEA = call("think", thought="Add them.")
@@ -158,8 +202,9 @@ LOOKUP = (call("directory", name="b"), "4")
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario of a script, the answers of the model, and the expected result. `num_branches` above 1: the
-    framework rewrites answers. `is_typed`: a grammar constrains the answer.
+    """A scenario of a script, the answers of the model, and the expected result.
+    `num_branches` above 1: the framework rewrites answers. `is_typed`: a grammar
+    constrains the answer.
     """
 
     framework: str
@@ -176,8 +221,11 @@ class Case:
         return "-".join(filter(None, [self.framework, self.scenario, self.thoughts]))
 
     def thinking(self, thoughts: str) -> Case:
-        says = tuple(f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says)
-        # smolagents adds a line to answers, and Qwen3's template omits the thought before it
+        says = tuple(
+            f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says
+        )
+        # smolagents adds a line to answers, and Qwen3's template omits the thought
+        # before it
         num_branches = 2 if self.framework == "smolagents_agents" else self.num_branches
         return replace(self, says=says, thoughts=thoughts, num_branches=num_branches)
 
@@ -198,17 +246,34 @@ CONVERSATIONS = [
     Case("inspect_ai_eval", "anthropic_tools"),
     Case("smolagents_agents", "code", CODE, ["10", 3]),
     Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
-    Case("mini_swe_agent", "tools", shell("bash", "command", SUBMIT), ["Submitted", JOINED[1]]),
+    Case(
+        "mini_swe_agent",
+        "tools",
+        shell("bash", "command", SUBMIT),
+        ["Submitted", JOINED[1]],
+    ),
     Case("crewai_agent", "tools"),
     Case("openhands_agent", "think", (f"{IDEA}\n{IDEA}", IDEA, "Done."), ["Done.", 3]),
-    Case("programs", "claude", shell("Bash", "command", "Joined.", other=LOADED), JOINED),
-    Case("programs", "codex", shell("exec_command", "cmd", "Joined.", other=VIEWED), JOINED),
+    Case(
+        "programs", "claude", shell("Bash", "command", "Joined.", other=LOADED), JOINED
+    ),
+    Case(
+        "programs",
+        "codex",
+        shell("exec_command", "cmd", "Joined.", other=VIEWED),
+        JOINED,
+    ),
     Case("programs", "ai_chat"),
     Case("programs", "ai_messages"),
     Case("example_agents", "openai_agents", LOOKUP, ["", 1.0]),
     Case("example_agents", "langgraph", LOOKUP, ["", 1.0]),
 ]
-SLOW = ("litellm_chat-tools", "openai_agents-tools", "langchain_agent-streamed_tools", "mini_swe_agent-tools")
+SLOW = (
+    "litellm_chat-tools",
+    "openai_agents-tools",
+    "langchain_agent-streamed_tools",
+    "mini_swe_agent-tools",
+)
 SLOW += (
     "crewai_agent-tools",
     "openhands_agent-think",
@@ -227,18 +292,80 @@ COMPACTED += (call("Bash", command="cat a.txt b.txt > c.txt"), "Joined.")
 OVERFLOWS = [
     Case("litellm_chat", "overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
     Case("litellm_chat", "anthropic_overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
-    Case("mini_swe_agent", "overflow", (call("bash", command=COUNT),), TOO_LONG, 1, 1, 9000),
-    Case("langchain_agent", "overflow", (ADD_TWICE,), ["ContextOverflowError"], 1, 1, 9000),
-    Case("crewai_agent", "overflow", (ADD_TWICE,), ["LLMContextLengthExceededError"], 1, 2, 9000),
-    Case("openhands_agent", "think", (LONG_IDEA, "A summary.", "Done."), ["Done.", 1], 3, 1, 18_000),
-    Case("programs", "claude", (call("Bash", command=COUNT),), ["Prompt is too long", None], 1, 5, 47_000),
+    Case(
+        "mini_swe_agent",
+        "overflow",
+        (call("bash", command=COUNT),),
+        TOO_LONG,
+        1,
+        1,
+        9000,
+    ),
+    Case(
+        "langchain_agent",
+        "overflow",
+        (ADD_TWICE,),
+        ["ContextOverflowError"],
+        1,
+        1,
+        9000,
+    ),
+    Case(
+        "crewai_agent",
+        "overflow",
+        (ADD_TWICE,),
+        ["LLMContextLengthExceededError"],
+        1,
+        2,
+        9000,
+    ),
+    Case(
+        "openhands_agent",
+        "think",
+        (LONG_IDEA, "A summary.", "Done."),
+        ["Done.", 1],
+        3,
+        1,
+        18_000,
+    ),
+    Case(
+        "programs",
+        "claude",
+        (call("Bash", command=COUNT),),
+        ["Prompt is too long", None],
+        1,
+        5,
+        47_000,
+    ),
     Case("programs", "claude_compact", COMPACTED, JOINED, 3, 0, 80_000),
-    Case("programs", "codex", (call("exec_command", cmd=COUNT),), ["context window", None], 1, 1, 38_000),
-    Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 9000),
+    Case(
+        "programs",
+        "codex",
+        (call("exec_command", cmd=COUNT),),
+        ["context window", None],
+        1,
+        1,
+        38_000,
+    ),
+    Case(
+        "programs",
+        "ai_overflow",
+        (ADD_TWICE,),
+        ["400 context_length_exceeded", 2],
+        1,
+        1,
+        9000,
+    ),
 ]
-"""Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
+"""Clients whose second call is too long. They summarize the conversation, or end with a
+clear error.
+"""
 
-THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
+THOUGHTS = [
+    case.thinking("reasoning_content")
+    for case in CONVERSATIONS
+    if "streamed" not in case.scenario
+]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"
@@ -264,11 +391,17 @@ STRUCTURED = [
 
 
 @pytest.fixture(scope="module")
-def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Framework]]:
+def framework(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Framework]]:
     """Return a function that starts frameworks by script name, once each."""
     home = tmp_path_factory.mktemp("home")
     running: dict[str, Framework] = {}
-    yield lambda name: running.get(name) or running.setdefault(name, Framework(name, home))
+    yield (
+        lambda name: (
+            running.get(name) or running.setdefault(name, Framework(name, home))
+        )
+    )
     for each in running.values():
         each.close()
 
@@ -292,22 +425,38 @@ class Recording(HFChatTokenizer):
 
 
 async def check(
-    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer, is_slow: bool = False
+    case: Case,
+    framework: Callable[[str], Framework],
+    tokenizer: HFChatTokenizer,
+    is_slow: bool = False,
 ) -> None:
-    """Play a case. Each sampled token is trained once, and prompts are what the template renders."""
+    """Play a case. Each sampled token is trained once, and prompts are what the
+    template renders.
+    """
     model = played(tokenizer, case.says, is_slow)
     most = case.max_prompt_tokens
-    config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": most, "max_length": most + 4096}
+    config: dict[str, Any] = {
+        "max_tokens": 4096,
+        "max_prompt_tokens": most,
+        "max_length": most + 4096,
+    }
     config |= {"thoughts_field": case.thoughts} if case.thoughts else {}
-    async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
-        result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
+    async with gateway_world(
+        model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config
+    ) as world:
+        result = await framework(case.framework).play(
+            case.scenario, world.url, world.session.key
+        )
         stats = world.gateway.stats()
         branches = world.session.rollout(0, Outcome(), 1.0)
     if isinstance(result, list):  # with the thought, if it is part of the text
         result[0] = result[0].rpartition("</think>")[2].strip()
     assert result == (case.result or ADDED)
     assert dict(stats.refused) == ({400: case.num_refused} if case.num_refused else {})
-    sampled = [tokenizer.decode(list(each), skip_special_tokens=False) for each in model.sampled]
+    sampled = [
+        tokenizer.decode(list(each), skip_special_tokens=False)
+        for each in model.sampled
+    ]
     assert len(sampled) == len(case.says)
     ids = [each.token_ids[each.loss_mask].tolist() for each in branches]
     trained = [tokenizer.decode(each, skip_special_tokens=False) for each in ids]
@@ -318,9 +467,12 @@ async def check(
             assert request.grammar is not None, "its form was asked for"
             fast = AutoTokenizer.from_pretrained(tokenizer.model_path)
             grammars = TokenGrammars(fast, len(fast))
-            grammars.begin(request.grammar, tokenizer.encode(text.removesuffix(END)))  # raises if not of it
+            # raises if not of it
+            grammars.begin(request.grammar, tokenizer.encode(text.removesuffix(END)))
         elif case.thoughts is None:
-            prompt = tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+            prompt = tokenizer.decode(
+                list(request.prompt_ids), skip_special_tokens=False
+            )
             assert prompt in Recording.texts, "it is not what the template renders"
             assert "unsupported call" not in prompt, "Codex does not know its own tool"
 
@@ -330,7 +482,9 @@ async def check(
 async def test_slow_call_is_not_cut(
     framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
 ) -> None:
-    """The first test: during the silence all frameworks are imported, for the other tests."""
+    """The first test: during the silence all frameworks are imported, for the other
+    tests.
+    """
     slow = [case for case in CONVERSATIONS if str(case) in SLOW]
     assert len(slow) == len(SLOW)
     for case in CONVERSATIONS:
@@ -340,7 +494,9 @@ async def test_slow_call_is_not_cut(
             group.create_task(check(case, framework, tokenizer, is_slow=True))
 
 
-@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE, *THOUGHTS, *STRUCTURED, *OVERFLOWS], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CONVERSATIONS, *ALONE, *THOUGHTS, *STRUCTURED, *OVERFLOWS], ids=str
+)
 @in_loop
 async def test_each_answer_is_trained_once(
     case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer

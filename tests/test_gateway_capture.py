@@ -1,4 +1,6 @@
-"""Which recorded answer a chat continues, what a template omits, and credits of a session's completions."""
+"""Which recorded answer a chat continues, what a template omits, and credits of a
+session's completions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object"}},
+}
 EOT = "<|eot_id|>"
 IM_END = "<|im_end|>"
 
@@ -31,7 +36,10 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
 def called(arguments: object, *, id: str = "call_1", **fields: object) -> Message:
     function = {"name": "add", "arguments": arguments}
-    return assistant(None, tool_calls=[{"id": id, "type": "function", "function": function, **fields}])
+    return assistant(
+        None,
+        tool_calls=[{"id": id, "type": "function", "function": function, **fields}],
+    )
 
 
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "The tool says 42"}
@@ -48,19 +56,31 @@ def test_answer_is_found_by_its_text_or_its_meaning() -> None:
         (four, assistant("5"), "edited"),
         (four, assistant("4", tool_calls=called({})["tool_calls"]), "edited"),
         (called_add, called({"b": 2, "a": 1}, index=0), "extended"),
-        (called_add, called('{"a":1,"b":3}'), "extended"),  # this template writes only the name
+        # this template writes only the name
+        (called_add, called('{"a":1,"b":3}'), "extended"),
         (called_add, called('{"a":1,"b":2}', id="call_2"), "extended"),
         (called_add, assistant("<sub>"), "edited"),
     ):
         assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
 
-def test_defaults_that_a_client_adds_to_a_call_do_not_count(renderer_for: Renderers) -> None:
-    properties = {"all": {"type": "boolean", "default": False}, "a": {"default": "1"}, "b": {"default": 1}}
-    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+def test_defaults_that_a_client_adds_to_a_call_do_not_count(
+    renderer_for: Renderers,
+) -> None:
+    properties = {
+        "all": {"type": "boolean", "default": False},
+        "a": {"default": "1"},
+        "b": {"default": 1},
+    }
+    function = {
+        "name": "add",
+        "parameters": {"type": "object", "properties": properties},
+    }
     tools = [{"type": "function", "function": function}]
     play = Play(renderer_for("qwen3"))
-    sampled = f'<tool_call>{{"name": "add", "arguments": {{"a": "2"}}}}</tool_call>{IM_END}'
+    sampled = (
+        f'<tool_call>{{"name": "add", "arguments": {{"a": "2"}}}}</tool_call>{IM_END}'
+    )
     play.answer(plan(play.capture, [user("1+2")], tools), sampled, called('{"a": "2"}'))
     for arguments, how in (
         ('{"a": "2", "all": false, "b": 1.0}', "realigned"),
@@ -68,15 +88,25 @@ def test_defaults_that_a_client_adds_to_a_call_do_not_count(renderer_for: Render
         ('{"a": "2", "b": "1"}', "edited"),
         ("{}", "edited"),
     ):
-        assert plan(play.capture, [user("1+2"), called(arguments), RESULT], tools).how == how
+        assert (
+            plan(play.capture, [user("1+2"), called(arguments), RESULT], tools).how
+            == how
+        )
 
 
 def test_other_tools_are_another_chat() -> None:
     play = Play()
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
     chat = [user("hi"), assistant("yo"), user("more")]
-    assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
-    assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
+    assert (
+        plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how
+        == "extended"
+    )
+    assert (
+        plan(play.capture, chat, None).how
+        == plan(play.capture, chat, [TOOL, TOOL]).how
+        == "edited"
+    )
 
 
 def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
@@ -88,7 +118,10 @@ def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
     chat = [user("hi"), assistant("yo"), user("more")]
     assert play.capture.match(chat, None, settings=low).how == "realigned"
     other = play.capture.match(chat, None, settings=high)
-    assert (other.how, other.text) == ("edited", play.renderer.render(chat, settings=high))
+    assert (other.how, other.text) == (
+        "edited",
+        play.renderer.render(chat, settings=high),
+    )
 
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
@@ -98,7 +131,9 @@ def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     second = capture.plan([1, 2, 3, 4, 5, 6])
     assert (second.how, second.added.tolist()) == ("extended", [6])
     capture.record(second, completion(second, [7]), assistant(""), "cmpl-1")
-    assert capture.plan([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], "a cut answer may be gone on from"
+    assert capture.plan([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], (
+        "a cut answer may be gone on from"
+    )
     assert capture.plan([1, 2, 3, 4, 5, 8]).added.tolist() == [8]
     assert capture.plan([1, 2, 3, 4]).how == capture.plan([9]).how == "edited"
     (branch,) = capture.rollout(0, Outcome(), 1.0)
@@ -110,7 +145,10 @@ def test_unrenderable_chat_is_a_value_error() -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    for message, why in ((user("\ud800"), "surrogates"), ({**user("a"), "extra": nested}, "nested too deep")):
+    for message, why in (
+        (user("\ud800"), "surrogates"),
+        ({**user("a"), "extra": nested}, "nested too deep"),
+    ):
         with pytest.raises(ValueError, match=why):
             plan(Play().capture, [message])
 
@@ -140,13 +178,17 @@ FORMS = (
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "qwen3_5_think", "llama3_1"])
-def test_answer_may_return_in_another_form_at_each_call(template: str, renderer_for: Renderers) -> None:
+def test_answer_may_return_in_another_form_at_each_call(
+    template: str, renderer_for: Renderers
+) -> None:
     for first in FORMS:
         for second in FORMS:
             play = Play(renderer_for(template))
             play.ask([user("2+2?")], f"{THOUGHT}Four.{IM_END}")
             play.ask([user("2+2?"), first, user("Sure?")], f"{THOUGHT}Four.{IM_END}")
-            last = plan(play.capture, [user("2+2?"), second, user("Sure?"), first, user("Why?")])
+            last = plan(
+                play.capture, [user("2+2?"), second, user("Sure?"), first, user("Why?")]
+            )
             assert last.how in ("extended", "realigned")
             assert last.parent is not None
             assert last.parent.name == "chatcmpl-1"
@@ -176,7 +218,9 @@ OTHER_ORDER = '{"arguments": {"a": 1}, "name": "add"}'
         (f"I add.\n<tool_call>\n{OTHER_ORDER}</tool_call>{IM_END}", ""),
     ],
 )
-def test_end_of_a_call_is_not_repeated(sampled: str, behind: str, renderer_for: Renderers) -> None:
+def test_end_of_a_call_is_not_repeated(
+    sampled: str, behind: str, renderer_for: Renderers
+) -> None:
     renderer = renderer_for("qwen3")
     play = Play(renderer)
     play.ask([user("1?")], sampled, called({"a": 1}))
@@ -211,25 +255,40 @@ def test_realigned_prompt_names_its_deviation(
     planned = plan(kept.capture, CHAT)
     assert planned.match is not None
     assert planned.match.deviations == (deviation,)
-    begun = [*kept.renderer.encode(renderer.render(CHAT[:1])), *renderer.encode(sampled)]
+    begun = [
+        *kept.renderer.encode(renderer.render(CHAT[:1])),
+        *renderer.encode(sampled),
+    ]
     assert planned.prompt_ids.tolist()[: len(begun)] == begun
     end = "<|end|>" if template == "gptoss" else IM_END
     after = whole.rpartition(f"3{end}")[2]
-    assert renderer.decode(planned.prompt_ids.tolist()[len(begun) :], skip_special_tokens=False) == after
+    assert (
+        renderer.decode(
+            planned.prompt_ids.tolist()[len(begun) :], skip_special_tokens=False
+        )
+        == after
+    )
     planned = plan(as_template.capture, CHAT)
     assert planned.how == "edited"
-    assert renderer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False) == whole
+    assert (
+        renderer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False) == whole
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "answer", "counts"),
     [
-        ("chatml", "3", [2, 2, 1, 1]),  # the chat; once also with marks around a short text
+        # the chat; once also with marks around a short text
+        ("chatml", "3", [2, 2, 1, 1]),
         ("qwen3", f"{THOUGHT}3", [2, 3, 2, 2]),  # and with a placeholder for the answer
     ],
 )
 def test_later_turns_render_once_or_twice(
-    template: str, answer: str, counts: list[int], renderer_for: Renderers, monkeypatch: pytest.MonkeyPatch
+    template: str,
+    answer: str,
+    counts: list[int],
+    renderer_for: Renderers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = renderer_for(template)
     render = renderer.render
@@ -250,7 +309,9 @@ def test_later_turns_render_once_or_twice(
         chat.append(assistant("3"))
 
 
-@pytest.mark.parametrize(("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")])
+@pytest.mark.parametrize(
+    ("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")]
+)
 def test_forced_call_is_not_begun_inside_a_thought(
     template: str, closed: str, renderer_for: Renderers
 ) -> None:
@@ -261,7 +322,10 @@ def test_forced_call_is_not_begun_inside_a_thought(
     assert planned.match is not None
     assert planned.match.text == f"{shown}{closed}<tool_call>"
     play.answer(planned, f"{CALL}</tool_call>{IM_END}", called({"a": 1}))
-    assert plan(play.capture, [user("go"), called({"a": 1}), RESULT], [TOOL]).how != "edited"
+    assert (
+        plan(play.capture, [user("go"), called({"a": 1}), RESULT], [TOOL]).how
+        != "edited"
+    )
 
 
 # ---- what a template leaves out, and its settings
@@ -273,7 +337,10 @@ def contents(chat: Sequence[Mapping[str, Any]], *, but: str = "") -> str:
 
 
 def test_message_is_found_however_the_template_writes_it() -> None:
-    said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive", "/no_think")]
+    said = [
+        user(text)
+        for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive", "/no_think")
+    ]
     habits: list[Callable[[Sequence[Mapping[str, Any]]], str]] = [
         contents,
         lambda chat: json.dumps(contents(chat)).upper(),
@@ -284,7 +351,9 @@ def test_message_is_found_however_the_template_writes_it() -> None:
         assert left_out(habit, said, habit(said)) is None
 
 
-@pytest.mark.parametrize("lost", ["18", "", "open", "the door is open today", "The tool says this"])
+@pytest.mark.parametrize(
+    "lost", ["18", "", "open", "the door is open today", "The tool says this"]
+)
 def test_message_is_missed_although_its_text_is_elsewhere(lost: str) -> None:
     result = {"role": "tool", "content": lost}
     chat = [
@@ -303,15 +372,25 @@ def test_message_is_missed_although_its_text_is_elsewhere(lost: str) -> None:
 def test_text_that_only_the_template_says_is_missed() -> None:
     default = "You are a helpful assistant."
     chat = [{"role": "system", "content": default}, user("Hi.")]
-    assert left_out(lambda chat: default + contents(chat, but="system"), chat, f"{default}Hi.") == 0
+    assert (
+        left_out(
+            lambda chat: default + contents(chat, but="system"), chat, f"{default}Hi."
+        )
+        == 0
+    )
     late = [user("Hi."), assistant("Yes."), {"role": "system", "content": "Be brief."}]
     first = left_out(lambda chat: contents([chat[2], *chat[:2]]), late, " the rest", 2)
     assert first == 2, "it is before the rest"
-    assert left_out(lambda chat: contents(chat)[:100], [user("word " * 50)], "word " * 20) == 0, "it is cut"
+    assert (
+        left_out(lambda chat: contents(chat)[:100], [user("word " * 50)], "word " * 20)
+        == 0
+    ), "it is cut"
 
 
 @in_loop
-async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers) -> None:
+async def test_message_that_the_template_omits_gets_400(
+    renderer_for: Renderers,
+) -> None:
     async with gateway_world(tokenizer=renderer_for("phi3")) as world:
         chat = [user("In 2018?"), called("{}"), {**RESULT, "content": "18"}]
         status, answer = await world.post({"messages": chat})
@@ -319,8 +398,13 @@ async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers)
         assert "the chat template drops messages[2]" in answer["error"]["message"]
 
 
-def test_developer_is_the_system_where_the_template_knows_none(renderer_for: Renderers) -> None:
-    chats = ([{"role": role, "content": "Be brief."}, user("Hi.")] for role in ("developer", "system"))
+def test_developer_is_the_system_where_the_template_knows_none(
+    renderer_for: Renderers,
+) -> None:
+    chats = (
+        [{"role": role, "content": "Be brief."}, user("Hi.")]
+        for role in ("developer", "system")
+    )
     as_developer, as_system = map(renderer_for("qwen3").render, chats)
     assert as_developer == as_system
     assert "Be brief." in as_system
@@ -335,10 +419,19 @@ def test_settings_of_run_and_call_reach_the_template(renderer_for: Renderers) ->
     no_thoughts = renderer_for("qwen3", enable_thinking=False)
     assert plain.render(chat, settings={"enable_thinking": False}).endswith(OFF)
     assert no_thoughts.render(chat, settings={"other": 1}).endswith(OFF)
-    assert not no_thoughts.render(chat, settings={"enable_thinking": True}).endswith(OFF)
-    reserved = {"messages": [], "add_generation_prompt": False, "bos_token": "x", "chat_template": "x"}
+    assert not no_thoughts.render(chat, settings={"enable_thinking": True}).endswith(
+        OFF
+    )
+    reserved = {
+        "messages": [],
+        "add_generation_prompt": False,
+        "bos_token": "x",
+        "chat_template": "x",
+    }
     assert plain.render(chat, settings=reserved) == plain.render(chat)
-    with pytest.raises(ConfigError, match=r"does not read thinking(.|\n)*may set .*enable_thinking"):
+    with pytest.raises(
+        ConfigError, match=r"does not read thinking(.|\n)*may set .*enable_thinking"
+    ):
         renderer_for("qwen3", thinking=False)
 
 
@@ -358,26 +451,42 @@ def conversation(*are_trained: bool) -> Play:
 
 @pytest.mark.parametrize(
     ("are_trained", "trained", "ends_with"),
-    [((True, False, True), "13", "3"), ((False, True, False), "2", "2"), ((True, False, False), "1", "1")],
+    [
+        ((True, False, True), "13", "3"),
+        ((False, True, False), "2", "2"),
+        ((True, False, False), "1", "1"),
+    ],
 )
-def test_untrained_answers_are_context(are_trained: tuple[bool, ...], trained: str, ends_with: str) -> None:
+def test_untrained_answers_are_context(
+    are_trained: tuple[bool, ...], trained: str, ends_with: str
+) -> None:
     play = conversation(*are_trained)
-    rewards = {f"chatcmpl-{number}": 0.5 + number for number in range(3) if are_trained[number]}
+    rewards = {
+        f"chatcmpl-{number}": 0.5 + number for number in range(3) if are_trained[number]
+    }
     (branch,) = play.capture.rollout(0, Outcome(turn_rewards=rewards), 1.0)
     assert play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) == trained
     assert play.renderer.decode(branch.token_ids.tolist()).endswith(ends_with)
     assert not branch.tokens.behaviour_logprobs[~branch.loss_mask].any()
-    spanned = [place for span in branch.tokens.spans for place in range(span.start, span.end)]
+    spanned = [
+        place for span in branch.tokens.spans for place in range(span.start, span.end)
+    ]
     assert spanned == branch.loss_mask.nonzero()[0].tolist()
     assert [credit.reward for credit in branch.credits] == list(rewards.values())
-    with pytest.raises(RolloutFailure, match=r"not one sampled token to train on(.|\n)*Way out"):
+    with pytest.raises(
+        RolloutFailure, match=r"not one sampled token to train on(.|\n)*Way out"
+    ):
         conversation(False, False).capture.rollout(0, Outcome(), 1.0)
 
 
-@pytest.mark.parametrize("names", [["chatcmpl-0", "chatcmpl-1", "chatcmpl-9"], ["chatcmpl-0"]])
+@pytest.mark.parametrize(
+    "names", [["chatcmpl-0", "chatcmpl-1", "chatcmpl-9"], ["chatcmpl-0"]]
+)
 def test_rewards_that_do_not_fit_fail_the_rollout(names: list[str]) -> None:
     with pytest.raises(RolloutFailure, match=r"its rewards name(.|\n)*Way out: "):
-        conversation(True, True).capture.rollout(0, Outcome(turn_rewards=dict.fromkeys(names, 1.0)), 1.0)
+        conversation(True, True).capture.rollout(
+            0, Outcome(turn_rewards=dict.fromkeys(names, 1.0)), 1.0
+        )
 
 
 def test_outcome_has_finite_numbers() -> None:

@@ -1,4 +1,6 @@
-"""Random trees of calls: each sampled token is trained once after its prompt, in any order of arrival."""
+"""Random trees of calls: each sampled token is trained once after its prompt, in any
+order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, plan, user
+from gateway_capture_cases import (
+    END,
+    CharRenderer,
+    Habit,
+    Message,
+    assistant,
+    plan,
+    user,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_cases import completion_of
@@ -21,7 +31,9 @@ from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 from asyncrl.messages.tokens import ROUTING
 
 Call = dict[str, Any]
-"""The next call of a harness: continue from an answer, repeat its question, or edit the history."""
+"""The next call of a harness: continue from an answer, repeat its question, or edit the
+history.
+"""
 
 CHOICES = st.lists(
     st.fixed_dictionaries(
@@ -29,30 +41,39 @@ CHOICES = st.lists(
             "text": st.text(alphabet="ab| ", max_size=4),
             "is_ended": st.booleans(),
             "is_delivered": st.integers(0, 4).map(bool),
-            "sent_back_as": st.sampled_from(["same", "nones", "spaced", "apart", "left out"]),
+            "sent_back_as": st.sampled_from(
+                ["same", "nones", "spaced", "apart", "left out"]
+            ),
         }
     ),
     min_size=1,
     max_size=3,
 )
-"""Answers of a call, cut, equal or empty. If one is not delivered, its client has disconnected."""
+"""Answers of a call, cut, equal or empty. If one is not delivered, its client has
+disconnected.
+"""
 CALL = st.fixed_dictionaries(
     {
         "basis": st.integers(0, 20),
-        "kind": st.sampled_from(["on", "on", "on", "again", "edit_answer", "edit_front", "drop_front"]),
+        "kind": st.sampled_from(
+            ["on", "on", "on", "again", "edit_answer", "edit_front", "drop_front"]
+        ),
         "texts": st.lists(st.text(alphabet="xy", max_size=2), min_size=1, max_size=2),
         "choices": CHOICES,
         "prefill": st.sampled_from(["", "", "p"]),
     }
 )
 STORY = st.lists(st.lists(CALL, min_size=1, max_size=3), min_size=1, max_size=6)
-"""Rounds of calls; those of one round are planned together and answered in any order."""
+"""Rounds of calls; those of one round are planned together and answered in any order.
+"""
 ORDER = st.randoms(use_true_random=False)
 
 
 @dataclass
 class History:
-    """Play a story. The logprob of each sampled token is unique and identifies it in the rollout."""
+    """Play a story. The logprob of each sampled token is unique and identifies it in
+    the rollout.
+    """
 
     habit: Habit
     order: Random
@@ -67,14 +88,19 @@ class History:
         self.capture = Capture(self.renderer, GatewayStats(), self.thinking)
 
     def round(self, number: int, calls: list[Call]) -> None:
-        """Plan all, then answer each; the answers are known to the calls of the next round."""
+        """Plan all, then answer each; the answers are known to the calls of the next
+        round.
+        """
         known = [self.chats[name] for name in sorted(self.chats)]
         answered = []
         for at, call in self.order.sample([*enumerate(calls)], len(calls)):
             messages = self._messages(call, known)
             planned = plan(self.capture, messages, None, prefill=call["prefill"])
             self._check_prompt(planned, messages, call["prefill"])
-            places = [((number * 3 + at) * 3 + index, index) for index in range(len(call["choices"]))]
+            places = [
+                ((number * 3 + at) * 3 + index, index)
+                for index in range(len(call["choices"]))
+            ]
             answered += [(planned, messages, call, *place) for place in places]
         self.order.shuffle(answered)
         for each in answered:
@@ -93,7 +119,9 @@ class History:
             chat[0] = user("edited")
         return (chat[1:] if call["kind"] == "drop_front" else chat) + new
 
-    def _check_prompt(self, planned: PromptPlan, messages: list[Message], prefill: str) -> None:
+    def _check_prompt(
+        self, planned: PromptPlan, messages: list[Message], prefill: str
+    ) -> None:
         prompt = planned.prompt_ids.tolist()
         if planned.parent is not None:
             before, sampled = self.sampled[planned.parent.name]
@@ -104,7 +132,12 @@ class History:
             assert text == self.renderer.render(messages) + prefill
 
     def _answer(
-        self, planned: PromptPlan, messages: list[Message], call: Call, place: int, index: int
+        self,
+        planned: PromptPlan,
+        messages: list[Message],
+        call: Call,
+        place: int,
+        index: int,
     ) -> None:
         choice = call["choices"][index]
         ids = self.renderer.encode(choice["text"] + END * choice["is_ended"])
@@ -114,14 +147,22 @@ class History:
         completion = completion_of(
             ids,
             [-float(1 + place * 10 + at) for at in range(len(ids))],
-            [VersionSpan(start, end, place + start) for start, end in cuts if start < end],
+            [
+                VersionSpan(start, end, place + start)
+                for start, end in cuts
+                if start < end
+            ],
             "stop" if choice["is_ended"] else "length",
             num_interruptions=len(ids) % 3,
             prompt=planned.prompt_ids,
         )
         if choice["is_ended"]:
-            routing = np.array([(place, at) for at in range(num_read)], "<u2").reshape(-1, 2)
-            completion = replace(completion, tokens=completion.tokens.with_columns({ROUTING: routing}))
+            routing = np.array([(place, at) for at in range(num_read)], "<u2").reshape(
+                -1, 2
+            )
+            completion = replace(
+                completion, tokens=completion.tokens.with_columns({ROUTING: routing})
+            )
         if not choice["is_delivered"]:
             return
         name = f"chatcmpl-{place:03}"
@@ -131,7 +172,12 @@ class History:
         thought, answer = split_thought(assistant(content), self.thinking)
         sent_back = {
             "same": assistant(content),
-            "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
+            "nones": {
+                "tool_calls": None,
+                "content": content,
+                "role": "assistant",
+                "refusal": None,
+            },
             "spaced": assistant(f" {content.strip()}\n"),
             "apart": assistant(answer, reasoning_content=thought),
             "left out": assistant(answer),
@@ -139,38 +185,58 @@ class History:
         self.chats[name] = [*messages, sent_back[choice["sent_back_as"]]]
 
     def rollout(self) -> Rollout:
-        """Check that each run of trained tokens is one completion, after the prompt that its call was sent
-        with.
+        """Check that each run of trained tokens is one completion, after the prompt
+        that its call was sent with.
         """
-        rewards = {name: float(int(name[-3:])) for name, (_, one) in self.sampled.items() if one.token_ids}
+        rewards = {
+            name: float(int(name[-3:]))
+            for name, (_, one) in self.sampled.items()
+            if one.token_ids
+        }
         rollout = self.capture.rollout(3, Outcome(turn_rewards=rewards), 0.0)
-        by_logprob = {self.sampled[name][1].behaviour_logprobs[0]: name for name in rewards}
+        by_logprob = {
+            self.sampled[name][1].behaviour_logprobs[0]: name for name in rewards
+        }
         seen: list[str] = []
         interruptions = 0
         for number, branch in enumerate(rollout):
             assert (branch.branch, branch.sample_index) == (number, 3)
             spans, credits = [], []
-            edges = np.flatnonzero(np.diff([False, *branch.loss_mask, False])).reshape(-1, 2)
+            edges = np.flatnonzero(np.diff([False, *branch.loss_mask, False])).reshape(
+                -1, 2
+            )
             for start, end in edges.tolist():
                 name = by_logprob[float(branch.tokens.behaviour_logprobs[start])]
                 prompt_ids, sampled = self.sampled[name]
-                assert branch.token_ids[:end].tolist() == [*prompt_ids, *sampled.token_ids]
+                assert branch.token_ids[:end].tolist() == [
+                    *prompt_ids,
+                    *sampled.token_ids,
+                ]
                 assert (
-                    tuple(branch.tokens.behaviour_logprobs[start:end].tolist()) == sampled.behaviour_logprobs
+                    tuple(branch.tokens.behaviour_logprobs[start:end].tolist())
+                    == sampled.behaviour_logprobs
                 )
                 for span in sampled.sampled.spans:
-                    spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+                    spans.append(
+                        VersionSpan(start + span.start, start + span.end, span.version)
+                    )
                 credits.append((start, end, rewards[name]))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
                 if ROUTING in sampled.tokens.columns:
                     read = sampled.tokens.columns[ROUTING][start:end]
-                    assert np.array_equal(branch.tokens.columns[ROUTING][start:end], read), "of its call"
+                    assert np.array_equal(
+                        branch.tokens.columns[ROUTING][start:end], read
+                    ), "of its call"
             assert branch.tokens.spans == tuple(spans)
-            assert [(credit.start, credit.end, credit.reward) for credit in branch.credits] == credits
+            assert [
+                (credit.start, credit.end, credit.reward) for credit in branch.credits
+            ] == credits
             assert not branch.tokens.behaviour_logprobs[~branch.loss_mask].any()
         assert sum(branch.num_interruptions for branch in rollout) == interruptions
-        assert sorted(seen) == sorted(by_logprob.values()), "each sampled token is trained once"
+        assert sorted(seen) == sorted(by_logprob.values()), (
+            "each sampled token is trained once"
+        )
         units = [credit.unit for branch in rollout for credit in branch.credits]
         assert len(set(units)) == len(units), "each completion is a unit"
         return rollout
@@ -178,8 +244,17 @@ class History:
 
 def values(rollout: Rollout) -> Iterator[Any]:
     for branch in rollout:
-        yield branch.token_ids.tolist(), branch.loss_mask.tolist(), branch.tokens.behaviour_logprobs.tolist()
-        yield branch.tokens.spans, branch.credits, branch.num_interruptions, branch.is_truncated
+        yield (
+            branch.token_ids.tolist(),
+            branch.loss_mask.tolist(),
+            branch.tokens.behaviour_logprobs.tolist(),
+        )
+        yield (
+            branch.tokens.spans,
+            branch.credits,
+            branch.num_interruptions,
+            branch.is_truncated,
+        )
 
 
 @pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])

@@ -15,17 +15,30 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsStream
 from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop, talking
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
-from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextParams
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsStreaming as ChatParams,
+)
+from openai.types.completion_create_params import (
+    CompletionCreateParamsStreaming as TextParams,
+)
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
 from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers, anthropic_error
-from asyncrl.agents.endpoint.requests import ApiError, CallRequest, ChatRequest, RequestReader, too_long
+from asyncrl.agents.endpoint.requests import (
+    ApiError,
+    CallRequest,
+    ChatRequest,
+    RequestReader,
+    too_long,
+)
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 
-CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 BASES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI},
     TEXT: {"prompt": "x"},
@@ -55,37 +68,72 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    *((path, {**base, "guided": 0}, "guided=0 is refused: there is no such") for path, base in BASES.items()),
+    *(
+        (path, {**base, "guided": 0}, "guided=0 is refused: there is no such")
+        for path, base in BASES.items()
+    ),
     *((path, [1], "JSON object") for path in BASES),
     *((path, {}, "") for path in BASES),
     (CHAT, said(*HI) | {"temperature": "hot"}, "temperature"),
     (CHAT, b"\xff\xfe", "not JSON"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}', "temperature"),
+    (
+        CHAT,
+        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
+        "temperature",
+    ),
     (CHAT, b"[" * 100_000, "recursion"),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
     (CHAT, b'{"messages": [], "seed": ' + b"9" * 4000 + b"}", "seed"),
     (CHAT, said(*HI * 2001), "2001 messages of a token"),
-    (CHAT, user(type="image_url", image_url={"url": "x"}), "'image_url' is not supported"),
+    (
+        CHAT,
+        user(type="image_url", image_url={"url": "x"}),
+        "'image_url' is not supported",
+    ),
     (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
     (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (CHAT, said(*HI) | {"response_format": {"type": "xml"}}, "response_format"),
-    (CHAT, said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})}, "response_format"),
+    (
+        CHAT,
+        said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})},
+        "response_format",
+    ),
     (CHAT, said(*HI) | {"top_logprobs": 1}, "needs logprobs=true"),
     (CHAT, said(*HI) | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, said(*HI) | {"stop": ["x"] * 17}, "stop"),
-    (TEXT, {"prompt": "x", "logprobs": 0}, "logprobs=0 is refused: use /v1/chat/completions"),
+    (
+        TEXT,
+        {"prompt": "x", "logprobs": 0},
+        "logprobs=0 is refused: use /v1/chat/completions",
+    ),
     (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),
     (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
-    (MESSAGES, user(type="image", source={}), "messages[0].content[0]: a part of type 'image'"),
+    (
+        MESSAGES,
+        user(type="image", source={}),
+        "messages[0].content[0]: a part of type 'image'",
+    ),
     (MESSAGES, assistant(type="tool_use", id="c", name="f"), "tool_use"),
     (MESSAGES, said(*HI) | {"thinking": {"type": "off"}}, "thinking"),
-    (MESSAGES, said(*HI, {"role": "assistant", "content": "The"}), "cannot continue it"),
-    (MESSAGES, said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]}, "web_search_2025"),
-    (CHAT, said(*HI) | {"min_tokens": 5}, "changes the sampled distribution, which training would not know"),
+    (
+        MESSAGES,
+        said(*HI, {"role": "assistant", "content": "The"}),
+        "cannot continue it",
+    ),
+    (
+        MESSAGES,
+        said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]},
+        "web_search_2025",
+    ),
+    (
+        CHAT,
+        said(*HI) | {"min_tokens": 5},
+        "changes the sampled distribution, which training would not know",
+    ),
 ]
 
 
@@ -94,7 +142,10 @@ async def test_gateway_refuses_invalid_bodies_in_all_dialects() -> None:
     async with gateway_world() as world:
         for path, body, message in REFUSED:
             status, answer = await world.post(body, path=path)
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), (body, answer)
+            assert (status, answer["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            ), (body, answer)
             assert message in answer["error"]["message"][:600], (body, answer)
             assert (answer.get("type") == "error") == (path == MESSAGES)
         assert world.engine.requests == []
@@ -106,8 +157,19 @@ def texts(*words: str) -> st.SearchStrategy[str]:
     return st.sampled_from(words)
 
 
-KEYS = texts(*"type role content text name input id thinking arguments call_id output function".split())
-VALUES = texts("message", "user", "assistant", "text", "tool_use", "tool_result", "function_call", "x")
+KEYS = texts(
+    *"type role content text name input id thinking arguments call_id output function".split()
+)
+VALUES = texts(
+    "message",
+    "user",
+    "assistant",
+    "text",
+    "tool_use",
+    "tool_result",
+    "function_call",
+    "x",
+)
 FIELDS = "messages input prompt system instructions tools tool_choice thinking reasoning text n stop"
 DIALECTS = (
     openai_dialects.CHAT,
@@ -138,7 +200,9 @@ HARMLESS = """
     best_of=1 suffix="" functions=[] fallbacks=[] mcp_servers=[] background=false modalities=["text"]
     background_options={} image={}
     logits_processors=[] typical_p=1 enable_thinking thinking guided_json guided_regex guided_choice"""
-"""Fields of the requests of vLLM 0.32, then others, with the values that have no effect there."""
+"""Fields of the requests of vLLM 0.32, then others, with the values that have no effect
+there.
+"""
 PARAMETERS: Any = [
     ChatParams,
     TextParams,
@@ -154,15 +218,40 @@ def as_release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3])
 
 
-@pytest.mark.parametrize(("dialect", "params"), [*zip(DIALECTS, PARAMETERS, strict=True)])
-def test_known_parameters_are_read_refused_or_documented(dialect: Dialect, params: Any) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "params"), [*zip(DIALECTS, PARAMETERS, strict=True)]
+)
+def test_known_parameters_are_read_refused_or_documented(
+    dialect: Dialect, params: Any
+) -> None:
     reader = RequestReader(replace(RULES, on_sampling_override="honour"))
-    ignored = PAGE.read_text().partition("Ignored, and logged once:")[2].split("```")[1].split()
-    known = dict(each.split("=") if "=" in each else (each, "null") for each in HARMLESS.split())
+    ignored = (
+        PAGE.read_text()
+        .partition("Ignored, and logged once:")[2]
+        .split("```")[1]
+        .split()
+    )
+    known = dict(
+        each.split("=") if "=" in each else (each, "null") for each in HARMLESS.split()
+    )
     vendor = anthropic if dialect.path == "messages" else openai
-    is_reviewed = as_release(vendor.__version__) <= as_release(REVIEWED[vendor.__name__])
+    is_reviewed = as_release(vendor.__version__) <= as_release(
+        REVIEWED[vendor.__name__]
+    )
     for name in {*known, *params.__annotations__} - dialect.body.model_fields.keys():
-        for odd in ("false", "true", "0", "1", "2", '""', '"x"', "[]", '["text"]', "{}", '{"x": 1}'):
+        for odd in (
+            "false",
+            "true",
+            "0",
+            "1",
+            "2",
+            '""',
+            '"x"',
+            "[]",
+            '["text"]',
+            "{}",
+            '{"x": 1}',
+        ):
             body = BASES[f"/v1/{dialect.path}"] | {name: json.loads(odd)}
             if name in ignored or body[name] == json.loads(known.get(name, "null")):
                 dialect.read(reader, body, KeptAnswers(9))
@@ -172,18 +261,36 @@ def test_known_parameters_are_read_refused_or_documented(dialect: Dialect, param
             assert refusal.value.error["param"] == name
             # A later release may have new fields; these are refused as unknown.
             if is_reviewed:
-                assert "no such parameter" not in str(refusal.value), "the reason is missing"
+                assert "no such parameter" not in str(refusal.value), (
+                    "the reason is missing"
+                )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(texts(*FIELDS.split()), json_values), st.lists(json_values, max_size=2))
-def test_any_json_is_a_call_or_an_api_error(dialect: Dialect, body: dict[str, Any], items: list[Any]) -> None:
-    turns = [{"role": "user", "content": items}, {"role": "assistant", "content": items}]
-    for more in ({}, {"messages": items}, {"input": items}, {"messages": turns}, {"input": turns}):
+@given(
+    st.dictionaries(texts(*FIELDS.split()), json_values),
+    st.lists(json_values, max_size=2),
+)
+def test_any_json_is_a_call_or_an_api_error(
+    dialect: Dialect, body: dict[str, Any], items: list[Any]
+) -> None:
+    turns = [
+        {"role": "user", "content": items},
+        {"role": "assistant", "content": items},
+    ]
+    for more in (
+        {},
+        {"messages": items},
+        {"input": items},
+        {"messages": turns},
+        {"input": turns},
+    ):
         try:
             outcome: CallRequest | ApiError = dialect.read(
-                RequestReader(RULES), json.loads(json.dumps({**body, **more})), KeptAnswers(9)
+                RequestReader(RULES),
+                json.loads(json.dumps({**body, **more})),
+                KeptAnswers(9),
             )[0]
         except ApiError as error:
             outcome = error
@@ -206,14 +313,25 @@ PARTS: list[Any] = [
     {"type": "refusal", "refusal": "No."},
     {"type": "redacted_thinking", "data": "xx"},
     {"type": "tool_reference", "tool_name": "f"},
-    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}},
-    {"type": "search_result", "source": "http://x", "title": "S", "content": [{"type": "text", "text": "r"}]},
+    {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "d"},
+    },
+    {
+        "type": "search_result",
+        "source": "http://x",
+        "title": "S",
+        "content": [{"type": "text", "text": "r"}],
+    },
 ]
 TEXT = "a\nNo.\nf\nd\nS\nr"
 
 
 def calling(arguments: Any) -> dict[str, Any]:
-    call = {"id": "c", "function": {"name": "get weather!" * 20, "arguments": arguments}}
+    call = {
+        "id": "c",
+        "function": {"name": "get weather!" * 20, "arguments": arguments},
+    }
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -225,12 +343,21 @@ MINE = {"role": "assistant", "content": "yes"}
     ("sent", "read_as"),
     [
         ({**MINE, **LITELLM}, MINE),
-        ({"role": "user", "content": [PART], "cache_control": {}}, {"role": "user", "content": "Hi"}),
+        (
+            {"role": "user", "content": [PART], "cache_control": {}},
+            {"role": "user", "content": "Hi"},
+        ),
         ({**MINE, "reasoning": "hm"}, {**MINE, "reasoning_content": "hm"}),
         ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
-        *(({"role": role, "content": PARTS}, {"role": role, "content": TEXT}) for role in ("system", "tool")),
+        *(
+            ({"role": role, "content": PARTS}, {"role": role, "content": TEXT})
+            for role in ("system", "tool")
+        ),
         ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),
-        *((calling(odd), calling({})) for odd in ("", None, '{"a": 1', "[]", "42", '{"a": "\\ud800"}', [1])),
+        *(
+            (calling(odd), calling({}))
+            for odd in ("", None, '{"a": 1', "[]", "42", '{"a": "\\ud800"}', [1])
+        ),
     ],
 )
 def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> None:
@@ -239,21 +366,42 @@ def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> N
 
 @in_loop
 async def test_sampling_overrides_follow_the_config() -> None:
-    off: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "max_completion_tokens": 10**30}
-    off |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_p": None, "stop": None}
+    off: dict[str, Any] = {
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "max_completion_tokens": 10**30,
+    }
+    off |= {
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "top_p": None,
+        "stop": None,
+    }
     async with gateway_world() as world:
-        assert (await world.ask(user="me", store=True, temperature=0.3, **off))[0] == 200
+        assert (await world.ask(user="me", store=True, temperature=0.3, **off))[
+            0
+        ] == 200
         (request,) = world.engine.requests
-        assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
+        assert (request.temperature, request.top_p, request.max_tokens) == (
+            1.0,
+            1.0,
+            400,
+        )
         assert (await world.ask(frequency_penalty=0.3))[0] == 200
-    cases: list[dict[str, Any]] = [{"temperature": 0.0, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 0}]
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0.0, "top_p": 0.5},
+        {"top_p": 0.5},
+        {"top_p": 0},
+    ]
     async with gateway_world(on_sampling_override="honour") as world:
         for asked in (*cases, {"temperature": 0.001}, {}):
             assert (await world.ask(**asked))[0] == 200
         sampled = [(each.temperature, each.top_p) for each in world.engine.requests]
         assert sampled == [(0, 1), (1, 0.5), (0, 1), (0, 1), (1, 1)]
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)
-        assert sum(branch.num_sampled for branch in rollout) == 13, "only the last call is trained"
+        assert sum(branch.num_sampled for branch in rollout) == 13, (
+            "only the last call is trained"
+        )
 
 
 @in_loop
@@ -261,7 +409,10 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
     async with talking() as talk:
         with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
             await talk.chat(logit_bias={"5": 1})
-        assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
+        assert (bad.value.param, bad.value.type) == (
+            "logit_bias",
+            "invalid_request_error",
+        )
         with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
             await talk.message(extra_body={"mcp_servers": [{}]})
         with pytest.raises(openai.AuthenticationError, match="session key"):
@@ -269,8 +420,16 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
         with pytest.raises(anthropic.AuthenticationError):
             await talk.claude.with_options(api_key="wrong").models.list()
         for error, raised, message in (
-            (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "too long"),
-            (EngineError("engine-0", "nonsense"), openai.InternalServerError, "The run is ending"),
+            (
+                RequestRefused("engine-0 refused it", why="too long"),
+                openai.BadRequestError,
+                "too long",
+            ),
+            (
+                EngineError("engine-0", "nonsense"),
+                openai.InternalServerError,
+                "The run is ending",
+            ),
         ):
             talk.world.engine.error = error
             with pytest.raises(raised, match=message):
@@ -281,12 +440,16 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
 @in_loop
 async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
     async with talking(engine=ScriptedEngine(gate=asyncio.Event())) as talk:
-        streams: list[Any] = [await ask(stream=True) for ask in (talk.chat, talk.respond, talk.message)]
+        streams: list[Any] = [
+            await ask(stream=True) for ask in (talk.chat, talk.respond, talk.message)
+        ]
         for stream in streams:
             await anext(aiter(stream))
         talk.world.session.end_nowait("the harness is done")
         for stream in streams:
-            with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
+            with pytest.raises(
+                (openai.APIError, anthropic.APIStatusError), match="the harness is done"
+            ):
                 _ = [event async for event in stream]
         assert len(talk.world.engine.cancelled) == 3
 
@@ -294,18 +457,36 @@ async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
 def test_anthropic_turns_become_chat_messages() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     named = [{"type": "tool_reference", "tool_name": name} for name in "gfh"]
-    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}, *named]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "content": [{"type": "image"}, *named],
+    }
     turns: list[Any] = [
         {"role": "system", "content": ["A", "B"]},
         {"role": "system", "content": [], "output_config": {"effort": "low"}},
         {"role": "assistant", "content": [thought, {"type": "redacted_thinking"}]},
         {"role": "user", "content": [result]},
     ]
-    tools: list[Any] = [{"name": "find"}, *({"name": name, "defer_loading": True} for name in "fg")]
+    tools: list[Any] = [
+        {"name": "find"},
+        *({"name": name, "defer_loading": True} for name in "fg"),
+    ]
     reader = RequestReader(RULES)
-    asked: Any = anthropic_dialect.MESSAGES.read(reader, said(*turns) | {"tools": tools}, KeptAnswers(9))[0]
-    found = [f'<function>{{"name": "{name}", "parameters": {{}}}}</function>' for name in "gf"]
-    lines = "[image: this model reads text only]", "<functions>", *found, "</functions>", "h"
+    asked: Any = anthropic_dialect.MESSAGES.read(
+        reader, said(*turns) | {"tools": tools}, KeptAnswers(9)
+    )[0]
+    found = [
+        f'<function>{{"name": "{name}", "parameters": {{}}}}</function>'
+        for name in "gf"
+    ]
+    lines = (
+        "[image: this model reads text only]",
+        "<functions>",
+        *found,
+        "</functions>",
+        "h",
+    )
     assert [each["content"] for each in asked.messages] == ["AB", "", "\n".join(lines)]
     assert asked.messages[1]["reasoning_content"] == "hm"
     assert [tool["function"]["name"] for tool in asked.shown_tools] == ["find"]
@@ -315,12 +496,23 @@ def test_anthropic_turns_become_chat_messages() -> None:
 @in_loop
 async def test_answers_continue_through_javascript_and_in_parts() -> None:
     sampled = '{"a": 1.0, "b": [9007199254740993, -0.0, 1e21]}'
-    says = f'One. Two.<tool_call>\n{{"name": "add", "arguments": {sampled}}}\n</tool_call>'
+    says = (
+        f'One. Two.<tool_call>\n{{"name": "add", "arguments": {sampled}}}\n</tool_call>'
+    )
     tools = [{"type": "function", "function": {"name": "add"}}]
     async with talking(says, "Done.") as talk:
-        answer = (await talk.chat(tools=tools)).choices[0].message.model_dump(exclude_none=True)
-        answer["tool_calls"][0]["function"]["arguments"] = '{"a":1,"b":[9007199254740992,0,1e+21]}'
-        answer["content"] = [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two."}]
+        answer = (
+            (await talk.chat(tools=tools))
+            .choices[0]
+            .message.model_dump(exclude_none=True)
+        )
+        answer["tool_calls"][0]["function"]["arguments"] = (
+            '{"a":1,"b":[9007199254740992,0,1e+21]}'
+        )
+        answer["content"] = [
+            {"type": "text", "text": "One. "},
+            {"type": "text", "text": "Two."},
+        ]
         await talk.chat([*HI, answer, {"role": "tool", "content": "3"}], tools=tools)
         assert talk.is_one_branch_of(says, "Done.")
 
@@ -328,8 +520,18 @@ async def test_answers_continue_through_javascript_and_in_parts() -> None:
 def test_errors_have_the_words_and_types_of_the_vendors() -> None:
     error = too_long("2001 tokens", 2000, "messages")
     most = "This model's maximum context length is 2000 tokens."
-    assert str(error).startswith(f"{most} However, your messages resulted in 2001 tokens.")
-    assert anthropic_error(error)["error"]["message"] == "prompt is too long: 2001 tokens > 2000 maximum"
-    for each in "401 authentication, 403 permission, 408 timeout, 410 invalid_request, 502 api".split(", "):
+    assert str(error).startswith(
+        f"{most} However, your messages resulted in 2001 tokens."
+    )
+    assert (
+        anthropic_error(error)["error"]["message"]
+        == "prompt is too long: 2001 tokens > 2000 maximum"
+    )
+    for each in "401 authentication, 403 permission, 408 timeout, 410 invalid_request, 502 api".split(
+        ", "
+    ):
         status, kind = each.split()
-        assert anthropic_error(ApiError(int(status), "x"))["error"]["type"] == f"{kind}_error"
+        assert (
+            anthropic_error(ApiError(int(status), "x"))["error"]["type"]
+            == f"{kind}_error"
+        )

@@ -8,7 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gateway_cases import ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
+from gateway_cases import (
+    ByteTokenizer,
+    ScriptedEngine,
+    World,
+    gateway_world,
+    in_loop,
+    until,
+)
 
 from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.gateway import MAX_HEAD
@@ -19,30 +26,42 @@ GATEWAY = "asyncrl.agents.endpoint.gateway"
 
 
 @in_loop
-async def test_far_too_long_prompts_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_far_too_long_prompts_are_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with gateway_world() as world:
         with monkeypatch.context() as patched:
             patched.delattr(ByteTokenizer, "encode")
             for path, body in (
-                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 50_000}]}),
+                (
+                    "/v1/chat/completions",
+                    {"messages": [{"role": "user", "content": "hello " * 50_000}]},
+                ),
                 ("/v1/completions", {"prompt": "x" * 200_000}),
             ):
                 status, answer = await world.post(body, path=path)
-                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+                assert (status, answer["error"]["code"]) == (
+                    400,
+                    "context_length_exceeded",
+                )
         status, answer = await world.ask("x" * 2001)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert "rollout.max_prompt_tokens=2000" in answer["error"]["message"]
 
 
 @in_loop
-async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_requests_get_errors_without_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield b" " * 2**10
 
     monkeypatch.setattr(f"{GATEWAY}.MAX_BODY_BYTES", 2**11)
     async with gateway_world() as world:
-        chat, key, no_key = "/v1/chat/completions", world.headers, {"Authorization": "Bearer "}
+        chat = "/v1/chat/completions"
+        key = world.headers
+        no_key = {"Authorization": "Bearer "}
         basic = {"Authorization": f"Basic {world.session.key}"}
         for method, path, headers, data, status, code in (
             ("GET", chat, key, None, 405, None),
@@ -53,12 +72,19 @@ async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.Mon
             ("POST", chat, key, chunks(), 413, None),
             ("POST", "/v1/messages/count_tokens", key, b" " * 2**12, 413, None),
         ):
-            async with world.http.request(method, world.url + path, headers=headers, data=data) as response:
-                assert (response.status, (await response.json())["error"].get("code")) == (status, code)
+            async with world.http.request(
+                method, world.url + path, headers=headers, data=data
+            ) as response:
+                assert (
+                    response.status,
+                    (await response.json())["error"].get("code"),
+                ) == (status, code)
                 assert world.session.key not in await response.text()
 
 
-async def raw(world: World, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw(
+    world: World, data: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = world.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -66,7 +92,12 @@ async def raw(world: World, data: bytes) -> tuple[asyncio.StreamReader, asyncio.
 
 
 def head(key: str, length: int, path: str = "/v1/chat/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", f"Content-Length: {length}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {key}",
+        f"Content-Length: {length}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -81,13 +112,21 @@ async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @in_loop
-async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_malformed_and_slow_requests_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 1.5)
     async with gateway_world() as world:
         key = world.session.key
         answer = await all_of(*await raw(world, head(key + "\0", 2) + b"{}"))
-        assert (b" 400 Bad Request" in answer[:30], key.encode() in answer) == (True, False)
-        silent = [await raw(world, data) for data in (b"", b"POST /v1/chat/comp", head(key, 10)[:-2])]
+        assert (b" 400 Bad Request" in answer[:30], key.encode() in answer) == (
+            True,
+            False,
+        )
+        silent = [
+            await raw(world, data)
+            for data in (b"", b"POST /v1/chat/comp", head(key, 10)[:-2])
+        ]
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
         answer = await all_of(*await raw(world, head(key, 500) + b'{"messages":'))
         assert answer.startswith(b"HTTP/1.1 408")
@@ -97,17 +136,25 @@ async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.Monkey
 async def test_endless_head_is_refused() -> None:
     async with gateway_world() as world:
         line = f"X-More: {'x' * 1000}\r\n".encode()
-        head_without_end = b"POST /v1/chat/completions HTTP/1.1\r\n" + line * (MAX_HEAD // len(line) + 1)
+        head_without_end = b"POST /v1/chat/completions HTTP/1.1\r\n" + line * (
+            MAX_HEAD // len(line) + 1
+        )
         assert b"head is too long" in await all_of(*await raw(world, head_without_end))
 
 
 @in_loop
 async def test_every_route_checks_the_key_before_the_body() -> None:
-    queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    queue = RolloutQueue(
+        worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0
+    )
     async with gateway_world(extra_routes=queue.routes()) as world:
-        paths = [route.path for route in queue.routes()] + ["/v1/chat/completions", "/v1/completions"]
+        paths = [route.path for route in queue.routes()] + [
+            "/v1/chat/completions",
+            "/v1/completions",
+        ]
         for path in [*paths, "/s/{key}/v1/chat/completions"]:
-            data = head("wrong", 10, path.replace("{key}", "wrong"))  # and not a byte of the body
+            # and not a byte of the body
+            data = head("wrong", 10, path.replace("{key}", "wrong"))
             reader, writer = await raw(world, data)
             assert (await reader.readline()).startswith(b"HTTP/1.1 401"), path
             writer.close()
@@ -118,7 +165,9 @@ class WaitingTokenizer(ByteTokenizer):
     """Rendering and encoding of long inputs block until the test allows them."""
 
     def __init__(self) -> None:
-        self.has_begun, self.may_end, self.num_long = threading.Event(), threading.Event(), 0
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+        self.num_long = 0
 
     def _wait(self, is_long: bool) -> None:
         if is_long:
@@ -138,11 +187,17 @@ class WaitingTokenizer(ByteTokenizer):
 LONG = [{"role": "user", "content": "x" * LONG_TEXT}]
 
 
-@pytest.mark.parametrize("messages", [[{"role": "user", "content": ""}] * 600, LONG], ids=["many", "long"])
+@pytest.mark.parametrize(
+    "messages", [[{"role": "user", "content": ""}] * 600, LONG], ids=["many", "long"]
+)
 @in_loop
-async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[Any]) -> None:
+async def test_long_chats_are_rendered_and_tokenized_in_a_thread(
+    messages: list[Any],
+) -> None:
     tokenizer = WaitingTokenizer()
-    async with gateway_world(tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000) as world:
+    async with gateway_world(
+        tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000
+    ) as world:
         asking = asyncio.ensure_future(world.post({"messages": messages}))
         await until(tokenizer.has_begun.is_set)
         assert (await world.ask_other())[0] == 200
@@ -151,23 +206,33 @@ async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[
 
 
 @in_loop
-async def test_connections_above_the_limit_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_above_the_limit_get_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = asyncio.Event()
     monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 1.5)
     monkeypatch.setattr(f"{GATEWAY}.MAX_CONNECTIONS", 2)
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
-        busy = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(2)]
+        busy = [
+            asyncio.ensure_future(world.ask(f"call {number}")) for number in range(2)
+        ]
         await until(lambda: len(world.engine.requests) == 2)
         assert (await all_of(*await raw(world, b""))).startswith(b"HTTP/1.1 503")
         gate.set()
         assert [status for status, _ in await asyncio.gather(*busy)] == [200, 200]
-        await until(lambda: not world.gateway.listener.connections)  # idle ones are closed
+        # idle ones are closed
+        await until(lambda: not world.gateway.listener.connections)
         answer = await all_of(*await raw(world, b"no http\r\n\r\n"))
-        assert (answer[:12], b'"type":"invalid_request_error"' in answer) == (b"HTTP/1.1 400", True)
+        assert (answer[:12], b'"type":"invalid_request_error"' in answer) == (
+            b"HTTP/1.1 400",
+            True,
+        )
 
 
 @in_loop
-async def test_internal_error_is_a_500_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_is_a_500_without_the_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with gateway_world(ScriptedEngine(error=ZeroDivisionError("a bug"))) as world:
         status, answer = await world.ask()
         assert (status, answer["error"]["type"]) == (500, "server_error")

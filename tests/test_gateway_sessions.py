@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, make_gateway, until
+from gateway_cases import (
+    HI,
+    ScriptedEngine,
+    World,
+    gateway_world,
+    in_loop,
+    make_gateway,
+    until,
+)
 from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer
@@ -38,12 +46,22 @@ async def test_key_opens_its_session_until_its_end() -> None:
     async with gateway_world() as world:
         ended, opened = [world.open(f"g{number}/r0") for number in range(2)]
         ended.end_nowait("done")
-        assert [(await world.ask_other(each))[0] for each in (ended, opened)] == [401, 200]
+        assert [(await world.ask_other(each))[0] for each in (ended, opened)] == [
+            401,
+            200,
+        ]
     assert opened.ended == "the run has ended"
 
 
 def num_objects_of_sessions() -> int:
-    kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, SamplingRequest)
+    kinds = (
+        GatewaySession,
+        GatewayCall,
+        Answer,
+        ChatNode,
+        PromptMatch,
+        SamplingRequest,
+    )
     # isinstance() would read attributes of the objects, and some warn
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
@@ -59,20 +77,27 @@ async def test_ended_sessions_leave_no_objects() -> None:
             ("chat/completions", {**chat, "stream": True}),
             ("completions", {"prompt": "Hi"}),
             ("responses", {"input": "Hi"}),
-            ("responses", {"input": "More", "previous_response_id": "resp-2", "stream": True}),
+            (
+                "responses",
+                {"input": "More", "previous_response_id": "resp-2", "stream": True},
+            ),
             ("messages", {"messages": HI, "thread": {"type": "create"}}),
         ]
         for number in range(2):
             session = world.open(f"g{number}/r0")
             for path, body in calls:
-                async with world.http.post(f"{world.url}/s/{session.key}/v1/{path}", json=body) as response:
+                async with world.http.post(
+                    f"{world.url}/s/{session.key}/v1/{path}", json=body
+                ) as response:
                     await response.read()
                     assert response.status == 200, (path, body)
             session.end_nowait("done")
             assert session.rollout(0, Outcome(), 1.0), "its owner may still ask"
         del session
         world.engine.requests.clear()
-        await until(lambda: gc.collect() >= 0 and num_objects_of_sessions() == num_before)
+        await until(
+            lambda: gc.collect() >= 0 and num_objects_of_sessions() == num_before
+        )
 
 
 @in_loop
@@ -82,7 +107,9 @@ async def test_call_names_the_engine_with_its_cache() -> None:
             assert (await ask())[0] == 200
         first, second, others_first = world.engine.requests
         assert first.after is others_first.after is None
-        assert (second.after.version, second.after.engine) == (5, 3), "the end of the answer before"
+        assert (second.after.version, second.after.engine) == (5, 3), (
+            "the end of the answer before"
+        )
 
 
 @in_loop
@@ -101,10 +128,14 @@ async def test_calls_in_flight_get_the_first_reason_of_the_end() -> None:
 
 @streams
 @in_loop
-async def test_call_without_client_is_cancelled_and_keeps_its_seed(is_streamed: bool) -> None:
+async def test_call_without_client_is_cancelled_and_keeps_its_seed(
+    is_streamed: bool,
+) -> None:
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
-        asking = asyncio.ensure_future(world.post({"messages": HI, "stream": is_streamed}))
+        asking = asyncio.ensure_future(
+            world.post({"messages": HI, "stream": is_streamed})
+        )
         await world.engine.started.wait()
         asking.cancel()
         await until(lambda: world.engine.cancelled == ["g0/r0/a0/c0"])
@@ -116,7 +147,9 @@ async def test_call_without_client_is_cancelled_and_keeps_its_seed(is_streamed: 
         assert len(set(answered)) == 3
         assert world.session.num_completions == 3
         stats = world.gateway.stats()
-        assert (stats.refused, stats.edited) == ({}, 2), "the second call starts the session"
+        assert (stats.refused, stats.edited) == ({}, 2), (
+            "the second call starts the session"
+        )
 
 
 def retry(number: int) -> dict[str, str]:
@@ -127,7 +160,9 @@ async def sent(world: World, number: int, **body: Any) -> bytes:
     """Return the whole answer to a call; `number` of its retry."""
     headers = world.headers | retry(number)
     url = f"{world.url}/v1/chat/completions"
-    async with world.http.post(url, headers=headers, json={"messages": HI, **body}) as response:
+    async with world.http.post(
+        url, headers=headers, json={"messages": HI, **body}
+    ) as response:
         assert response.status == 200
         return await response.read()
 
@@ -140,14 +175,18 @@ async def test_retry_of_an_only_call_gets_its_answer(is_streamed: bool) -> None:
         first, again, *others = [await ask(number) for number in (0, 1, 0, 1)]
         others.append(await ask(1, max_tokens=5))
         assert again == first, "nobody else can have asked for it"
-        assert len({first, *others}) == 4, "of two equal answers, each may belong to another call"
+        assert len({first, *others}) == 4, (
+            "of two equal answers, each may belong to another call"
+        )
         assert world.session.num_completions == 4
 
 
 @streams
 @pytest.mark.parametrize("is_seen", [False, True])
 @in_loop
-async def test_retry_never_gets_the_answer_of_an_equal_call(is_streamed: bool, is_seen: bool) -> None:
+async def test_retry_never_gets_the_answer_of_an_equal_call(
+    is_streamed: bool, is_seen: bool
+) -> None:
     """Best of three with one timeout, which the gateway may see only after the retry."""
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
@@ -166,41 +205,63 @@ async def test_retry_never_gets_the_answer_of_an_equal_call(is_streamed: bool, i
         if is_seen:
             assert world.engine.requests[3].seed == world.engine.requests[1].seed
         assert await ask(2) not in answers, "a second retry is a fourth call"
-        assert sum(each.num_sampled for each in world.session.rollout(0, Outcome(), 1.0)) == 4 * 13
+        assert (
+            sum(each.num_sampled for each in world.session.rollout(0, Outcome(), 1.0))
+            == 4 * 13
+        )
 
 
 @streams
 @in_loop
-async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: bool) -> None:
+async def test_answer_that_its_client_did_not_read_is_given_again(
+    is_streamed: bool,
+) -> None:
     body = json.dumps({"messages": HI, "stream": is_streamed}).encode()
     async with gateway_world() as world:
         host, port = world.url.removeprefix("http://").split(":")
-        lines = ["POST /v1/chat/completions HTTP/1.1", f"Authorization: {world.headers['Authorization']}"]
-        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Host: x", "", ""]).encode()
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            f"Authorization: {world.headers['Authorization']}",
+        ]
+        head = "\r\n".join(
+            [*lines, f"Content-Length: {len(body)}", "Host: x", "", ""]
+        ).encode()
         for num_answers, is_read in ((1, True), (2, False)):
             with socket.create_connection((host, int(port))) as client:
                 client.settimeout(60)
                 client.sendall(head + body)
                 end = b"0\r\n\r\n" if is_streamed else b"}}"
-                while is_read and not (await asyncio.to_thread(client.recv, 2**16)).endswith(end):
+                while is_read and not (
+                    await asyncio.to_thread(client.recv, 2**16)
+                ).endswith(end):
                     pass
-                await until(lambda number=num_answers: world.session.num_completions == number)
+                await until(
+                    lambda number=num_answers: world.session.num_completions == number
+                )
             await until(lambda: not world.gateway.listener.connections)
         lost, new = [
             await world.http.post(
-                f"{world.url}/v1/chat/completions", data=body, headers=world.headers | retry(number)
+                f"{world.url}/v1/chat/completions",
+                data=body,
+                headers=world.headers | retry(number),
             )
             for number in (1, 2)
         ]
-        assert [b'"chatcmpl-1"' in await each.read() for each in (lost, new)] == [True, False]
-        assert lost.content_type == ("text/event-stream" if is_streamed else "application/json")
+        assert [b'"chatcmpl-1"' in await each.read() for each in (lost, new)] == [
+            True,
+            False,
+        ]
+        assert lost.content_type == (
+            "text/event-stream" if is_streamed else "application/json"
+        )
         assert world.session.num_completions == 3
 
 
 def test_session_remembers_few_and_short_answers() -> None:
     retries = Retries()
     short, long = (
-        Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
+        Written(b"x" * size, is_stream=False, is_lost=True)
+        for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
     )
     retries.answered_nowait(b"short", short)
     retries.answered_nowait(b"long", long)
@@ -209,7 +270,9 @@ def test_session_remembers_few_and_short_answers() -> None:
     short.is_lost = True
     for _ in range(NUM_RETRIED):
         retries.answered_nowait(b"newer", Written(b"", is_stream=False))
-    assert retries.begin(b"short", is_retry=True) is None, "newer answers have replaced it"
+    assert retries.begin(b"short", is_retry=True) is None, (
+        "newer answers have replaced it"
+    )
 
 
 class CountingEngine(ScriptedEngine):
@@ -227,12 +290,16 @@ class CountingEngine(ScriptedEngine):
 
 
 @in_loop
-async def test_flooding_harness_waits_until_its_calls_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_flooding_harness_waits_until_its_calls_are_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(f"{SESSIONS}.MAX_CONCURRENT_CALLS", 4)
     gate = asyncio.Event()
     engine = CountingEngine(gate=gate)
     async with gateway_world(engine, max_calls=6) as world:
-        flood = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(40)]
+        flood = [
+            asyncio.ensure_future(world.ask(f"call {number}")) for number in range(40)
+        ]
         await until(lambda: world.gateway.stats().refused.get(429, 0) == 34)
         gate.set()
         statuses = [status for status, _ in await asyncio.gather(*flood)]
@@ -241,11 +308,16 @@ async def test_flooding_harness_waits_until_its_calls_are_used_up(monkeypatch: p
 
 
 @in_loop
-async def test_waiting_calls_end_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_calls_end_with_their_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(f"{SESSIONS}.MAX_CONCURRENT_CALLS", 1)
     async with gateway_world(ScriptedEngine(gate=asyncio.Event())) as world:
-        asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
-        await until(lambda: world.session.num_calls == OPEN_SHARE)  # the others wait unread
+        asking = [
+            asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)
+        ]
+        # the others wait unread
+        await until(lambda: world.session.num_calls == OPEN_SHARE)
         world.session.end_nowait("done")
         assert [(await each)[0] for each in asking] == [410] * 9
 
@@ -261,7 +333,11 @@ async def test_seeds_do_not_depend_on_the_order_of_arrival() -> None:
         async with gateway_world() as world:
             for call in order:
                 assert (await world.ask(**call))[0] == 200
-            pairs = zip(map(str, order), [request.seed for request in world.engine.requests], strict=True)
+            pairs = zip(
+                map(str, order),
+                [request.seed for request in world.engine.requests],
+                strict=True,
+            )
             seeds.append(sorted(pairs))
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 4, "equal calls with a seed are the same"
@@ -274,7 +350,8 @@ async def test_port_is_bound_before_start_or_refused() -> None:
         with pytest.raises(ConfigError, match=rf"gateway\.port={port}"):
             make_gateway(ScriptedEngine(), [], port=port).bind()
         unstarted, public = [
-            make_gateway(ScriptedEngine(), [], public_url=url) for url in (None, "http://here:8700/")
+            make_gateway(ScriptedEngine(), [], public_url=url)
+            for url in (None, "http://here:8700/")
         ]
         assert unstarted.bind() == unstarted.bind()
         assert public.bind() == "http://here:8700"
@@ -294,7 +371,9 @@ async def test_answer_after_the_end_is_not_recorded() -> None:
     async with gateway_world(Told()) as world:
         asking = asyncio.ensure_future(world.ask())
         await world.engine.started.wait()
-        told.set_result(completion_of((72, 105), spans=[VersionSpan(0, 2, 1)], finish="stop"))
+        told.set_result(
+            completion_of((72, 105), spans=[VersionSpan(0, 2, 1)], finish="stop")
+        )
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
         assert world.session.capture.num_completions == 0
@@ -306,16 +385,24 @@ async def test_flood_of_refused_calls_fails_the_rollout() -> None:
         refused = [await world.post(b"no JSON") for _ in range(21)]
         assert {status for status, _ in refused} == {400}
         assert (await world.ask())[0] == 401
-        with pytest.raises(RolloutFailure, match=r"21 of its calls.*10 times gateway.max_calls=2"):
+        with pytest.raises(
+            RolloutFailure, match=r"21 of its calls.*10 times gateway.max_calls=2"
+        ):
             world.session.rollout(0, Outcome(), 0.0)
 
 
 @pytest.mark.parametrize(
     ("name", "limit", "expected"),
-    [("max_prompt_tokens", 60, 400), ("max_calls", 2, 429), ("max_rollout_tokens", 60, 429)],
+    [
+        ("max_prompt_tokens", 60, 400),
+        ("max_calls", 2, 429),
+        ("max_rollout_tokens", 60, 429),
+    ],
 )
 @in_loop
-async def test_rollout_at_a_limit_is_truncated(name: str, limit: int, expected: int) -> None:
+async def test_rollout_at_a_limit_is_truncated(
+    name: str, limit: int, expected: int
+) -> None:
     async with gateway_world(**{name: limit}) as world:
         messages = [*HI]
         for _ in range(9):
@@ -324,28 +411,49 @@ async def test_rollout_at_a_limit_is_truncated(name: str, limit: int, expected: 
                 break
             assert world.session.overflow is None
             messages += [answer["choices"][0]["message"], *HI]
-        assert (status, answer["error"]["message"]) == (expected, world.session.overflow)
+        assert (status, answer["error"]["message"]) == (
+            expected,
+            world.session.overflow,
+        )
         (branch,) = world.session.rollout(0, Outcome(), 0.0)
         assert branch.is_truncated
         if status == 400:  # a shortened conversation may continue
             assert (await world.ask("Ho"))[0] == 200
-            assert not any(branch.is_truncated for branch in world.session.rollout(0, Outcome(), 0.0))
+            assert not any(
+                branch.is_truncated
+                for branch in world.session.rollout(0, Outcome(), 0.0)
+            )
 
 
 @pytest.mark.parametrize(
-    ("shows_special", "content"), [(True, "He<|start|>llo"), (False, "Hello")], ids=["visible", "stripped"]
+    ("shows_special", "content"),
+    [(True, "He<|start|>llo"), (False, "Hello")],
+    ids=["visible", "stripped"],
 )
 @in_loop
-async def test_agent_gets_the_special_tokens_of_its_task(shows_special: bool, content: str) -> None:
+async def test_agent_gets_the_special_tokens_of_its_task(
+    shows_special: bool, content: str
+) -> None:
     async with gateway_world(ScriptedEngine(lambda _: "He<|start|>llo")) as world:
-        about: Any = {"prompt_id": "p0", "sample_index": 0, "attempt": 0, "route_key": "r"}
-        session = world.gateway.open_nowait("g1/r0", shows_special=shows_special, **about)
+        about: Any = {
+            "prompt_id": "p0",
+            "sample_index": 0,
+            "attempt": 0,
+            "route_key": "r",
+        }
+        session = world.gateway.open_nowait(
+            "g1/r0", shows_special=shows_special, **about
+        )
         status, answer = await world.ask_other(session)
         message = answer["choices"][0]["message"]
         assert (status, message["content"]) == (200, content)
         headers = {"Authorization": f"Bearer {session.key}"}
         await world.post({"messages": [*HI, message, *HI]}, headers=headers)
         stats = world.gateway.stats()
-        assert (stats.extended, stats.realigned) == ((1, 0) if shows_special else (0, 1))
+        assert (stats.extended, stats.realigned) == (
+            (1, 0) if shows_special else (0, 1)
+        )
         (branch,) = session.rollout(0, Outcome(), 1.0)
-        assert branch.num_sampled == 2 * len("Hello") + 4, "every token is trained on, shown or not"
+        assert branch.num_sampled == 2 * len("Hello") + 4, (
+            "every token is trained on, shown or not"
+        )

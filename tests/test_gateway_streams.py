@@ -1,4 +1,6 @@
-"""Streams on all dialects: heads, pings, growing tool calls, and errors behind the head."""
+"""Streams on all dialects: heads, pings, growing tool calls, and errors behind the
+head.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "Hi"},
     "chat/completions": {
         "messages": HI,
-        "tools": [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}],
+        "tools": [
+            {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+        ],
     },
-    "responses": {"input": "Hi", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]},
+    "responses": {
+        "input": "Hi",
+        "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
+    },
     "messages": {"messages": HI, "tools": [{"name": "add", "input_schema": SCHEMA}]},
 }
 dialects = pytest.mark.parametrize("path", BODIES)
@@ -30,7 +37,9 @@ dialects = pytest.mark.parametrize("path", BODIES)
 async def events_of(world: World, path: str) -> AsyncIterator[bytes]:
     """Yield the data of a stream's events as they arrive."""
     body = BODIES[path] | {"stream": True}
-    async with world.http.post(f"{world.url}/v1/{path}", json=body, headers=world.headers) as response:
+    async with world.http.post(
+        f"{world.url}/v1/{path}", json=body, headers=world.headers
+    ) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         async for line in response.content:
             if line.startswith(b"data: {"):
@@ -39,7 +48,9 @@ async def events_of(world: World, path: str) -> AsyncIterator[bytes]:
 
 @dialects
 @in_loop
-async def test_held_streams_begin_and_ping(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+async def test_held_streams_begin_and_ping(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.setattr(f"{SESSIONS}.PING_S", 0.01)
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
@@ -52,8 +63,13 @@ async def test_held_streams_begin_and_ping(monkeypatch: pytest.MonkeyPatch, path
                 world.session.slots.release()
             if len(events) == 30:  # more than the half answer before a weight push
                 gate.set()
-        heads = [event.get("response") or event.get("message") or event for event in map(json.loads, events)]
-        assert len({head["id"] for head in heads if "id" in head}) == 1, "pings belong to the answer"
+        heads = [
+            event.get("response") or event.get("message") or event
+            for event in map(json.loads, events)
+        ]
+        assert len({head["id"] for head in heads if "id" in head}) == 1, (
+            "pings belong to the answer"
+        )
 
 
 @dialects
@@ -78,7 +94,9 @@ async def test_official_clients_accept_pings(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(f"{SESSIONS}.PING_S", 0.0)
     async with talking("One. Two.") as talk:
         async with talk.gpt.chat.completions.stream(model="m", messages=HI) as stream:
-            assert (await stream.get_final_completion()).choices[0].message.content == "One. Two."
+            assert (await stream.get_final_completion()).choices[
+                0
+            ].message.content == "One. Two."
         assert (await talk.respond(streamed=True)).output_text == "One. Two."
         assert (await talk.message(streamed=True)).content[0].text == "One. Two."
 
@@ -98,7 +116,9 @@ async def test_arguments_arrive_while_they_are_sampled(path: str) -> None:
         assert gate.is_set()
 
 
-@pytest.mark.parametrize("error", [EngineError("engine-0", "it died"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error", [EngineError("engine-0", "it died"), ZeroDivisionError()]
+)
 @dialects
 @in_loop
 async def test_error_behind_the_head_is_an_event(path: str, error: Exception) -> None:
@@ -113,7 +133,12 @@ async def test_error_behind_the_head_is_an_event(path: str, error: Exception) ->
             assert "Internal error" in last["error"]["message"]
             return
         world.session.end_nowait("its task was cancelled")
-        async with world.http.post(f"{world.url}/s/{world.session.key}/v1/{path}", json={}) as response:
-            assert (response.status, response.headers["x-should-retry"]) == (503, "false")
+        async with world.http.post(
+            f"{world.url}/s/{world.session.key}/v1/{path}", json={}
+        ) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (
+                503,
+                "false",
+            )
             for told in (last, await response.json()):
                 assert "it died" in told["error"]["message"]

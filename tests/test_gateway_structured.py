@@ -1,4 +1,6 @@
-"""Structured output through the gateway and a real engine, and its logprobs in the trainer."""
+"""Structured output through the gateway and a real engine, and its logprobs in the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,27 @@ from asyncrl.trainer.trainer_client import pack_groups
 
 FIRM = PERSON | COMPACT
 X = {"type": "integer", "minimum": 0, "maximum": 99}
-ADD = {"type": "object", "properties": {"x": X}, "required": ["x"], "additionalProperties": False}
+ADD = {
+    "type": "object",
+    "properties": {"x": X},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": ADD, "strict": True},
+    },
     {"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}},
 ]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 class InProcess:
@@ -58,12 +71,16 @@ class InProcess:
         answer = await asyncio.wrap_future(reply)
         prompt = Tokens(np.asarray(request.prompt_ids, np.int32))
         finish: Any = answer.finish_reason
-        return Completion(Tokens.join([prompt, answer.new.sampled_by(0)]), len(prompt), finish)
+        return Completion(
+            Tokens.join([prompt, answer.new.sampled_by(0)]), len(prompt), finish
+        )
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
-    folder = make_qwen3(tmp_path_factory.mktemp("model"), vocab_size=440, eos_token_id=1, **SMALL)
+    folder = make_qwen3(
+        tmp_path_factory.mktemp("model"), vocab_size=440, eos_token_id=1, **SMALL
+    )
     save(byte_level(), folder)
     with running_engine(folder, max_length=600, slots=8) as running:
         yield InProcess(folder, running)
@@ -71,35 +88,66 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 def accepted(tokenizer: HFChatTokenizer, grammar: str, text: str) -> bool:
     """Return whether this is a whole answer. Raises if it cannot even begin an answer."""
-    matcher = TokenGrammars(tokenizer._tokenizer, 440).begin(grammar, tokenizer.encode(text))
+    matcher = TokenGrammars(tokenizer._tokenizer, 440).begin(
+        grammar, tokenizer.encode(text)
+    )
     return bool(matcher.allowed()[1])
 
 
-CALL_ADD, CALL_SAY = '{"name": "add", "arguments": {"x": 1}}', '{"name": "say", "arguments": {"to": [1]}}'
+CALL_ADD = '{"name": "add", "arguments": {"x": 1}}'
+CALL_SAY = '{"name": "say", "arguments": {"to": [1]}}'
 WRONG = '{"name": "add", "arguments": {"x": "1"}}'
 A, S, W = (f"<tool_call>\n{call}\n</tool_call>" for call in (CALL_ADD, CALL_SAY, WRONG))
 SCHEMA = {"response_format": schema_format(ADD)}
 REQUIRED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
 CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
     ("plain", {}, "", ['{"x": 1}', '{ "x" : 1 }'], ['{"x": "1"}', "I say", "<think>"]),
-    ("opened", {}, "<think>\n", ['so </think>\n\n{"x": 1}', '</think>{"x":1}'], ['so </think>{"y']),
+    (
+        "opened",
+        {},
+        "<think>\n",
+        ['so </think>\n\n{"x": 1}', '</think>{"x":1}'],
+        ['so </think>{"y'],
+    ),
     ("closed", {}, "<think>\n\n</think>\n\n", ['{"x": 1}'], ["<think>"]),
     ("tools", {"tools": TOOLS}, "", ['{"x": 1}', A], ["I", '{"x": "', W, f"{A} and"]),
     ("required", REQUIRED, "", [A, S], ["{", W, "I", f"{A}\n{A}"]),
-    ("named", {"tools": TOOLS, "tool_choice": NAMED}, "", [A], [S, W, "{", f"{A}\n{A}"]),
+    (
+        "named",
+        {"tools": TOOLS, "tool_choice": NAMED},
+        "",
+        [A],
+        [S, W, "{", f"{A}\n{A}"],
+    ),
 ]
 
 
 @pytest.mark.parametrize("marks", ["text", "special"])
-@pytest.mark.parametrize(("name", "asked", "prompt", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "asked", "prompt", "good", "bad"), CASES, ids=[case[0] for case in CASES]
+)
 def test_grammar_accepts_exactly_the_requested_answers(
-    tmp_path: Path, marks: str, name: str, asked: dict[str, Any], prompt: str, good: list[str], bad: list[str]
+    tmp_path: Path,
+    marks: str,
+    name: str,
+    asked: dict[str, Any],
+    prompt: str,
+    good: list[str],
+    bad: list[str],
 ) -> None:
-    markers = ("<tool_call>", "</tool_call>", "<think>", "</think>") if marks == "special" else ()
+    markers = (
+        ("<tool_call>", "</tool_call>", "<think>", "</think>")
+        if marks == "special"
+        else ()
+    )
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(markers))
     texts = save(tokenizer, tmp_path)
-    body = {"messages": HI, **({} if name in ("required", "named") else SCHEMA), **asked}
+    body = {
+        "messages": HI,
+        **({} if name in ("required", "named") else SCHEMA),
+        **asked,
+    }
     read, tool_format = RequestReader(RULES).chat(body), find_tool_format("hermes", "")
     prefill = prefill_of(read, tool_format, texts)
     may_begin = marks == "special" or read.tool_choice in ("none", "auto")
@@ -117,28 +165,50 @@ def test_grammar_accepts_exactly_the_requested_answers(
 
 
 def test_pattern_that_matches_a_named_property_is_refused(engine: InProcess) -> None:
-    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}}
-    read = RequestReader(RULES).chat({"messages": HI, "response_format": schema_format({"items": schema})})
+    schema = {
+        "type": "object",
+        "properties": {"a": {}},
+        "patternProperties": {"^a$": {}},
+    }
+    read = RequestReader(RULES).chat(
+        {"messages": HI, "response_format": schema_format({"items": schema})}
+    )
     with pytest.raises(ApiError, match="patternProperties '.a.' matches a name"):
-        grammar_of(read, find_tool_format("hermes", ""), engine.tokenizer, prefill="", prompt="")
+        grammar_of(
+            read,
+            find_tool_format("hermes", ""),
+            engine.tokenizer,
+            prefill="",
+            prompt="",
+        )
 
 
 def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
     body = {"messages": HI, "tools": TOOLS, **SCHEMA}
     read = RequestReader(RULES).chat(body)
-    with pytest.raises(ApiError, match="response_format with tools is refused: tool format none"):
-        grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
+    with pytest.raises(
+        ApiError, match="response_format with tools is refused: tool format none"
+    ):
+        grammar_of(
+            read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt=""
+        )
 
 
 @pytest.mark.parametrize(
-    "asked", [{"response_format": schema_format(FIRM)}, {"tools": TOOLS, "tool_choice": NAMED}]
+    "asked",
+    [{"response_format": schema_format(FIRM)}, {"tools": TOOLS, "tool_choice": NAMED}],
 )
 @in_loop
 async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
     engine: InProcess, tmp_path: Path, asked: dict[str, Any]
 ) -> None:
     """Several turns, one without a grammar."""
-    sizes = {"max_tokens": 250, "max_prompt_tokens": 300, "max_length": 600, "vocab_size": 440}
+    sizes = {
+        "max_tokens": 250,
+        "max_prompt_tokens": 300,
+        "max_length": 600,
+        "vocab_size": 440,
+    }
     async with gateway_world(engine, **sizes) as world:
         messages = list(HI)
         for more in (asked, {"max_tokens": 9}, asked):
@@ -146,14 +216,21 @@ async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
             assert status == 200, answer
             message = answer["choices"][0]["message"]
             for call in message.get("tool_calls", ()):
-                Draft202012Validator(ADD).validate(json.loads(call["function"]["arguments"]))
-            said = [] if message.get("tool_calls") else [message]  # this template has no place for calls
+                Draft202012Validator(ADD).validate(
+                    json.loads(call["function"]["arguments"])
+                )
+            # this template has no place for calls
+            said = [] if message.get("tool_calls") else [message]
             messages += [*said, {"role": "user", "content": "More"}]
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)
-    constrained = sum(span.end - span.start for one in rollout for span in one.tokens.grammars)
+    constrained = sum(
+        span.end - span.start for one in rollout for span in one.tokens.grammars
+    )
     assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
     batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)
-    spec = make_trainer_spec(Path(engine.tokenizer.model_path), tmp_path, measures_gap=True)
+    spec = make_trainer_spec(
+        Path(engine.tokenizer.model_path), tmp_path, measures_gap=True
+    )
     found = TrainerRank(spec).train(*unpack_batch(pack_batch(*pack_groups(batch))))
     assert found["policy/logprob_gap_mean"] < 1e-5
     assert found["tokens/trained"] == constrained + 9

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ScriptedEngine, gateway_world, in_loop, make_gateway, until
+from gateway_cases import (
+    HI,
+    ScriptedEngine,
+    gateway_world,
+    in_loop,
+    make_gateway,
+    until,
+)
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 from test_gateway_dialects import DIALECTS
@@ -22,9 +29,18 @@ from asyncrl.base.errors import ComponentError
 
 PARTS = [{"type": "text", "text": "Hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLED = [*HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": PARTS}]
+CALLED = [
+    *HI,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": PARTS},
+]
 EXAMPLES: dict[str, Any] = {
-    "/v1/chat/completions": {"messages": CALLED, "tool_choice": "auto", "stop": ["x"], "max_tokens": 9},
+    "/v1/chat/completions": {
+        "messages": CALLED,
+        "tool_choice": "auto",
+        "stop": ["x"],
+        "max_tokens": 9,
+    },
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi", "instructions": "Be brief."},
     "/v1/messages": {"messages": HI, "max_tokens": 9},
@@ -46,14 +62,24 @@ def served(routes: Sequence[Any]) -> Iterator[tuple[str, str]]:
 
 @in_loop
 async def test_schema_describes_every_route_and_field() -> None:
-    queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    queue = RolloutQueue(
+        worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0
+    )
     gateway = make_gateway(ScriptedEngine(), [], extra_routes=queue.routes())
     described = schema()
     validate(described)
-    operations = {(path, method) for path, each in described["paths"].items() for method in each}
+    operations = {
+        (path, method) for path, each in described["paths"].items() for method in each
+    }
     routes = set(served(gateway.app.routes))
-    assert operations == {each for each in routes if each[0].startswith(("/v1/", "/health"))}
-    assert {(f"/s/{{key}}{path}", method) for path, method in operations if path != "/health"} <= routes
+    assert operations == {
+        each for each in routes if each[0].startswith(("/v1/", "/health"))
+    }
+    assert {
+        (f"/s/{{key}}{path}", method)
+        for path, method in operations
+        if path != "/health"
+    } <= routes
     assert described["paths"].keys() == EXAMPLES.keys()
     for dialect in DIALECTS:
         fields = described["components"]["schemas"][dialect.body.__name__]["properties"]
@@ -66,21 +92,34 @@ def resolver(place: dict[str, Any]) -> Draft202012Validator:
 
 @in_loop
 async def test_requests_and_answers_have_the_described_form() -> None:
-    queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    queue = RolloutQueue(
+        worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0
+    )
     async with gateway_world(extra_routes=queue.routes()) as world:
         queue.on_outcome(world.session.key, lambda outcome: None)
         for path, example in EXAMPLES.items():
             ((method, operation),) = schema()["paths"][path].items()
             if example is not None:
-                resolver(operation["requestBody"]["content"]["application/json"]["schema"]).validate(example)
+                resolver(
+                    operation["requestBody"]["content"]["application/json"]["schema"]
+                ).validate(example)
             for key, status in ((world.session.key, 200), ("wrong", 401)):
-                url, headers = world.url + path.replace("{model}", "policy"), {"x-api-key": key}
-                async with world.http.request(method, url, headers=headers, json=example) as response:
-                    assert response.status == (200 if path == "/health" else status), await response.text()
+                url = world.url + path.replace("{model}", "policy")
+                headers = {"x-api-key": key}
+                async with world.http.request(
+                    method, url, headers=headers, json=example
+                ) as response:
+                    assert response.status == (200 if path == "/health" else status), (
+                        await response.text()
+                    )
                     said: Any = operation["responses"][str(response.status)]
                     if "$ref" in said:
-                        said = schema()["components"]["responses"][said["$ref"].rsplit("/", 1)[1]]
-                    resolver(said["content"]["application/json"]["schema"]).validate(await response.json())
+                        said = schema()["components"]["responses"][
+                            said["$ref"].rsplit("/", 1)[1]
+                        ]
+                    resolver(said["content"]["application/json"]["schema"]).validate(
+                        await response.json()
+                    )
     await queue.aclose()
 
 
@@ -97,15 +136,22 @@ async def test_page_of_the_routes_needs_no_other_server() -> None:
 
 @in_loop
 async def test_health_states_why_the_run_is_ending() -> None:
-    async with gateway_world(ScriptedEngine(error=ComponentError("engine-0", "it is gone"))) as world:
+    async with gateway_world(
+        ScriptedEngine(error=ComponentError("engine-0", "it is gone"))
+    ) as world:
         for status, said in ((200, "ok"), (503, "it is gone")):
             async with world.http.get(f"{world.url}/health") as response:
-                assert (response.status, said in (await response.json())["status"]) == (status, True)
+                assert (response.status, said in (await response.json())["status"]) == (
+                    status,
+                    True,
+                )
             await world.ask()
 
 
 @in_loop
-async def test_new_connections_replace_those_that_wait_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_connections_replace_those_that_wait_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(f"{GATEWAY}.MAX_CONNECTIONS", 3)
     monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 1e6)  # none is closed for its age
     gate = asyncio.Event()
@@ -133,19 +179,29 @@ async def test_new_connections_replace_those_that_wait_longest(monkeypatch: pyte
 async def test_clients_that_close_get_the_answer_to_large_bodies(key: str) -> None:
     async with gateway_world() as world:
         key = world.session.key if key == "right" else key
-        data = head(key, 2**25).replace(b"Host", b"Connection: close\r\nHost", 1) + b" " * 2**25
+        data = (
+            head(key, 2**25).replace(b"Host", b"Connection: close\r\nHost", 1)
+            + b" " * 2**25
+        )
         answer = await all_of(*await raw(world, data))
-        assert answer.startswith(b"HTTP/1.1 413" if key == world.session.key else b"HTTP/1.1 401")
+        assert answer.startswith(
+            b"HTTP/1.1 413" if key == world.session.key else b"HTTP/1.1 401"
+        )
         assert b'"error":' in answer
 
 
 @in_loop
-async def test_clients_that_leave_a_stream_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_leave_a_stream_are_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200})
         scope["connection"].transport.abort()  # as a write does that fails
 
-    server, listening = AppServer(app, max_connections=9, idle_s=9.0), socket.create_server(("127.0.0.1", 0))
+    server, listening = (
+        AppServer(app, max_connections=9, idle_s=9.0),
+        socket.create_server(("127.0.0.1", 0)),
+    )
     await server.listen(listening)
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     writer.write(head("key", 0))

@@ -17,18 +17,38 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MARKER = "<tool_call>"
 MAKERS = {make.__name__: make for make in (byte_level, byte_fallback)}
-TEXTS = ["\U0001f600", "\u20ac", "\ufffd", "the", " fox", "\n", " ", "  ", "ab", MARKER, END, START, PYTHON]
+TEXTS = [
+    "\U0001f600",
+    "\u20ac",
+    "\ufffd",
+    "the",
+    " fox",
+    "\n",
+    " ",
+    "  ",
+    "ab",
+    MARKER,
+    END,
+    START,
+    PYTHON,
+]
 _saved: dict[str, HFChatTokenizer] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name, make in MAKERS.items():
-        _saved[name] = save(make(), tmp_path_factory.mktemp("tokenizer") / name, markers=(MARKER,))
+        _saved[name] = save(
+            make(), tmp_path_factory.mktemp("tokenizer") / name, markers=(MARKER,)
+        )
 
 
 def pieces(
-    answer: AnswerText, ids: Sequence[int], cuts: Sequence[int], *, is_stopped: bool = True
+    answer: AnswerText,
+    ids: Sequence[int],
+    cuts: Sequence[int],
+    *,
+    is_stopped: bool = True,
 ) -> list[str]:
     """Feed `ids` in pieces of lengths `cuts`, then the rest; return the texts."""
     out, at = [], 0
@@ -47,50 +67,78 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Any ids, and some that the vocabulary does not have; often the single bytes of characters, whole or
-    broken off.
+    """Any ids, and some that the vocabulary does not have; often the single bytes of
+    characters, whole or broken off.
     """
     tokenizer = _saved[name]
     texts, cut = st.sampled_from(TEXTS), st.sampled_from([None, 1, 2, 3])
-    encoded = st.builds(lambda text, length: list(tokenizer.encode(text))[:length], texts, cut)
+    encoded = st.builds(
+        lambda text, length: list(tokenizer.encode(text))[:length], texts, cut
+    )
     ids = st.lists(st.integers(0, max(tokenizer.text_ids) + 5), max_size=3)
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
 @pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
 def test_text_does_not_depend_on_its_pieces(
     name: str, shows_special: bool, data: st.DataObject, cuts: list[int]
 ) -> None:
     tokenizer = _saved[name]
     ids = data.draw(ids_of(name))
-    names = [tokenizer.decode([token], skip_special_tokens=False) for token in sorted(tokenizer.special_ids)]
+    names = [
+        tokenizer.decode([token], skip_special_tokens=False)
+        for token in sorted(tokenizer.special_ids)
+    ]
     whole = tokenizer.decode(ids, skip_special_tokens=not shows_special)
     inside = st.integers(0, len(whole)).map(lambda at: whole[at : at + 1 + at % 5])
     more = st.sampled_from(["zz", "fox ", "\ufffd", "e", *names])
     stop = data.draw(st.lists((inside | more).filter(bool), max_size=3))
-    answer, at_once = (AnswerText(tokenizer, stop, shows_special=shows_special) for _ in range(2))
-    shown, expected = ("".join(pieces(*each)) for each in ((answer, ids, cuts), (at_once, ids, [])))
+    answer, at_once = (
+        AnswerText(tokenizer, stop, shows_special=shows_special) for _ in range(2)
+    )
+    shown, expected = (
+        "".join(pieces(*each)) for each in ((answer, ids, cuts), (at_once, ids, []))
+    )
     assert (shown, answer.stopped_by) == (expected, at_once.stopped_by)
     if answer.stopped_by is None:
         kept = [token for token in ids if token not in tokenizer.end_ids]
         assert shown == tokenizer.decode(kept, skip_special_tokens=not shows_special)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
-    parts=st.lists(st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
-    stop=st.lists(st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]), max_size=3),
+    parts=st.lists(
+        st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12
+    ),
+    stop=st.lists(
+        st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]),
+        max_size=3,
+    ),
     cuts=st.lists(st.integers(0, 4), max_size=12),
 )
-def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[str], cuts: list[int]) -> None:
+def test_client_and_engine_stop_at_the_same_text(
+    parts: list[str], stop: list[str], cuts: list[int]
+) -> None:
     tokenizer = _saved["byte_level"]
     engine_tokenizer = AutoTokenizer.from_pretrained(tokenizer.model_path)
     added = engine_tokenizer.added_tokens_decoder.items()
     stop_ids = [index for index, token in added if token.special and str(token) in stop]
-    watch = StopWatch(stop, partial(engine_tokenizer.decode, skip_special_tokens=True), stop_ids=stop_ids)
+    watch = StopWatch(
+        stop,
+        partial(engine_tokenizer.decode, skip_special_tokens=True),
+        stop_ids=stop_ids,
+    )
     sampled: list[int] = []
     is_stopped = False
     for token in tokenizer.encode("".join(parts)):
@@ -101,7 +149,9 @@ def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[st
     shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
     assert (answer.stopped_by is not None) == is_stopped
     plain = tokenizer.decode(sampled)
-    assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
+    assert shown == (
+        plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop)
+    )
 
 
 def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str]) -> str:
@@ -114,27 +164,42 @@ def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str])
     return text.removesuffix(after) + cut_at_stop(after, stop) if found else text
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     parts=st.lists(
-        st.sampled_from(["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]),
+        st.sampled_from(
+            ["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]
+        ),
         max_size=12,
     ),
     stop=st.lists(
-        st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]), min_size=1, max_size=3
+        st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]),
+        min_size=1,
+        max_size=3,
     ),
-    thinking=st.sampled_from([("[ab]", "[/ab]"), ("", "[/ab]"), ("the", "\U0001f600ab"), (START, PYTHON)]),
+    thinking=st.sampled_from(
+        [("[ab]", "[/ab]"), ("", "[/ab]"), ("the", "\U0001f600ab"), (START, PYTHON)]
+    ),
     cuts=st.lists(st.integers(0, 4), max_size=12),
     data=st.data(),
 )
 def test_stop_text_counts_only_after_the_thought(
-    parts: list[str], stop: list[str], thinking: tuple[str, str], cuts: list[int], data: st.DataObject
+    parts: list[str],
+    stop: list[str],
+    thinking: tuple[str, str],
+    cuts: list[int],
+    data: st.DataObject,
 ) -> None:
     tokenizer = _saved["byte_level"]
     if START in thinking:
         named = {"[ab]": START, "[/ab]": PYTHON}
         parts = [named.get(part, part) for part in parts]
-        stop = [text for text in stop if text in (" fox", "ab")] or ["the"]  # no special token is spanned
+        # no special token is spanned
+        stop = [text for text in stop if text in (" fox", "ab")] or ["the"]
     sampled: list[int] = []
     watch = StopWatch(stop, tokenizer.decode, thinking=thinking)
     is_stopped = False
@@ -148,7 +213,9 @@ def test_stop_text_counts_only_after_the_thought(
         assert watch.is_complete(token) == is_stopped
         if is_stopped:
             break
-    answer = AnswerText(tokenizer, stop, keep_special=thinking, shows_special=False, thinking=thinking)
+    answer = AnswerText(
+        tokenizer, stop, keep_special=thinking, shows_special=False, thinking=thinking
+    )
     text = tokenizer.decode(sampled, skip_special_tokens=False)
     shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
     assert shown == cut_after_thought(text, stop, thinking)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, talking
+from gateway_cases import (
+    HI,
+    ByteTokenizer,
+    ScriptedEngine,
+    gateway_world,
+    in_loop,
+    talking,
+)
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 
@@ -25,10 +32,17 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
         ("<think>Hm </thi", False, "Hm </thi", ""),
         ("<thi", False, "", "<thi"),
         ("  Yes. <think>no</think>", False, "", "  Yes. <think>no</think>"),
-        ("<think>a <think> b</think>c<think>d</think>", False, "a <think> b", "c<think>d</think>"),
+        (
+            "<think>a <think> b</think>c<think>d</think>",
+            False,
+            "a <think> b",
+            "c<think>d</think>",
+        ),
     ],
 )
-def test_leading_thought_is_split_from_the_text(text: str, is_open: bool, thought: str, shown: str) -> None:
+def test_leading_thought_is_split_from_the_text(
+    text: str, is_open: bool, thought: str, shown: str
+) -> None:
     read = HERMES.parse(text, is_thinking=is_open, splits_thought=True)
     assert (str(read.thought), str(read.content)) == (thought, shown)
 
@@ -37,21 +51,30 @@ class Opening(ByteTokenizer):
     """A model whose template opens the thought."""
 
     def render(self, messages: Any, *, is_open: bool = True, **options: Any) -> str:
-        return super().render(messages, is_open=is_open, **options) + "<think>\n" * is_open
+        return (
+            super().render(messages, is_open=is_open, **options) + "<think>\n" * is_open
+        )
 
 
 @in_loop
 async def test_separate_thoughts_return_to_one_branch() -> None:
     text = "Hm.\n</think>\n\nYes."
     async with talking(
-        engine=ScriptedEngine(lambda _: text, tokenizer=Opening()), thoughts_field="reasoning_content"
+        engine=ScriptedEngine(lambda _: text, tokenizer=Opening()),
+        thoughts_field="reasoning_content",
     ) as talk:
         messages: list[Any] = list(HI)
         for _ in range(2):
             message = (await talk.chat(messages)).choices[0].message
-            told = {name: getattr(message, name) for name in ("reasoning_content", "content")}
+            told = {
+                name: getattr(message, name)
+                for name in ("reasoning_content", "content")
+            }
             assert told == {"reasoning_content": "Hm.", "content": "Yes."}
-            messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
+            messages += [
+                {"role": "assistant", **told},
+                {"role": "user", "content": "Sure?"},
+            ]
         assert talk.is_one_branch_of(*[text] * 2)
 
 
@@ -68,8 +91,15 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
 async def test_unclosed_thought_hides_answer_and_calls(
     text: str, thoughts: str, content: str | None, num_calls: int
 ) -> None:
-    async with gateway_world(ScriptedEngine(lambda _: text), thoughts_field=thoughts) as world:
-        _, answer = await world.ask(tools=[{"type": "function", "function": {"name": "f"}}])
+    async with gateway_world(
+        ScriptedEngine(lambda _: text), thoughts_field=thoughts
+    ) as world:
+        _, answer = await world.ask(
+            tools=[{"type": "function", "function": {"name": "f"}}]
+        )
         message = answer["choices"][0]["message"]
-        assert (message["content"], len(message.get("tool_calls", []))) == (content, num_calls)
+        assert (message["content"], len(message.get("tool_calls", []))) == (
+            content,
+            num_calls,
+        )
         assert ("reasoning_content" in message) == (thoughts == "reasoning_content")

@@ -39,14 +39,30 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 
 def schema(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {key: {"type": each} for key, each in properties.items()}}
+    return {
+        "type": "object",
+        "properties": {key: {"type": each} for key, each in properties.items()},
+    }
 
 
-TYPES = {"s": "string", "t": "string", "n": "integer", "x": "number", "b": "boolean", "o": "object"}
-PARAMETERS: dict[str, Any] = {"f": schema(**TYPES, list="array", z="null"), "g_h": schema()}
+TYPES = {
+    "s": "string",
+    "t": "string",
+    "n": "integer",
+    "x": "number",
+    "b": "boolean",
+    "o": "object",
+}
+PARAMETERS: dict[str, Any] = {
+    "f": schema(**TYPES, list="array", z="null"),
+    "g_h": schema(),
+}
 PARAMETERS["f"]["properties"]["zip"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": parameters},
+    }
     for name, parameters in PARAMETERS.items()
 ]
 
@@ -69,9 +85,16 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
 
 def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
-    """Return the template's text of an answer with these calls, without the end of the turn."""
-    functions = [{"name": called, "arguments": arguments} for called, arguments in calls]
-    sent = [{"type": "function", "id": "call12345", "function": function} for function in functions]
+    """Return the template's text of an answer with these calls, without the end of the
+    turn.
+    """
+    functions = [
+        {"name": called, "arguments": arguments} for called, arguments in calls
+    ]
+    sent = [
+        {"type": "function", "id": "call12345", "function": function}
+        for function in functions
+    ]
     chat = [user("Question?"), assistant(content, tool_calls=sent)]
     texts = [renderer.render(chat[:length], tools=TOOLS) for length in (1, 2)]
     text = texts[1][len(os.path.commonprefix(texts)) :]
@@ -92,12 +115,28 @@ def parsed(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str
 CASES: dict[str, Calls] = {
     "plain": [("f", {"s": "hi", "n": -5, "x": 1.5, "b": True, "z": None})],
     "parallel": [("f", {"s": "a"}), ("g_h", {}), ("f", {"n": 2})],
-    "nested": [("f", {"o": {"a": [1, {"b": None}, True], "k": "v, w)"}, "list": ["x", "it's", "]", 2.5]})],
+    "nested": [
+        (
+            "f",
+            {
+                "o": {"a": [1, {"b": None}, True], "k": "v, w)"},
+                "list": ["x", "it's", "]", 2.5],
+            },
+        )
+    ],
     "Unicode": [("f", {"s": "héé 日本 🙂", "list": ["\xa0 \u3000\u2028 \U000e0101"]})],
     "texts that look like values": [("f", {"s": "75001", "t": "true", "zip": "75001"})],
     "lines and spaces": [("f", {"s": "\na\n\nb\n", "t": "  x "})],
     "quotes": [("f", {"s": 'it\'s "q" \\n \\ end', "t": "'"})],
-    "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
+    "markup": [
+        (
+            "f",
+            {
+                "s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]",
+                "n": 1,
+            },
+        )
+    ],
 }
 ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
 SILENT = {*ONE_CALL, "muse_glimmer"}
@@ -109,15 +148,21 @@ UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_calls_that_a_template_writes_are_read_back(name: str, renderer_for: Renderers) -> None:
+def test_calls_that_a_template_writes_are_read_back(
+    name: str, renderer_for: Renderers
+) -> None:
     for case, calls in CASES.items():
-        if (len(calls) > 1 and name in ONE_CALL) or (case == "quotes" and name in UNESCAPED):
+        if (len(calls) > 1 and name in ONE_CALL) or (
+            case == "quotes" and name in UNESCAPED
+        ):
             continue
         for content in ("", "Let me see."):
             text = written(renderer_for(name), calls, content)
             read = found(name).parse(text, TOOLS)
             assert calls_of(read) == calls, f"{case}: {text}"
-            assert (found(name).prefill(calls[0][0]) or "") in text, "a forced call begins like this"
+            assert (found(name).prefill(calls[0][0]) or "") in text, (
+                "a forced call begins like this"
+            )
             *_, said = str(read.content).split("</think>")
             assert said.strip() == ("" if name in SILENT else content)
 
@@ -128,7 +173,9 @@ F = '{"s": "a b", "n": 1}'
 BOTH: Calls = [("f", {"s": "a b", "n": 1}), ("g_h", {})]
 PUBLISHED = [
     (name, text)
-    for name, texts in tomllib.loads(Path(__file__).with_name("published_calls.toml").read_text()).items()
+    for name, texts in tomllib.loads(
+        Path(__file__).with_name("published_calls.toml").read_text()
+    ).items()
     for text in texts
 ]
 
@@ -155,9 +202,14 @@ def test_call_inside_a_thought_does_not_count(name: str) -> None:
     text = RAW[name]
     opens, closes = tool_format.thinking
     has_channels = name == "gpt_oss"
-    thought = f"{opens}\nI could write {'a call' if has_channels else text} here.\n{closes}"
+    thought = (
+        f"{opens}\nI could write {'a call' if has_channels else text} here.\n{closes}"
+    )
     answer = thought + "<|start|>assistant" * has_channels + text
-    assert parsed(tool_format, answer) == ("" if has_channels else thought, parsed(tool_format, text)[1])
+    assert parsed(tool_format, answer) == (
+        "" if has_channels else thought,
+        parsed(tool_format, text)[1],
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,18 +224,24 @@ def test_cut_call_never_becomes_another(name: str) -> None:
         read = tool_format.parse(cut, TOOLS)
         if not read.calls:
             assert tool_format.noise or str(read.content) == cut, "text to the letter"
-        for (name_cut, arguments), (full_name, full) in zip(calls_of(read), calls_of(whole), strict=False):
+        for (name_cut, arguments), (full_name, full) in zip(
+            calls_of(read), calls_of(whole), strict=False
+        ):
             assert name_cut == full_name
             assert arguments.items() <= full.items()
             assert arguments == full or name == "glm", "it may end at the end of a line"
 
 
-@pytest.mark.parametrize("tool_format", [each for each in FAMILIES if each.call], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "tool_format", [each for each in FAMILIES if each.call], ids=lambda each: each.name
+)
 def test_forced_call_is_read_back_and_stops(tool_format: ToolFormat) -> None:
     raws = [text for name, text in PUBLISHED if name == tool_format.name]
     around = tool_format.around("f")
     for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):
-        assert not begun.endswith((" ", "\n")), "white space at the end would split a token"
+        assert not begun.endswith((" ", "\n")), (
+            "white space at the end would split a token"
+        )
         assert around is not None or any(raw.startswith(begun) for raw in raws)
         assert around is None or around[0].startswith(begun)
     if around is not None:
@@ -194,7 +252,14 @@ def test_forced_call_is_read_back_and_stops(tool_format: ToolFormat) -> None:
         assert tool_format.close in tool_format.opens, "it may be a special token"
 
 
-PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions.f", "<|message|>"]
+PIECES = [
+    *"<>/{}[]()|;: \n\"'ab=,",
+    "f",
+    "assistant",
+    "</think>",
+    "to=functions.f",
+    "<|message|>",
+]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "none"])
@@ -206,7 +271,11 @@ PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions
     splits_thought=st.booleans(),
 )
 def test_answer_does_not_depend_on_its_pieces(
-    name: str, data: st.DataObject, cuts: list[int], is_thinking: bool, splits_thought: bool
+    name: str,
+    data: st.DataObject,
+    cuts: list[int],
+    is_thinking: bool,
+    splits_thought: bool,
 ) -> None:
     tool_format = find_tool_format(name, "")
     raw = RAW.get(name, RAW["hermes"])
@@ -214,7 +283,11 @@ def test_answer_does_not_depend_on_its_pieces(
     place = data.draw(st.integers(0, len(parts)))
     more = st.sampled_from([*PIECES, *tool_format.opens, *parts, raw])
     inserted = data.draw(st.lists(more, max_size=9))
-    text = "".join([*parts[:place], *inserted, *parts[place:]] if data.draw(st.booleans()) else inserted)
+    text = "".join(
+        [*parts[:place], *inserted, *parts[place:]]
+        if data.draw(st.booleans())
+        else inserted
+    )
     options = {"is_thinking": is_thinking, "splits_thought": splits_thought}
     whole, streamed = (AnswerReader(tool_format, TOOLS, **options) for _ in range(2))
     whole.feed(text, is_last=True)
@@ -228,7 +301,9 @@ def test_answer_does_not_depend_on_its_pieces(
     assert shown(streamed) == shown(whole)
     assert streamed.is_malformed == whole.is_malformed
     begun = [piece.number for piece in streamed.pieces if not piece.text]
-    assert begun == [*range(len(streamed.calls))], "only the first piece of a call is empty"
+    assert begun == [*range(len(streamed.calls))], (
+        "only the first piece of a call is empty"
+    )
     if not whole.calls and not tool_format.noise and not splits_thought:
         assert str(whole.content) == text
 
@@ -241,10 +316,22 @@ def shown(reader: AnswerReader) -> list[str]:
 WORDS = "Some words, and more. "
 VALUES_IN = {"a": [1, "x y", {"b": None}], "k": "v, w"}
 LONG = {
-    "text": ("hermes", lambda size: f"<think>{WORDS * size}</think>{WORDS * size}" + "\n" * 20 * size),
-    "JSON": ("hermes", lambda size: RAW["hermes"].replace(F, json.dumps({"o": [VALUES_IN] * size}))),
-    "name last": ("hermes", lambda size: LATE.replace("1", json.dumps([VALUES_IN] * size)).join(TOOL_CALL)),
-    "tagged": ("qwen3_coder", lambda size: RAW["qwen3_coder"].replace("a b", WORDS * size)),
+    "text": (
+        "hermes",
+        lambda size: f"<think>{WORDS * size}</think>{WORDS * size}" + "\n" * 20 * size,
+    ),
+    "JSON": (
+        "hermes",
+        lambda size: RAW["hermes"].replace(F, json.dumps({"o": [VALUES_IN] * size})),
+    ),
+    "name last": (
+        "hermes",
+        lambda size: LATE.replace("1", json.dumps([VALUES_IN] * size)).join(TOOL_CALL),
+    ),
+    "tagged": (
+        "qwen3_coder",
+        lambda size: RAW["qwen3_coder"].replace("a b", WORDS * size),
+    ),
 }
 
 
@@ -260,7 +347,9 @@ class CountingReader(AnswerReader):
 
 
 @pytest.mark.parametrize(("name", "write"), LONG.values())
-def test_long_answer_costs_as_much_per_character(name: str, write: Callable[[int], str]) -> None:
+def test_long_answer_costs_as_much_per_character(
+    name: str, write: Callable[[int], str]
+) -> None:
     costs = []
     for size in (100, 800):
         text = write(size)
@@ -269,7 +358,9 @@ def test_long_answer_costs_as_much_per_character(name: str, write: Callable[[int
             reader.feed(text[at : at + 4])
         reader.feed("", is_last=True)
         assert not reader.is_malformed
-        assert sum(len(piece.text) for piece in reader.pieces) <= len(text), "a piece is new text"
+        assert sum(len(piece.text) for piece in reader.pieces) <= len(text), (
+            "a piece is new text"
+        )
         costs.append(reader.num_characters / len(text))
     assert costs[1] < 1.1 * costs[0]
 
@@ -277,7 +368,14 @@ def test_long_answer_costs_as_much_per_character(name: str, write: Callable[[int
 @pytest.mark.parametrize("name", NAMES)
 def test_long_nonsense_is_read_in_time(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), RAW[name]
-    for filler in ("{" * 10**5, "[" * 10**5, " " * 10**6, "<" * 10**5, raw[:-1] * 10**3, "\\" * 10**5):
+    for filler in (
+        "{" * 10**5,
+        "[" * 10**5,
+        " " * 10**6,
+        "<" * 10**5,
+        raw[:-1] * 10**3,
+        "\\" * 10**5,
+    ):
         text = raw[: len(raw) // 2] + filler
         content, calls = parsed(tool_format, text)
         assert calls or content
@@ -321,7 +419,9 @@ def test_model_keeps_the_ids_that_it_wrote() -> None:
         assert find_tool_format(name, "").parse(RAW[name], TOOLS).calls[0].id == own_id
 
 
-VALUES = st.sampled_from([1, -2.5, True, None, "1", "1.0", "true", "null", "a", "[1]", [1], {"a": 1}])
+VALUES = st.sampled_from(
+    [1, -2.5, True, None, "1", "1.0", "true", "null", "a", "[1]", [1], {"a": 1}]
+)
 KINDS = [
     "string",
     "integer",
@@ -334,9 +434,13 @@ KINDS = [
     ["integer", "string"],
 ]
 LEAVES = st.one_of(
-    st.sampled_from([{}, {"description": "x"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]),
+    st.sampled_from(
+        [{}, {"description": "x"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
+    ),
     st.builds(lambda kind: {"type": kind}, st.sampled_from(KINDS)),
-    st.builds(lambda values: {"enum": values}, st.lists(VALUES, min_size=1, max_size=3)),
+    st.builds(
+        lambda values: {"enum": values}, st.lists(VALUES, min_size=1, max_size=3)
+    ),
     st.builds(lambda value: {"const": value}, VALUES),
 )
 SCHEMAS = st.recursive(
@@ -353,8 +457,15 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=1000, deadline=None)
 @given(schema=SCHEMAS, value=VALUES)
-def test_text_that_a_schema_allows_stays_text(schema: dict[str, Any], value: Any) -> None:
-    root = {"$defs": {"a": {"enum": ["1", "true", "null"]}, "b": {"type": ["string", "null"]}}}
+def test_text_that_a_schema_allows_stays_text(
+    schema: dict[str, Any], value: Any
+) -> None:
+    root = {
+        "$defs": {
+            "a": {"enum": ["1", "true", "null"]},
+            "b": {"type": ["string", "null"]},
+        }
+    }
     valid = Draft202012Validator({**root, "allOf": [schema]}).is_valid
     raw = value if isinstance(value, str) else json.dumps(value)
     with contextlib.suppress(ValueError):
@@ -380,7 +491,12 @@ TWO = (CALL_F, ("g", "{}"))
 @pytest.mark.parametrize(
     ("tool_format", "text", "content", "calls"),
     [
-        (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
+        (
+            HERMES,
+            f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then",
+            "and then",
+            TWO,
+        ),
         (HERMES, f"<tool_call>{LATE}</tool_call>", "", (CALL_F,)),
         (LLAMA, f"{LATE}; {G0}", "", TWO),
         (LLAMA, f"<|python_tag|>{X}; <|python_tag|>{G0}", "", TWO),
@@ -394,7 +510,9 @@ def test_calls_are_read_with_the_text_around_them(
     assert parsed(tool_format, text) == (content, [*calls])
 
 
-@pytest.mark.parametrize("arguments", ['{"x": 1', '{"x": 1e999}', '{"x": "\\ud800"}', "[]", "{" * 10**5])
+@pytest.mark.parametrize(
+    "arguments", ['{"x": 1', '{"x": 1e999}', '{"x": "\\ud800"}', "[]", "{" * 10**5]
+)
 def test_answer_with_a_malformed_call_stays_text(arguments: str) -> None:
     call = f'{{"name": "f", "arguments": {arguments}}}'
     text = f" See: \n<tool_call>{X}</tool_call>\n<tool_call>\n{call}\n</tool_call> \n"
@@ -426,7 +544,10 @@ def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
     assert parsed(own("parse"), 'CALL {"x": 1}') == ("", [CALL_F])
     for text in ("hello", "CALL [1]", "CALL {"):
         assert parsed(own("parse"), text) == (text, [])
-    for name, why in (("olmo", "=olmo is not known"), ("own_tool_format:two", "cannot be called")):
+    for name, why in (
+        ("olmo", "=olmo is not known"),
+        ("own_tool_format:two", "cannot be called"),
+    ):
         with pytest.raises(ConfigError, match=why):
             find_tool_format(name, "")
 
@@ -437,7 +558,9 @@ async def test_wrong_user_parser_fails_the_rollout_by_name() -> None:
     async with gateway_world(tool_format="own_tool_format:raises") as world:
         tools = [{"type": "function", "function": {"name": "f"}}]
         asking = asyncio.ensure_future(world.ask(tools=tools))
-        with pytest.raises(RolloutFailure, match="own_tool_format:raises raised KeyError: 'Hello "):
+        with pytest.raises(
+            RolloutFailure, match="own_tool_format:raises raised KeyError: 'Hello "
+        ):
             async with world.session.while_open():
                 await asyncio.Event().wait()
         status, told = await asking

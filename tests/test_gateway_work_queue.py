@@ -1,4 +1,6 @@
-"""Work leases over the routes, without a socket: random histories, and silent workers on a virtual clock."""
+"""Work leases over the routes, without a socket: random histories, and silent workers
+on a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,17 @@ class Desk:
     """A queue, and workers and programs that call it by hand."""
 
     def __init__(self, **settings: Any) -> None:
-        more: Any = {"model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7, **settings}
+        more: Any = {
+            "model": "m",
+            "lease_timeout_s": 60.0,
+            "task_seed": lambda work: 7,
+            **settings,
+        }
         self.queue, self.number = RolloutQueue(worker_key="k", **more), 0
 
-    async def call(self, path: str, body: bytes, key: str = "k", line: Line | None = None) -> tuple[int, Any]:
+    async def call(
+        self, path: str, body: bytes, key: str = "k", line: Line | None = None
+    ) -> tuple[int, Any]:
         """(status, JSON)."""
 
         async def receive() -> dict[str, Any]:
@@ -56,7 +65,9 @@ class Desk:
         scope["connection"] = SimpleNamespace(
             transport=line or Line(), cycle=SimpleNamespace(more_body=False)
         )
-        (handler,) = (route.endpoint for route in self.queue.routes() if route.path == path)
+        (handler,) = (
+            route.endpoint for route in self.queue.routes() if route.path == path
+        )
         try:
             response = await handler(Request(scope, receive))
         except ApiError as error:  # which the gateway answers
@@ -66,27 +77,41 @@ class Desk:
         return response.status_code, json.loads(response.body)
 
     async def post(self, outcome: Any, key: str) -> tuple[int, Any]:
-        status, answer = await self.call("/v1/outcome", json.dumps(outcome).encode(), key)
+        status, answer = await self.call(
+            "/v1/outcome", json.dumps(outcome).encode(), key
+        )
         return status, answer.get("code")
 
     def run(self, number: int = 0, **work: Any) -> asyncio.Task[Outcome]:
-        return asyncio.create_task(self.queue.run(make_work(number, **work), started=lambda: None))
+        return asyncio.create_task(
+            self.queue.run(make_work(number, **work), started=lambda: None)
+        )
 
-    async def ask(self, worker: str, line: Line | None = None, **asked: Any) -> shapes.TakeAnswer:
+    async def ask(
+        self, worker: str, line: Line | None = None, **asked: Any
+    ) -> shapes.TakeAnswer:
         self.number += 1
         values = {"number": self.number, "wait_s": 1000.0, **TAKE, **asked}
         request = shapes.TakeRequest(worker=worker, **values)
-        _, answer = await self.call("/work/take", request.model_dump_json().encode(), line=line)
+        _, answer = await self.call(
+            "/work/take", request.model_dump_json().encode(), line=line
+        )
         return shapes.TakeAnswer.model_validate(answer)
 
-    async def take(self, worker: str = "w", line: Line | None = None, **asked: Any) -> list[shapes.WorkItem]:
+    async def take(
+        self, worker: str = "w", line: Line | None = None, **asked: Any
+    ) -> list[shapes.WorkItem]:
         return (await self.ask(worker, line, **asked)).items
 
     async def alive(self, *items: str, worker: str = "w", **asked: Any) -> list[str]:
         return (await self.ask(worker, holding=items, max_items=0, **asked)).cancel
 
-    async def result(self, item_id: str, worker: str = "w", **said: Any) -> tuple[int, Any]:
-        request = shapes.ResultRequest(worker=worker, instance="1", item_id=item_id, **said)
+    async def result(
+        self, item_id: str, worker: str = "w", **said: Any
+    ) -> tuple[int, Any]:
+        request = shapes.ResultRequest(
+            worker=worker, instance="1", item_id=item_id, **said
+        )
         return await self.call("/work/result", request.model_dump_json().encode())
 
 
@@ -94,8 +119,8 @@ WORKERS = st.sampled_from(["a", "b", "c"])
 
 
 class QueueHistory(RuleBasedStateMachine):
-    """Workers ask, lose answers on the way, finish, repeat themselves, finish others' work, leave; runs are
-    withdrawn.
+    """Workers ask, lose answers on the way, finish, repeat themselves, finish others'
+    work, leave; runs are withdrawn.
     """
 
     def __init__(self) -> None:
@@ -126,7 +151,9 @@ class QueueHistory(RuleBasedStateMachine):
         await asyncio.gather(*runs, return_exceptions=True)
 
     def drawn(self, data: st.DataObject) -> tuple[str, shapes.WorkItem]:
-        return data.draw(st.sampled_from(sorted(self.items.items(), key=lambda pair: pair[0])))
+        return data.draw(
+            st.sampled_from(sorted(self.items.items(), key=lambda pair: pair[0]))
+        )
 
     @rule()
     def add(self) -> None:
@@ -155,7 +182,9 @@ class QueueHistory(RuleBasedStateMachine):
         taken = self.does(self.desk.take(worker, **asked))
         names = [item.rollout_id for item in taken]
         assert names == self.waiting[:max_items], "first in, first out"
-        assert self.does(self.desk.take(worker, **asked, number=self.desk.number)) == [], "it came late"
+        assert (
+            self.does(self.desk.take(worker, **asked, number=self.desk.number)) == []
+        ), "it came late"
         self.items |= {item.rollout_id: item for item in taken}
         self.waiting = self.waiting[max_items:]
         self.held |= dict.fromkeys(names, worker)
@@ -164,7 +193,11 @@ class QueueHistory(RuleBasedStateMachine):
     @rule(worker=WORKERS, data=st.data(), fails=st.booleans())
     def result(self, worker: str, data: st.DataObject, fails: bool) -> None:
         name, item = self.drawn(data)
-        said = {"failure": ErrorBody(error="no")} if fails else {"outcome": Outcome(metrics={"turns": 2.0})}
+        said = (
+            {"failure": ErrorBody(error="no")}
+            if fails
+            else {"outcome": Outcome(metrics={"turns": 2.0})}
+        )
         status, _ = self.does(self.desk.result(item.item_id, worker, **said))
         if self.held.get(name) != worker:
             assert status == 410
@@ -195,12 +228,17 @@ class QueueHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_rollout_is_queued_held_or_over(self) -> None:
-        assert {name for name, run in self.runs.items() if not run.done()} == {*self.waiting, *self.held}
+        assert {name for name, run in self.runs.items() if not run.done()} == {
+            *self.waiting,
+            *self.held,
+        }
         assert self.desk.queue.gauges()["harness/queued"] == len(self.waiting)
 
 
 TestQueueHistory = QueueHistory.TestCase
-TestQueueHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueHistory.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 
 
 @in_virtual_time
@@ -218,7 +256,10 @@ async def test_rewards_come_only_from_the_configured_source() -> None:
         running = desk.run()
         (item,) = await desk.take()
         if outcomes == "posted":
-            assert await desk.post({"reward": 0.5}, item.outcome_key or "") == (200, None)
+            assert await desk.post({"reward": 0.5}, item.outcome_key or "") == (
+                200,
+                None,
+            )
         await desk.result(item.item_id, outcome=returned)
         await desk.queue.aclose()
         assert await running == counted
@@ -236,9 +277,15 @@ async def test_silent_worker_loses_its_items() -> None:
         await asyncio.sleep(50.0)
         assert await desk.alive(item.item_id, worker="lively") == []
         assert silent.done() == (number > 0)
-    with pytest.raises(RolloutFailure, match=r"silent sent no heartbeat for gateway.lease_timeout_s=60.0"):
+    with pytest.raises(
+        RolloutFailure,
+        match=r"silent sent no heartbeat for gateway.lease_timeout_s=60.0",
+    ):
         await silent
-    assert [desk.queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
+    assert [
+        desk.queue.gauges()[f"harness/{name}"]
+        for name in ("workers", "lost", "unseen_s")
+    ] == [1, 1, 0.0]
     assert await desk.result(item.item_id, "lively", outcome=Outcome(1.0)) == (200, {})
     assert await lively == Outcome(1.0)
     await desk.queue.aclose()
@@ -264,13 +311,23 @@ async def test_poll_ends_with_its_time_client_worker_or_queue() -> None:
     desk, line = Desk(), Line()
     assert await desk.take() == []
     assert asyncio.get_running_loop().time() == 20.0
-    polls = [asyncio.create_task(desk.take(*each)) for each in (("w",), ("w",), ("cut", line), ("dropped",))]
+    polls = [
+        asyncio.create_task(desk.take(*each))
+        for each in (("w",), ("w",), ("cut", line), ("dropped",))
+    ]
     await all_blocked()
-    assert [poll.done() for poll in polls] == [True, False, False, False], "the newer lease continues"
+    assert [poll.done() for poll in polls] == [True, False, False, False], (
+        "the newer lease continues"
+    )
     line.is_cut = True
     desk.queue.worker_gone_nowait("dropped", "exited with code 1")
     running = desk.run()
-    assert [[item.rollout_id for item in await poll] for poll in polls] == [[], ["g0/r0"], [], []]
+    assert [[item.rollout_id for item in await poll] for poll in polls] == [
+        [],
+        ["g0/r0"],
+        [],
+        [],
+    ]
     running.cancel()
     last = asyncio.create_task(desk.take())
     await all_blocked()
@@ -282,10 +339,19 @@ async def test_poll_ends_with_its_time_client_worker_or_queue() -> None:
 @in_virtual_time
 async def test_withdrawn_item_is_cancelled_and_its_result_refused() -> None:
     desk = Desk()
-    running = desk.run(info={"deep": [1, {"x": None}], "nan": math.nan}, answer="SECRET", timeout_s=9.0)
+    running = desk.run(
+        info={"deep": [1, {"x": None}], "nan": math.nan}, answer="SECRET", timeout_s=9.0
+    )
     (item,) = await desk.take()
-    assert (item.rollout_id, item.key, item.seed, item.timeout_s) == ("g0/r0", "key-0", 7, 9.0)
-    assert (item.info["deep"], item.answer) == ([1, {"x": None}], None), "an answer is given only on demand"
+    assert (item.rollout_id, item.key, item.seed, item.timeout_s) == (
+        "g0/r0",
+        "key-0",
+        7,
+        9.0,
+    )
+    assert (item.info["deep"], item.answer) == ([1, {"x": None}], None), (
+        "an answer is given only on demand"
+    )
     assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
     running.cancel()
     await all_blocked()
@@ -294,7 +360,9 @@ async def test_withdrawn_item_is_cancelled_and_its_result_refused() -> None:
     for key in ("", "\xff", "key-0"):
         assert (await desk.call("/work/take", b"{}", key))[0] == 401
     for value in (object(), "\ud800"):
-        with pytest.raises(RolloutFailure, match="prompt p0 cannot be sent to a worker"):
+        with pytest.raises(
+            RolloutFailure, match="prompt p0 cannot be sent to a worker"
+        ):
             await desk.run(info={"x": value})
     await desk.queue.aclose()
 
@@ -310,7 +378,9 @@ async def test_last_posted_outcome_counts() -> None:
     assert await desk.post({"reward": 0.5, "metrics": {"turns": 3}}, key) == (200, None)
     for wrong in ({"reward": math.nan}, {"rewrd": 1}, 1, {"metrics": {"x" * 2**18: 1}}):
         assert (await desk.post(wrong, key))[0] in (400, 413)
-    assert await desk.post({"reward": 1}, "key-3") == (401, "invalid_api_key"), "it only samples"
+    assert await desk.post({"reward": 1}, "key-3") == (401, "invalid_api_key"), (
+        "it only samples"
+    )
     await desk.result(item.item_id)
     assert await running == Outcome(0.5, {"turns": 3.0})
     assert await desk.post({"reward": 1}, key) == (401, "invalid_api_key")
@@ -328,7 +398,9 @@ async def test_larger_messages_are_refused_unread() -> None:
         ("/work/result", "k", most),
         ("/v1/outcome", item.outcome_key or "", shapes.MAX_OUTCOME_BYTES),
     ):
-        assert (await desk.call(path, b" " * size, key))[0] in (400, 422), "it is read, and is not JSON"
+        assert (await desk.call(path, b" " * size, key))[0] in (400, 422), (
+            "it is read, and is not JSON"
+        )
         assert (await desk.call(path, b" " * (size + 1), key))[0] == 413
     running.cancel()
     await desk.queue.aclose()

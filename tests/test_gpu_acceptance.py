@@ -47,13 +47,18 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "losses", "head", "weights", "lora", "0.6B-16k", "deterministic"]
+    "name",
+    ["attention", "losses", "head", "weights", "lora", "0.6B-16k", "deterministic"],
 )
-def test_rows_run_on_a_cpu(bench: Bench, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_run_on_a_cpu(
+    bench: Bench, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (row,) = (row for row in ROWS if row.name == name)
     function_of(row)(bench, **row.arguments)
     lines = capsys.readouterr().out.splitlines()
-    told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    told = [
+        json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)
+    ]
     assert told
     assert [one for one in told if one["ok"] is False] == []
 
@@ -68,12 +73,16 @@ def test_runs_of_a_case_are_placed_on_its_devices(bench: Bench, case: str) -> No
             job_config(replace(bench, device="cuda", is_tiny=False), None, sections)
         )
         plan = make_plan(resolve_auto(config, nodes)[0], nodes)
-        devices = {one.device for one in plan.processes if one.side in ("trainer", "engine")}
+        devices = {
+            one.device for one in plan.processes if one.side in ("trainer", "engine")
+        }
         assert devices == {f"cuda:{number}" for number in range(num_devices)}
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_configs_of_colocated_rows_are_valid(bench: Bench, place: str, tmp_path: Path) -> None:
+def test_configs_of_colocated_rows_are_valid(
+    bench: Bench, place: str, tmp_path: Path
+) -> None:
     on_device = replace(bench, device=place)
     for name in ("quickstart", "agent"):
         load_config(REPO / "configs" / f"{name}.yaml", on_one_device(on_device))
@@ -97,8 +106,14 @@ def test_failed_rows_are_reported_and_other_rows_run(
             part.tell(row, {"what": "it", "value": "1.0", "against": "2.0", "ok": True})
 
     monkeypatch.setattr(gpu_acceptance.Part, "run_row", run_row)
-    monkeypatch.setattr(Row, "missing", lambda row: ["peft"] if row.name == "lora" else [])
-    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--part", "2", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        Row, "missing", lambda row: ["peft"] if row.name == "lora" else []
+    )
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gpu_acceptance.py", "--part", "2", "--out", str(tmp_path / "out")],
+    )
     with pytest.raises(SystemExit) as ended:
         gpu_acceptance.main()
     assert ended.value.code == 1
@@ -114,7 +129,17 @@ def test_failed_rows_are_reported_and_other_rows_run(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--part", "4", "--row", "agent", "--tiny", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--part",
+        "4",
+        "--row",
+        "agent",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -126,7 +151,17 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async"])
 def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
     environ = {**os.environ, "VENV_VLLM": str(vllm_python().parent.parent)}
-    command = [sys.executable, str(SCRIPT), "--part", "5", "--row", row, "--tiny", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--part",
+        "5",
+        "--row",
+        row,
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not run" not in done.stdout
@@ -134,8 +169,18 @@ def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_row_that_hangs_is_ended(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--part", "2", "--tiny", "--out", str(tmp_path)]
-    late = subprocess.run([*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--part",
+        "2",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
+    late = subprocess.run(
+        [*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True
+    )
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout
 
@@ -143,7 +188,9 @@ def test_row_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_need_names_the_missing_packages_of_each_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Row, "missing", lambda row: ["peft"] if row.name == "lora" else [])
+    monkeypatch.setattr(
+        Row, "missing", lambda row: ["peft"] if row.name == "lora" else []
+    )
     monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--need"])
     gpu_acceptance.main()
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]

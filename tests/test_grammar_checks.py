@@ -17,13 +17,22 @@ from asyncrl.messages.token_grammars import GrammarError, check_grammar
 
 def chained(number: int) -> dict[str, Any]:
     """Schemas that are each a list of the next one."""
-    lists = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(number)}
+    lists = {
+        f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}}
+        for at in range(number)
+    }
     return {"$defs": {**lists, f"d{number}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
 def patterned(number: int) -> dict[str, Any]:
-    """A text that many patterns have to fit. What llguidance says of them has twice the length for each."""
-    return {"allOf": [{"type": "string", "pattern": f".*{at}.*{at + 1}.*"} for at in range(number)]}
+    """A text that many patterns have to fit. What llguidance says of them has twice the
+    length for each.
+    """
+    return {
+        "allOf": [
+            {"type": "string", "pattern": f".*{at}.*{at + 1}.*"} for at in range(number)
+        ]
+    }
 
 
 def lark(schema: dict[str, Any]) -> str:
@@ -54,12 +63,19 @@ def test_check_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     check_grammar(lark({"type": "integer"}))
 
 
-LARGE = {"type": "object", "properties": {f"key {at}": {"type": "string"} for at in range(10_000)}}
+LARGE = {
+    "type": "object",
+    "properties": {f"key {at}": {"type": "string"} for at in range(10_000)},
+}
 
 
-@pytest.mark.parametrize(("schema", "why"), [(chained(3000), "too deep"), (LARGE, "bytes")])
+@pytest.mark.parametrize(
+    ("schema", "why"), [(chained(3000), "too deep"), (LARGE, "bytes")]
+)
 @in_loop
-async def test_hostile_schema_costs_only_its_own_call(schema: dict[str, Any], why: str) -> None:
+async def test_hostile_schema_costs_only_its_own_call(
+    schema: dict[str, Any], why: str
+) -> None:
     def body(schema: dict[str, Any]) -> dict[str, Any]:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         return {"messages": HI, "tools": [tool], "tool_choice": "required"}
@@ -74,7 +90,13 @@ def test_check_is_bounded_in_time_and_memory() -> None:
     limits = "*map(resource.getrlimit, (resource.RLIMIT_CPU, resource.RLIMIT_AS))"
     names = "resource; from asyncrl.messages import token_grammars"
     code = f"import {names}; token_grammars._check = lambda _: print({limits}); token_grammars.main()"
-    done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input="",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds, size = token_grammars.CHECK_CPU_S, token_grammars.MEMORY_BYTES
     assert done.stdout == f"{(seconds, seconds)} {(size, size)}\n"
 

@@ -1,4 +1,6 @@
-"""Commands as harnesses, plain and in bubblewrap, with real processes: input, output and no leftovers."""
+"""Commands as harnesses, plain and in bubblewrap, with real processes: input, output
+and no leftovers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def test_last_line_is_the_outcome_or_a_failure() -> None:
         ("", Outcome()),
         ("42 apples\n", Outcome()),
         ("thinking\n0.5\n\n  \n", Outcome(0.5)),
-        ('{"turn_rewards": {"chatcmpl-0": 1}}\n', Outcome(turn_rewards={"chatcmpl-0": 1.0})),
+        (
+            '{"turn_rewards": {"chatcmpl-0": 1}}\n',
+            Outcome(turn_rewards={"chatcmpl-0": 1.0}),
+        ),
         ('0.5\n"done"', Outcome()),
     ):
         assert last_line_outcome(text) == outcome
@@ -77,8 +82,8 @@ TOOL = """
     key="Authorization: Bearer $OPENAI_API_KEY"
     curl -s "$OPENAI_BASE_URL/outcome" -H "$key" -d '{"reward": 1.0}' > answered
 """
-"""A command that a policy may have its shell tool run to get a reward: it looks for keys and the answer, and
-posts with the key that it inherits.
+"""A command that a policy may have its shell tool run to get a reward: it looks for
+keys and the answer, and posts with the key that it inherits.
 """
 
 
@@ -103,9 +108,14 @@ def test_policy_shell_cannot_pay_itself(tmp_path: Path) -> None:
         ):
             return await gateway.run(0, answer="SECRET-ANSWER-42")
 
-    assert asyncio.run(story()) == Outcome(0.25), "what the tool has posted counts nowhere"
+    assert asyncio.run(story()) == Outcome(0.25), (
+        "what the tool has posted counts nowhere"
+    )
     assert "sets no reward" in (tmp_path / "answered").read_text()
-    given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
+    given, loot = (
+        json.loads((tmp_path / "task").read_text()),
+        (tmp_path / "loot").read_text(),
+    )
     assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
     assert "answer" not in given
     for secret in ("SECRET-ANSWER-42", "What is 0?", given["outcome_key"]):
@@ -113,18 +123,28 @@ def test_policy_shell_cannot_pay_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_has_a_clean_environment_and_folder(monkeypatch: pytest.MonkeyPatch, own_temp: Path) -> None:
+def test_command_has_a_clean_environment_and_folder(
+    monkeypatch: pytest.MonkeyPatch, own_temp: Path
+) -> None:
     monkeypatch.setenv("ASYNCRL_SECRET", "of the run")
     report = own_temp.parent / "report"
     monkeypatch.setenv("JUDGE_KEY", "0.75")
-    script = (
-        f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut"
+    script = f"env > {report}; pwd >> {report}; ls -A >> {report}"
+    script += "; touch here $TMPDIR/there; mkdir -m 500 shut"
+    harness = made(
+        "/bin/bash", "-c", script, env={"CORPUS": "/data"}, pass_env=["JUDGE_KEY"]
     )
-    harness = made("/bin/bash", "-c", script, env={"CORPUS": "/data"}, pass_env=["JUDGE_KEY"])
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
-    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", MARK_ENV, "CORPUS", "JUDGE_KEY"}
+    ours = {
+        "OPENAI_BASE_URL",
+        "OPENAI_API_KEY",
+        "OPENAI_MODEL",
+        MARK_ENV,
+        "CORPUS",
+        "JUDGE_KEY",
+    }
     ours |= {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
     shells = {"PWD", "SHLVL", "_", "OLDPWD"}
     assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
@@ -135,10 +155,18 @@ def test_command_has_a_clean_environment_and_folder(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_bad_exit_or_flood_is_a_failure() -> None:
-    flood = "trap '' TERM; while :; do echo 0123456789012345678901234567890123456789; done"
+    flood = (
+        "trap '' TERM; while :; do echo 0123456789012345678901234567890123456789; done"
+    )
     for script, said in (
-        ("echo last words >&2; exit 3", "exited with code 3; the end of its standard error: last words"),
-        ("kill -SEGV $$", r"was killed by SIGSEGV; the end of its standard error: \(empty\)"),
+        (
+            "echo last words >&2; exit 3",
+            "exited with code 3; the end of its standard error: last words",
+        ),
+        (
+            "kill -SEGV $$",
+            r"was killed by SIGSEGV; the end of its standard error: \(empty\)",
+        ),
         (flood, "printed more than 1048576 bytes to standard output"),
         (f"{flood} >&2", "printed more than 1048576 bytes to standard error"),
     ):
@@ -158,11 +186,15 @@ def test_command_that_forks_and_exits_leaves_nothing() -> None:
     assert run(script) == Outcome(0.5)
 
 
-def test_pipe_that_stays_open_delays_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_that_stays_open_delays_no_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("asyncrl.agents.command._DRAIN_S", 0.1)
     harness = shell("setsid sleep 3600 & echo 0.5")
     try:
-        assert asyncio.run(asyncio.wait_for(harness.run(TASK, SESSION), 30.0)) == Outcome(0.5)
+        assert asyncio.run(
+            asyncio.wait_for(harness.run(TASK, SESSION), 30.0)
+        ) == Outcome(0.5)
     finally:
         for pid in processes_of(harness.token):
             os.kill(pid, signal.SIGKILL)
@@ -176,7 +208,11 @@ def test_what_cannot_run_is_refused_before_any_rollout(
     for command, settings, said in (
         ("no-such-program", {}, "there is no program no-such-program"),
         ("/bin/true", {"sandbox": "bubblewrap"}, "there is no program bwrap"),
-        ("/bin/true", {"pass_env": ["JUDGE_KEY"]}, "pass_env names JUDGE_KEY, which this process does not"),
+        (
+            "/bin/true",
+            {"pass_env": ["JUDGE_KEY"]},
+            "pass_env names JUDGE_KEY, which this process does not",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             made(command, **settings)
@@ -185,9 +221,13 @@ def test_what_cannot_run_is_refused_before_any_rollout(
 # ---- in bubblewrap
 
 
-async def run_sandboxed(*command: str, session: Session = SESSION, **settings: Any) -> Outcome:
+async def run_sandboxed(
+    *command: str, session: Session = SESSION, **settings: Any
+) -> Outcome:
     need_bubblewrap()
-    harness = CommandHarness(GeneratorConfig(command=list(command), sandbox="bubblewrap", **settings))
+    harness = CommandHarness(
+        GeneratorConfig(command=list(command), sandbox="bubblewrap", **settings)
+    )
     try:
         return await harness.run(TASK, session)
     finally:
@@ -225,12 +265,19 @@ sys.exit(3)
 async def test_a_command_sees_only_its_folders_and_the_system(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("SECRET-ANSWER-42")
     (tmp_path / "note").write_text("readable")
-    async with open_gateway() as gateway:  # a server of this machine that is not the session's
+    # a server of this machine that is not the session's
+    async with open_gateway() as gateway:
         script = SEES.replace("PORT", gateway.url.rpartition(":")[2])
-        script = script.replace("SECRET", str(tmp_path / "secret")).replace("NOTE", str(tmp_path / "note"))
+        script = script.replace("SECRET", str(tmp_path / "secret")).replace(
+            "NOTE", str(tmp_path / "note")
+        )
         with pytest.raises(RolloutFailure, match="exited with code 3") as failure:
-            await run_sandboxed(sys.executable, "-c", script, sandbox_paths=[str(tmp_path / "note")])
-    seen, _ = json.JSONDecoder().raw_decode(str(failure.value).partition("standard error: ")[2])
+            await run_sandboxed(
+                sys.executable, "-c", script, sandbox_paths=[str(tmp_path / "note")]
+            )
+    seen, _ = json.JSONDecoder().raw_decode(
+        str(failure.value).partition("standard error: ")[2]
+    )
     assert seen == {
         "answer": 42,
         "folder": "/rollout",
@@ -267,7 +314,9 @@ post(task["outcome_url"], task["outcome_key"], {"reward": 0.5})
 async def test_a_command_reaches_the_gateway() -> None:
     need_bubblewrap()
     command = [sys.executable, "-c", CALLS]
-    harness = CommandHarness(GeneratorConfig(command=command, outcomes="posted", sandbox="bubblewrap"))
+    harness = CommandHarness(
+        GeneratorConfig(command=command, outcomes="posted", sandbox="bubblewrap")
+    )
     async with open_gateway(outcomes="posted") as gateway, working(gateway, harness):
         assert (await gateway.run(0)).reward == 0.5
     assert len(gateway.engine.requests) == 3
@@ -288,7 +337,9 @@ DEAF = """
     curl -s $OPENAI_BASE_URL/models >&2
     while :; do sleep 1; done
 """
-HIDES = "(setsid env -i sleep 1000 &) ; curl -s $OPENAI_BASE_URL/models >&2 ; sleep 1000"
+HIDES = (
+    "(setsid env -i sleep 1000 &) ; curl -s $OPENAI_BASE_URL/models >&2 ; sleep 1000"
+)
 
 
 @pytest.mark.slow
@@ -303,12 +354,19 @@ async def test_a_cancelled_command_ends_with_its_children(script: str) -> None:
         writer.close()
 
     server = await asyncio.start_server(begun, "127.0.0.1", 0)
-    session = Session(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key", "policy")
+    session = Session(
+        f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key", "policy"
+    )
     if script is HIDES:
         need_bubblewrap()
-    harness = made("/bin/bash", "-c", script, sandbox="bubblewrap" if script is HIDES else "none")
+    harness = made(
+        "/bin/bash", "-c", script, sandbox="bubblewrap" if script is HIDES else "none"
+    )
     running = asyncio.ensure_future(harness.run(TASK, session))
-    await asyncio.wait([running, asyncio.ensure_future(started.wait())], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        [running, asyncio.ensure_future(started.wait())],
+        return_when=asyncio.FIRST_COMPLETED,
+    )
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

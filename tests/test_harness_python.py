@@ -21,7 +21,9 @@ SESSION = Session("http://127.0.0.1:9/v1", "key", "policy")
 
 
 def run(name: str, **args: Any) -> Outcome:
-    harness = build_harness(GeneratorConfig(python=f"agents_for_test:{name}", args=args))
+    harness = build_harness(
+        GeneratorConfig(python=f"agents_for_test:{name}", args=args)
+    )
     return as_outcome(asyncio.run(harness.run(TASK, SESSION)))
 
 
@@ -31,7 +33,9 @@ def test_task_without_an_answer_says_so() -> None:
         assert task == pickle.loads(pickle.dumps(task))
         assert "0.25" not in repr(task)
     assert "answer" not in dataclasses.asdict(without)
-    with pytest.raises(ConfigError, match=r"task\.answer, which it is not given(.|\n)*give_answer=true"):
+    with pytest.raises(
+        ConfigError, match=r"task\.answer, which it is not given(.|\n)*give_answer=true"
+    ):
         _ = without.answer
 
 
@@ -40,7 +44,10 @@ def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
     parts = Outcome(None, {"ok": 1.0}, {"chatcmpl-0": 1.0, "chatcmpl-1": 0.0})
     taken = {"nothing": Outcome(), "numpy": Outcome(0.5), "outcome": parts}
     assert {result: run(name, result=result) for result in taken} == taken
-    for result, said in (("text", r"'good' \(str\)"), ("not finite", "loss Input should be")):
+    for result, said in (
+        ("text", r"'good' \(str\)"),
+        ("not finite", "loss Input should be"),
+    ):
         with pytest.raises(RolloutFailure, match=said):
             run(name, result=result)
 
@@ -49,12 +56,21 @@ def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
 async def test_openai_client_uses_the_session_key_and_shared_connections() -> None:
     client = make_http_client()
     async with open_gateway() as gateway:
-        harness = build_harness(GeneratorConfig(python="agents_for_test:two_turns", args={"bonus": 0.5}))
+        harness = build_harness(
+            GeneratorConfig(python="agents_for_test:two_turns", args={"bonus": 0.5})
+        )
         for number in range(2):
-            session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=lambda: client)
+            session = Session(
+                f"{gateway.url}/v1",
+                f"key-{number}",
+                "policy",
+                http_client=lambda: client,
+            )
             assert (await harness.run(TASK, session)).reward == 1.5
             assert session.client.timeout is None
     requests = gateway.engine.requests
     assert [each.route_key for each in requests] == ["key-0", "key-0", "key-1", "key-1"]
-    assert len(requests[0].prompt_ids) < len(requests[1].prompt_ids), "the second call has the first answer"
+    assert len(requests[0].prompt_ids) < len(requests[1].prompt_ids), (
+        "the second call has the first answer"
+    )
     await client.aclose()

@@ -40,7 +40,8 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started() -> list[str]:
     """Return the list of the environment's starts and stops."""
-    import guessing_env_for_test  # costs seconds, which only the process of these tests pays
+    # costs seconds, which only the process of these tests pays
+    import guessing_env_for_test
 
     return guessing_env_for_test.started
 
@@ -54,29 +55,42 @@ def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
 def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
     """Return the prompt as the task and JSON make it."""
     item = VerifiersTask(load_taskset(name, args), size=10).prompt(index)
-    return Task(f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info)))  # type: ignore[arg-type]
+    return Task(
+        f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info))
+    )  # type: ignore[arg-type]
 
 
 async def run(
-    world: World, harness: VerifiersHarness, task: Task, session: GatewaySession | None = None
+    world: World,
+    harness: VerifiersHarness,
+    task: Task,
+    session: GatewaySession | None = None,
 ) -> Outcome:
-    return await harness.run(task, Session(f"{world.url}/v1", (session or world.session).key, "policy"))
+    return await harness.run(
+        task, Session(f"{world.url}/v1", (session or world.session).key, "policy")
+    )
 
 
 Played = tuple[Outcome, Rollout, list[str]]
 
 
 def play(
-    name: str, index: int, answer: Callable[[str], str], args: Mapping[str, Any] = LOCAL, **gateway: Any
+    name: str,
+    index: int,
+    answer: Callable[[str], str],
+    args: Mapping[str, Any] = LOCAL,
+    **gateway: Any,
 ) -> Played:
-    """Return the outcome of a task, its rollout and the prompts that the engine saw. `answer` maps a prompt
-    to a text.
+    """Return the outcome of a task, its rollout and the prompts that the engine saw.
+    `answer` maps a prompt to a text.
     """
 
     async def story() -> Played:
         engine = ScriptedEngine(lambda request: answer(text_of(request)))
         async with gateway_world(engine, **gateway) as world:
-            outcome = await run(world, harness_of(name, args), task_of(name, args, index))
+            outcome = await run(
+                world, harness_of(name, args), task_of(name, args, index)
+            )
             rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
             return outcome, rollout, [text_of(each) for each in engine.requests]
 
@@ -84,7 +98,9 @@ def play(
 
 
 def text_of(request: SamplingRequest) -> str:
-    return ScriptedEngine().tokenizer.decode(list(map(int, request.prompt_ids)), skip_special_tokens=False)
+    return ScriptedEngine().tokenizer.decode(
+        list(map(int, request.prompt_ids)), skip_special_tokens=False
+    )
 
 
 def last_turn(prompt: str) -> tuple[str, str]:
@@ -100,7 +116,11 @@ def tool_call(name: str, **arguments: Any) -> str:
 def use_the_calculator(prompt: str) -> str:
     role, text = last_turn(prompt)
     expression = text.removeprefix("What is ").removesuffix("?")
-    return f"It is {text}" if role == "tool" else tool_call("calculate", expression=expression)
+    return (
+        f"It is {text}"
+        if role == "tool"
+        else tool_call("calculate", expression=expression)
+    )
 
 
 def guess_upwards(prompt: str) -> str:
@@ -111,25 +131,39 @@ def test_tool_environment_records_every_turn(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
     loggers = ("verifiers", "httpx", "aiohttp")
-    assert not [each for each in caplog.records if each.name.startswith(loggers)], "they would show the key"
+    assert not [each for each in caplog.records if each.name.startswith(loggers)], (
+        "they would show the key"
+    )
     assert outcome.reward == pytest.approx(1.1)
-    assert outcome.metrics == {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0}
+    assert outcome.metrics == {
+        "reward/correct": 1.0,
+        "reward/asked": 1.0,
+        "num_calls": 1.0,
+    }
     assert len(prompts) == 2
     assert "['calculate']" in prompts[0]
     (branch,) = rollout
-    sampled = ScriptedEngine().tokenizer.decode(branch.token_ids[branch.loss_mask].tolist())
+    sampled = ScriptedEngine().tokenizer.decode(
+        branch.token_ids[branch.loss_mask].tolist()
+    )
     assert re.fullmatch(r"Let me see\. <tool_call>(.|\n)*It is -?\d+", sampled)
 
 
 @in_loop
 async def test_rollouts_share_servers_that_end_with_the_last() -> None:
-    async with gateway_world(ScriptedEngine(lambda request: guess_upwards(text_of(request)))) as world:
+    async with gateway_world(
+        ScriptedEngine(lambda request: guess_upwards(text_of(request)))
+    ) as world:
         harness = harness_of(GUESSING, {})
         sessions = [world.open(f"g0/r{index}") for index in range(6)]
         tasks = [task_of(GUESSING, {}, index) for index in range(6)]
-        runs = [run(world, harness, *each) for each in zip(tasks, sessions, strict=True)]
+        runs = [
+            run(world, harness, *each) for each in zip(tasks, sessions, strict=True)
+        ]
         assert [outcome.reward for outcome in await asyncio.gather(*runs)] == [1.0] * 6
-        sampled = [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions]
+        sampled = [
+            session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions
+        ]
         assert sampled == [2, 4, 6, 8, 10, 12]
         assert started() == ["start", "stop"]
         await run(world, harness, tasks[0])
@@ -153,11 +187,14 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
 
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), "of the gateway"
+        assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), (
+            "of the gateway"
+        )
 
 
 def test_environment_failure_hides_the_key() -> None:
-    guess, calculate = (GUESSING, guess_upwards, {}), ("calculator_env", use_the_calculator, LOCAL)
+    guess = (GUESSING, guess_upwards, {})
+    calculate = ("calculator_env", use_the_calculator, LOCAL)
     for (name, answer, args), index, most, said in (
         (guess, 7, 2000, r"run\(\): RuntimeError: seven is out"),
         (guess, 8, 2000, "ZeroDivisionError: no reward for 8"),
@@ -170,22 +207,39 @@ def test_environment_failure_hides_the_key() -> None:
 
 
 def test_untrainable_episode_ends_the_worker() -> None:
-    for args, said in (({"twice": True}, "ran agent agent 2 times"), ({"freeze": True}, "trainable=False")):
+    for args, said in (
+        ({"twice": True}, "ran agent agent 2 times"),
+        ({"freeze": True}, "trainable=False"),
+    ):
         with pytest.raises(ConfigError, match=said):
             play(GUESSING, 2, guess_upwards, args)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no_such_env_here", {}, "No module named 'no_such_env_here'"),
-    ("calculator-env", {"taskset": {"num_taskss": 3}}, "taskset.num_taskss Extra inputs are not"),
-    ("calculator_env", {"agent": {"model": "gpt-9"}}, "no client of their own: agent (model=gpt-9)"),
-    ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
+    (
+        "calculator-env",
+        {"taskset": {"num_taskss": 3}},
+        "taskset.num_taskss Extra inputs are not",
+    ),
+    (
+        "calculator_env",
+        {"agent": {"model": "gpt-9"}},
+        "no client of their own: agent (model=gpt-9)",
+    ),
+    (
+        "calculator_env",
+        {"agent": {"retries": {"max_retries": 2}}},
+        "generator.args has agent.retries",
+    ),
     (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),
     ("agents_for_test", {}, "exports a Taskset in __all__"),
 ]
 
 
 def test_untrainable_environment_is_refused_first() -> None:
-    for load, (name, args, said) in itertools.product((harness_of, load_taskset), REFUSED):
+    for load, (name, args, said) in itertools.product(
+        (harness_of, load_taskset), REFUSED
+    ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             load(name, args)

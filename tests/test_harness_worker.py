@@ -45,11 +45,16 @@ class Steps:
 async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
     steps = Steps()
     async with open_gateway() as gateway, working(gateway, steps) as worker:
-        runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
+        runs = [
+            asyncio.ensure_future(gateway.run(number, info={"deep": [number]}))
+            for number in range(3)
+        ]
         await until(lambda: len(steps.ends) == 2)
         assert (gateway.queue.gauges()["harness/queued"], len(worker.running)) == (1, 2)
         messages = ({"role": "user", "content": "What is 1?"},)
-        assert steps.tasks[1] == Task("p1", messages, {"deep": [1]}, 1000, 0, 0, answer="42")
+        assert steps.tasks[1] == Task(
+            "p1", messages, {"deep": [1]}, 1000, 0, 0, answer="42"
+        )
         steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))
         assert await runs[1] == Outcome(0.5, {"turns": 2.0}, {"chatcmpl-0": 0.25})
         await until(lambda: "p2" in steps.ends)
@@ -61,13 +66,23 @@ async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
 @in_loop
 async def test_worker_continues_after_a_harness_error() -> None:
     for name, result, said in (
-        ("agent", "error", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \\ud800 zero"),
+        (
+            "agent",
+            "error",
+            r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \\ud800 zero",
+        ),
         ("plain", "stop", "its harness raised RuntimeError: StopIteration: no more"),
         ("agent", "unspeakable", "its harness raised .*UnspeakableError"),
         ("agent", "interrupt", "its harness raised KeyboardInterrupt"),
-        ("agent", "cancellation", "generator.python=agents_for_test:agent raised CancelledError"),
+        (
+            "agent",
+            "cancellation",
+            "generator.python=agents_for_test:agent raised CancelledError",
+        ),
     ):
-        harness = build_harness(GeneratorConfig(python=f"agents_for_test:{name}", args={"result": result}))
+        harness = build_harness(
+            GeneratorConfig(python=f"agents_for_test:{name}", args={"result": result})
+        )
         async with open_gateway() as gateway, working(gateway, harness):
             for _ in range(2):
                 with pytest.raises(RolloutFailure, match=said):
@@ -98,7 +113,9 @@ async def test_worker_finds_a_restarted_gateway_and_drops_old_rollouts(
 async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        running = asyncio.ensure_future(Worker(Steps(), caller, name="w", slots=2, give_up_s=60.0).run())
+        running = asyncio.ensure_future(
+            Worker(Steps(), caller, name="w", slots=2, give_up_s=60.0).run()
+        )
         own = gateway.worker()
         owned = asyncio.ensure_future(Worker(Steps(), own, name="own", slots=2).run())
         await until(lambda: gateway.queue.gauges()["harness/workers"] == 2)
@@ -113,7 +130,9 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
         for each in (caller, own, late):
             await each.aclose()
     gone = Caller("gateway", gateway.url, WORKER_KEY)
-    with pytest.raises(ComponentError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"):
+    with pytest.raises(
+        ComponentError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"
+    ):
         await Worker(Steps(), gone, name="w", slots=1, give_up_s=0.0).run()
     await gone.aclose()
 
@@ -142,11 +161,16 @@ async def test_wrong_key_or_broken_harness_ends_the_worker() -> None:
 async def started(
     gateway: TestGateway, run_dir: Path, harness: GeneratorConfig, **more: str
 ) -> AsyncIterator[tuple[ChildProcess, Caller]]:
-    spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
-    env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
+    spec = WorkerSpec(
+        name="worker-0", url=gateway.url, slots=2, harness=harness
+    ).model_dump_json()
+    env = {"PYTHONPATH": str(Path(__file__).parent)} | more
+    keys = {WORKER_KEY_ENV: WORKER_KEY}
     module = "asyncrl.agents.worker"
     process = ChildProcess(
-        ProcessSpec("worker-0", module, spec, run_dir, "own-secret", env=env, secrets=keys)
+        ProcessSpec(
+            "worker-0", module, spec, run_dir, "own-secret", env=env, secrets=keys
+        )
     )
     await process.start()
     caller = Caller("worker-0", process.url, "own-secret")
@@ -163,9 +187,13 @@ async def test_worker_process_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) 
     async with open_gateway() as gateway:
         harness = GeneratorConfig(python="agents_for_test:environment")
         async with started(gateway, tmp_path, harness) as (process, caller):
-            assert (await caller.get("/health", WorkerHealth, timeout_s=60.0)).num_abandoned == 0
+            assert (
+                await caller.get("/health", WorkerHealth, timeout_s=60.0)
+            ).num_abandoned == 0
             said = await gateway.run(0)
-            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
+            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
+                "a harness finds no key"
+            )
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
 
@@ -177,9 +205,14 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
     temp, written = tmp_path / "tmp", tmp_path / "env"
     temp.mkdir()
     async with open_gateway() as gateway:
-        script = f"env > {written}; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
+        script = (
+            f"env > {written}; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
+        )
         harness = GeneratorConfig(command=["/bin/bash", "-c", script])
-        async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (process, _):
+        async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (
+            process,
+            _,
+        ):
             running = asyncio.ensure_future(gateway.run(0))
             await until(lambda: len(processes_of(token(written))) >= 3)
             if how == "orphaned":
@@ -193,12 +226,18 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
         await until(lambda: not processes_of(token(written)))
         await until(lambda: list(temp.iterdir()) == [])
         gateway.queue.worker_gone_nowait("worker-0", "ended")
-        with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
+        with pytest.raises(
+            RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"
+        ):
             await running
 
 
 def token(environment: Path) -> str:
-    """Return the marks of a worker's commands; invalid until the command has written its environment."""
+    """Return the marks of a worker's commands; invalid until the command has written
+    its environment.
+    """
     lines = environment.read_text().splitlines() if environment.exists() else []
-    marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
+    marks = [
+        line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")
+    ]
     return marks[0] if marks else "nothing"

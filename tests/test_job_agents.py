@@ -12,7 +12,16 @@ from typing import Any
 import forked_processes
 import pytest
 from agents_for_test import BODIES, WAYS
-from job_runs import ROOT, environment, read_lines, run, start, variant, wait_until, write_config
+from job_runs import (
+    ROOT,
+    environment,
+    read_lines,
+    run,
+    start,
+    variant,
+    wait_until,
+    write_config,
+)
 
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading
@@ -26,8 +35,13 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of the lookup agent. A rollout blocks its worker, another kills the next."""
-    folder, run_dir = tmp_path_factory.mktemp("agent"), tmp_path_factory.mktemp("agent") / "run"
+    """The directory of a run of the lookup agent. A rollout blocks its worker, another
+    kills the next.
+    """
+    folder, run_dir = (
+        tmp_path_factory.mktemp("agent"),
+        tmp_path_factory.mktemp("agent") / "run",
+    )
     marks = [folder / "blocks", folder / "dies"]
     for mark in marks:
         mark.touch()
@@ -55,9 +69,18 @@ def test_blocked_or_killed_worker_is_restarted(agents: Path) -> None:
     metrics = read_lines(agents / "metrics.jsonl")
     last = metrics[-1]
     assert len(metrics) == NUM_STEPS
-    assert (last["harness/workers"], last["rollout/failed"], last["gateway/edited"]) == (1, 0, 0)
-    assert min(last["harness/restarts"] - 1, last["harness/lost"], last["rollout/retried"]) > 0
-    assert last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
+    assert (
+        last["harness/workers"],
+        last["rollout/failed"],
+        last["gateway/edited"],
+    ) == (1, 0, 0)
+    assert (
+        min(last["harness/restarts"] - 1, last["harness/lost"], last["rollout/retried"])
+        > 0
+    )
+    assert (
+        last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
+    )
     assert last["gateway/realigned"] + last["gateway/extended"] > 0
     names = {"task/tool_calls", "task/right_name", "task/exact"}
     assert all(names <= set(step) for step in metrics)
@@ -71,14 +94,20 @@ def test_loss_covers_only_sampled_tokens(agents: Path) -> None:
     answer = r"((<\|im_end\|>)?<\|tool\|>[0-5-]<\|im_end\|><\|assistant\|>){0,2}"
     given = re.compile(rf"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>{answer}")
     with reading(agents / "journal.sqlite") as connection:
-        groups = [group for version in range(NUM_STEPS) for group in read_batch(connection, version).groups]
+        groups = [
+            group
+            for version in range(NUM_STEPS)
+            for group in read_batch(connection, version).groups
+        ]
     contexts = list[str]()
     for branch in [branch for group in groups for branch in group.trajectories]:
         assert branch.num_sampled == branch.loss_mask.sum()
         ids = branch.token_ids[~branch.loss_mask].tolist()
         contexts.append(tokenizer.decode(ids, skip_special_tokens=False))
     assert all(map(given.fullmatch, contexts))
-    assert any("<|tool|>" in context for context in contexts), "no rollout came to a tool's answer"
+    assert any("<|tool|>" in context for context in contexts), (
+        "no rollout came to a tool's answer"
+    )
     lines = read_lines(agents / "trained.jsonl")
     assert sum(len(line["trajectories"]) for line in lines) == len(contexts)
 
@@ -95,7 +124,12 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
         task={"python": "rewards_for_test:JudgeThatNeverGivesUp"},
         generator={"python": "agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
-        rollout={"timeout_s": 6, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
+        rollout={
+            "timeout_s": 6,
+            "retries": 4,
+            "max_tokens": 8,
+            "max_prompt_tokens": 40,
+        },
         trainer={"num_steps": 3},
     )
     ended = run(config, run_dir)
@@ -107,23 +141,35 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
         said.setdefault(way, set()).add(status)
     assert set(said) == set(WAYS)
     late = {401, 410}  # the time of its rollout was over
-    assert all(said[way] - late == {413 if way == "too large a body" else 400} for way in BODIES), said
+    assert all(
+        said[way] - late == {413 if way == "too large a body" else 400}
+        for way in BODIES
+    ), said
     assert said["floods"] == said["calls after its end"] == {401}
     last = metrics[-1]
-    assert last["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
+    assert last["rollout/retried"] > 0, (
+        "what failed was tried again; what ran out of time was not"
+    )
     assert (len(metrics), last["harness/restarts"]) == (3, 0)
     assert last["rollout/abandoned"] == 1
-    assert "rewards_for_test:JudgeThatNeverGivesUp kept running" in ended.stdout + ended.stderr
-    failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
+    assert (
+        "rewards_for_test:JudgeThatNeverGivesUp kept running"
+        in ended.stdout + ended.stderr
+    )
+    failed = [
+        one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"
+    ]
     assert 0 < len(failed) <= 3 * 5
-    assert all(one["error"] and one["messages"] and one["reward"] is None for one in failed)
+    assert all(
+        one["error"] and one["messages"] and one["reward"] is None for one in failed
+    )
     assert "failed rollout of step " in ended.stdout
     assert inspected(run_dir)["bound_kept"] is True
 
 
 def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
-    """The first one plays two steps' rollouts, then holds all that it leases: it is killed with a lease,
-    however fast the run is.
+    """The first one plays two steps' rollouts, then holds all that it leases: it is
+    killed with a lease, however fast the run is.
     """
     config = write_config(
         tmp_path,
@@ -135,13 +181,25 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         supervision={"watchdog_s": 2.0},
     )
     run_dir, mark = tmp_path / "run", tmp_path / "held"
-    process, log, workers = start(config, run_dir), run_dir / "logs" / "controller.log", list[Any]()
+    process = start(config, run_dir)
+    log = run_dir / "logs" / "controller.log"
+    workers = list[Any]()
 
     def work(agent: str, **args: Any) -> subprocess.Popen[bytes]:
         """Start `asyncrl work` as a separate process."""
-        command = [sys.executable, "-m", "asyncrl.cli", "work", gateway["url"], "--python", agent]
+        command = [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            "work",
+            gateway["url"],
+            "--python",
+            agent,
+        ]
         env = environment(**{WORKER_KEY_ENV: gateway["worker_key"]})
-        workers.append(forked_processes.popen([*command, "--args", json.dumps(args)], env))
+        workers.append(
+            forked_processes.popen([*command, "--args", json.dumps(args)], env)
+        )
         return workers[-1]
 
     try:
@@ -150,7 +208,9 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         assert (run_dir / "gateway.json").stat().st_mode & 0o077 == 0
         gateway = json.loads((run_dir / "gateway.json").read_text())
         played = 2 * 2 * 4  # steps, groups, rollouts
-        first = work("agents_for_test:plays_then_holds", num_played=played, mark=str(mark))
+        first = work(
+            "agents_for_test:plays_then_holds", num_played=played, mark=str(mark)
+        )
         wait_until(mark.exists, process)
         first.kill()
         second = work("agents_for_test:two_turns")
@@ -165,8 +225,14 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     assert command in stdout, "it says what to start"
     assert gateway["worker_key"] not in stdout + stderr
     files = [path for path in run_dir.rglob("*") if path.is_file()]
-    holders = [path.name for path in files if gateway["worker_key"].encode() in path.read_bytes()]
+    holders = [
+        path.name
+        for path in files
+        if gateway["worker_key"].encode() in path.read_bytes()
+    ]
     assert holders == ["gateway.json"]
     metrics = read_lines(run_dir / "metrics.jsonl")
     assert (len(metrics), metrics[-1]["task/turns"]) == (4, 2)
-    assert metrics[-1]["harness/lost"] > 0, "what the first one held when it was killed was lost"
+    assert metrics[-1]["harness/lost"] > 0, (
+        "what the first one held when it was killed was lost"
+    )

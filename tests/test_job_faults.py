@@ -38,14 +38,21 @@ LONG = "trainer.num_steps=100000"
 PATIENCE_S = 240.0
 
 
-def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Path) -> None:
-    """One after the other: engine-1 comes, leaves and comes again, the eval engine is killed, the trainer is
-    killed, engine-1 is frozen, and killed once it is back.
+def test_run_survives_scaling_and_losses_until_restarts_are_used_up(
+    tmp_path: Path,
+) -> None:
+    """One after the other: engine-1 comes, leaves and comes again, the eval engine is
+    killed, the trainer is killed, engine-1 is frozen, and killed once it is back.
     """
     config = fuzz_config(
         tmp_path,
         task={"size": 500},
-        eval={"task": {"python": "asyncrl.tasks.toy:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},
+        eval={
+            "task": {"python": "asyncrl.tasks.toy:Letters"},
+            "every": 3,
+            "num_prompts": 4,
+            "slots": 4,
+        },
         rollout={"num_engines": {"min": 1, "max": 2}, "max_tokens": 100},
         buffer={"max_staleness": 2, "look_ahead": 2, "on_overdue": "drop"},
         trainer={"num_groups": 2},
@@ -56,7 +63,11 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Pa
     process = start(config, run_dir, LONG)
     wait_for_steps(run_dir, 2, process)
     expected = list[tuple[str, str]]()
-    for num, event in ((2, "engine unparked"), (1, "engine parked"), (2, "engine unparked")):
+    for num, event in (
+        (2, "engine unparked"),
+        (1, "engine parked"),
+        (2, "engine unparked"),
+    ):
         asked = ended(popen(run_dir, f"engines={num}", command=[*RUN[:-1], "scale"]))
         assert asked.returncode == 0, asked.stderr
         expected.append((event, "engine-1"))
@@ -80,16 +91,24 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Pa
     second.kill()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
-    assert stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
+    assert (
+        stdout.count("WARNING: the run continues without evaluation: engine-eval") == 1
+    )
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
     assert "restarting trainer, 1 of 1" in stdout
     assert f"engine-1: process {frozen.pid} does not answer" in stdout
     assert "restarting engine-1, 1 of 1" in stdout
-    for words in (f"engine-1: process {second.pid} was killed by SIGKILL", "the last words of engine-1"):
+    for words in (
+        f"engine-1: process {second.pid} was killed by SIGKILL",
+        "the last words of engine-1",
+    ):
         assert words in stderr
     assert "supervision.max_restarts=1 is used up" in stderr, stderr
     assert "Way out:" in stderr
-    assert engine_events(run_dir)[3:5] == [("engine lost", "engine-1"), ("engine up", "engine-1")]
+    assert engine_events(run_dir)[3:5] == [
+        ("engine lost", "engine-1"),
+        ("engine up", "engine-1"),
+    ]
     steps = read_lines(run_dir / "metrics.jsonl")
     assert {step["engine/up"] for step in steps} == {1, 2}
     assert steps[-1]["engine/restarts"] == 1
@@ -100,7 +119,9 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Pa
 
 def test_processes_killed_while_a_run_starts_are_restarted(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    config = write_config(tmp_path, checkpoint={"every": 1}, supervision={"backoff_s": 0.1})
+    config = write_config(
+        tmp_path, checkpoint={"every": 1}, supervision={"backoff_s": 0.1}
+    )
     for _ in ("first start", "resumed start"):
         process = start(config, run_dir, LONG)
         for name in ("specs/engine-0.json", "specs/trainer-0.json"):
@@ -115,7 +136,14 @@ def test_processes_killed_while_a_run_starts_are_restarted(tmp_path: Path) -> No
 
 
 def test_early_sigterm_leaves_no_process(tmp_path: Path) -> None:
-    command = [*RUN[:2], "asyncrl", "run", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    command = [
+        *RUN[:2],
+        "asyncrl",
+        "run",
+        str(write_config(tmp_path)),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     process = subprocess.Popen(command, env=environment())
     children = psutil.Process(process.pid).children
     wait_until(lambda: any(map(is_fork_server, children())), process)
@@ -140,20 +168,26 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     trainer.suspend()
     # It may freeze in an export: then the train loop waits for the publisher.
     waits = r"train loop waits in (TrainerClient\.train|PushLoop\.wait_exported)"
-    wait_until(lambda: re.search(waits, plain(render_status(run_dir, is_verbose=True))), process)
+    wait_until(
+        lambda: re.search(waits, plain(render_status(run_dir, is_verbose=True))),
+        process,
+    )
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, stderr
     assert "watchdog: nothing has moved for" in stderr
-    assert f"trainer-0: process {trainer.pid} is stopped; trainer-0 gave no answer to /health" in stderr
+    assert (
+        f"trainer-0: process {trainer.pid} is stopped; trainer-0 gave no answer to /health"
+        in stderr
+    )
     assert "supervision.watchdog_s=15" in stderr
     assert f"--run-dir {run_dir} --resume must" in stderr
     assert re.search(waits, stdout)
     log = (run_dir / "logs" / "controller.log").read_text()
     assert re.search(r"> TrainerClient\.(train|begin_export|export) \(", log)
     assert "thread 0x" in log
-    assert "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text(), (
-        "faulthandler's own words"
-    )
+    assert (
+        "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text()
+    ), "faulthandler's own words"
     (seen,) = [detail for what, detail in events(run_dir) if what == "stuck"]
     assert seen["on_stuck"] == "fail"
     assert all_gone(children)
@@ -167,10 +201,17 @@ def plain(text: str) -> str:
 def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "trained.jsonl").symlink_to("/dev/full")  # the trainer's record, in the middle of the run
-    (run_dir / ".summary.json.new").symlink_to("/dev/full")  # and the summary after that failure
+    # the trainer's record, in the middle of the run
+    (run_dir / "trained.jsonl").symlink_to("/dev/full")
+    # and the summary after that failure
+    (run_dir / ".summary.json.new").symlink_to("/dev/full")
     answer = run(write_config(tmp_path), run_dir)
     assert answer.returncode == 1
-    for words in ("trainer", "No space left on device", "free space on the disk", "Way out:"):
+    for words in (
+        "trainer",
+        "No space left on device",
+        "free space on the disk",
+        "Way out:",
+    ):
         assert words in answer.stderr
     assert "Traceback" not in answer.stderr.replace("the traceback", "")

@@ -43,14 +43,23 @@ from asyncrl.testing.virtual_time import run_virtual
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
-    return load_config(write_config(tmp_path, **{"observe": {"console": "none"}, **sections}))
+    return load_config(
+        write_config(tmp_path, **{"observe": {"console": "none"}, **sections})
+    )
 
 
-def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any) -> Job:
+def make_job(
+    tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any
+) -> Job:
     config = make_config(tmp_path, **sections)
     reporter = Reporter(config, tmp_path, "test", goes_on=point is not None)
     life = Lifecycle(
-        config, tmp_path, reporter.log, LocalLauncher(), on_end=reporter.finish, on_exit=reporter.aclose
+        config,
+        tmp_path,
+        reporter.log,
+        LocalLauncher(),
+        on_end=reporter.finish,
+        on_exit=reporter.aclose,
     )
     return Job(life, reporter, None, point)  # type: ignore[arg-type]
 
@@ -70,19 +79,33 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
     ("error", "said"),
     [
         (ComponentError("trainer-0", "cannot start"), "cannot start"),
-        (OverflowError("too large"), r"internal error OverflowError: too large(.|\n)*controller.log"),
+        (
+            OverflowError("too large"),
+            r"internal error OverflowError: too large(.|\n)*controller.log",
+        ),
         (KeyboardInterrupt(), "internal error KeyboardInterrupt"),
         (OSError(errno.ENOSPC, "full"), "cannot use the run directory /.*: full"),
-        (PermissionError(errno.EACCES, "denied", "/bin/python"), "cannot use /bin/python: denied"),
+        (
+            PermissionError(errno.EACCES, "denied", "/bin/python"),
+            "cannot use /bin/python: denied",
+        ),
         (ConnectionResetError("peer"), "internal error ConnectionResetError: peer"),
         (None, ""),
     ],
 )
 def test_failed_resume_leaves_the_run_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException | None,
+    said: str,
 ) -> None:
-    lines = ({"step": step, "time_s": 100.0 * step, "reward/mean": 0.5} for step in range(1, 10))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = (
+        {"step": step, "time_s": 100.0 * step, "reward/mean": 0.5}
+        for step in range(1, 10)
+    )
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -91,7 +114,9 @@ def test_failed_resume_leaves_the_run_as_it_was(
         await for_ever()
 
     monkeypatch.setattr(job, "build", raising(error) if error else interrupted)
-    resuming = make_job(tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",)))
+    resuming = make_job(
+        tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",))
+    )
     if error:
         with pytest.raises(ComponentError, match=said):
             asyncio.run(resuming.lifecycle.run(resuming.live))
@@ -121,7 +146,10 @@ def test_failed_or_refused_start_restores_earlier_weights(
         (run_dir / name).mkdir()
     refused = raising(ComponentError("trainer-0", "cannot start"))
     monkeypatch.setattr(job.Lifecycle, "run", refused)
-    with pytest.raises((ComponentError, ConfigError), match="other settings" if changed else "cannot start"):
+    with pytest.raises(
+        (ComponentError, ConfigError),
+        match="other settings" if changed else "cannot start",
+    ):
         job.run_job(make_config(tmp_path, trainer=changed), run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".model*")] == []
@@ -148,7 +176,11 @@ def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None
     reading, writing = os.pipe()
     command = [sys.executable, "-c", textwrap.dedent(FORKING), str(lock)]
     done = subprocess.run(command, stdin=reading, stdout=subprocess.PIPE, check=True)
-    with run_lock(lock), pytest.raises(JournalError, match=f"process {os.getpid()} writes"), run_lock(lock):
+    with (
+        run_lock(lock),
+        pytest.raises(JournalError, match=f"process {os.getpid()} writes"),
+        run_lock(lock),
+    ):
         pass
     os.close(reading)
     os.close(writing)
@@ -192,7 +224,9 @@ SIGNALLED = """
 """
 
 
-def signalled(folder: Path, user_code: str, script: str = SIGNALLED) -> subprocess.Popen[str]:
+def signalled(
+    folder: Path, user_code: str, script: str = SIGNALLED
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-uc", textwrap.dedent(script), str(folder), user_code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -217,9 +251,15 @@ def test_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     assert (said, process.returncode) == ("", 128 + signal.SIGINT)
 
 
-def test_signal_before_a_run_has_begun_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook the run works in a thread, and may download for minutes before it has a loop."""
-    monkeypatch.setattr(job, "fetch_architectures", lambda _: os.kill(os.getpid(), signal.SIGINT))
+def test_signal_before_a_run_has_begun_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook the run works in a thread, and may download for minutes before it
+    has a loop.
+    """
+    monkeypatch.setattr(
+        job, "fetch_architectures", lambda _: os.kill(os.getpid(), signal.SIGINT)
+    )
     config = make_config(tmp_path)
 
     async def notebook() -> str:
@@ -229,8 +269,12 @@ def test_signal_before_a_run_has_begun_is_kept(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
-def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str) -> None:
-    """`timeout` sends a signal twice, at once: that is not a second signal, which would end a run unsaved."""
+def test_signal_ends_a_run_that_user_code_blocks(
+    tmp_path: Path, user_code: str
+) -> None:
+    """`timeout` sends a signal twice, at once: that is not a second signal, which would
+    end a run unsaved.
+    """
     with signalled(tmp_path, user_code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -240,20 +284,31 @@ def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     if user_code == "waits":
-        assert said.splitlines() == ["stopping (press Ctrl-C again to end at once)", "closed in order"]
+        assert said.splitlines() == [
+            "stopping (press Ctrl-C again to end at once)",
+            "closed in order",
+        ]
     else:
-        assert re.search(rf'did not hear it for 1 s in\n.*"<string>", line \d+, in {user_code}\n', said), said
+        assert re.search(
+            rf'did not hear it for 1 s in\n.*"<string>", line \d+, in {user_code}\n',
+            said,
+        ), said
 
 
 @pytest.mark.parametrize(("holds", "then"), [("", 0o750), ("thesis.txt", 0o755)])
-def test_empty_run_directory_gets_the_mode_of_its_config(holds: str, then: int, tmp_path: Path) -> None:
+def test_empty_run_directory_gets_the_mode_of_its_config(
+    holds: str, then: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
     folder.chmod(0o755)
     (folder / holds).touch()
     with locked_run_dir(folder, 0o750):
         pass
-    assert (stat.S_IMODE(folder.stat().st_mode), (folder / "logs").is_dir()) == (then, True)
+    assert (stat.S_IMODE(folder.stat().st_mode), (folder / "logs").is_dir()) == (
+        then,
+        True,
+    )
     assert ObserveConfig().dir_mode == 0o700
 
 
@@ -286,10 +341,16 @@ def test_part_that_never_closes_is_given_up() -> None:
     run_virtual(story())
 
 
-def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_settings_of_prompts_reach_the_tokenizer_of_a_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    model = {"path": str(tiny_model_dir), "scratch": None, "chat_template": str(template)}
+    model = {
+        "path": str(tiny_model_dir),
+        "scratch": None,
+        "chat_template": str(template),
+    }
     num_tokens = []
     for parses in (True, False):
         job = make_job(tmp_path, model=model, gateway={"parse_special_tokens": parses})

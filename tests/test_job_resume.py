@@ -1,5 +1,5 @@
-"""Real runs that are killed, copied, damaged or colocated end where an undisturbed run ends, which equals the
-plain synchronous loop. `make fuzz` does hundreds of kills.
+"""Real runs that are killed, copied, damaged or colocated end where an undisturbed run
+ends, which equals the plain synchronous loop. `make fuzz` does hundreds of kills.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ from asyncrl.observe.timeline import read_timeline
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_on_policy_run_equals_the_plain_loop_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+def test_on_policy_run_equals_the_plain_loop_bit_for_bit(
+    whole: Path, tmp_path: Path
+) -> None:
     """Completions of the first steps are sampled one after the other."""
     reference = tmp_path / "reference"
     sync = SyncRun(load_config(whole / "config.yaml"), reference)
@@ -75,7 +77,9 @@ def test_one_other_token_or_weight_is_a_difference(whole: Path, tmp_path: Path) 
     other = shutil.copytree(whole, tmp_path / "other")
     lines = read_lines(other / "trained.jsonl")
     lines[2]["trajectories"][0]["tokens_sha"] = "0" * 16
-    (other / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (other / "trained.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     weights = load_file(other / "final" / "model.safetensors")
     name = next(iter(weights))
     weights[name] = weights[name] + 1
@@ -85,11 +89,20 @@ def test_one_other_token_or_weight_is_a_difference(whole: Path, tmp_path: Path) 
 
 PLANTED = [
     ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw"),
-    ("UPDATE groups SET state = 'failed' WHERE group_id = 9", "is lost: group 9 is failed"),
+    (
+        "UPDATE groups SET state = 'failed' WHERE group_id = 9",
+        "is lost: group 9 is failed",
+    ),
     ("DELETE FROM batch_groups WHERE group_id = 9", "groups, 4 and 4 are expected"),
     ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3,"),
-    ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
-    ("UPDATE trajectories SET blob = (SELECT blob FROM trajectories)", "on other tokens or rewards"),
+    (
+        "UPDATE batches SET min_version = 1 WHERE version = 3",
+        "batch 3 has min_version 1",
+    ),
+    (
+        "UPDATE trajectories SET blob = (SELECT blob FROM trajectories)",
+        "on other tokens or rewards",
+    ),
     ((3, {"version": 5}), "line 4 is of batch 5, after batch 2"),
     ((3, {"trajectories": []}), "trained were []"),
     ((4, {"restored": 9}), "line 5 goes on from version 9, which was never reached"),
@@ -110,19 +123,30 @@ def test_checker_finds_a_planted_fault(
     else:
         lines = read_lines(tmp_path / "trained.jsonl")
         lines[fault[0]].update(fault[1])
-        (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = violations(read_evidence(tmp_path), promise_of(on_policy), num_steps=NUM_STEPS)
+        (tmp_path / "trained.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+    found = violations(
+        read_evidence(tmp_path), promise_of(on_policy), num_steps=NUM_STEPS
+    )
     assert any(words in violation for violation in found), found
 
 
 def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
-    assert violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS) == []
+    assert (
+        violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS)
+        == []
+    )
     summary = json.loads((whole / "summary.json").read_text())
     assert (summary["state"], summary["warnings"]) == ("done", [])
     samples = read_lines(whole / "samples.jsonl")
     kinds = ("best", "worst", "random")
-    assert [(one["step"], one["kind"]) for one in samples] == [*product(range(1, NUM_STEPS + 1), kinds)]
-    assert all(0 <= one["logprob_gap"] < 1e-4 and one["staleness"] == 0 for one in samples)
+    assert [(one["step"], one["kind"]) for one in samples] == [
+        *product(range(1, NUM_STEPS + 1), kinds)
+    ]
+    assert all(
+        0 <= one["logprob_gap"] < 1e-4 and one["staleness"] == 0 for one in samples
+    )
     assert "random sample of step 1: reward " in (whole.parent / "said.txt").read_text()
     events = EventAccumulator(str(whole / "tensorboard")).Reload()
     assert events.Tags()["tensors"] == ["samples"]
@@ -132,7 +156,10 @@ def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
 
 def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None:
     view = view_run(whole)
-    lanes = [lane for lane in view["timeline"]["lanes"] if not lane.startswith("engine")]  # some had no pause
+    # some had no pause
+    lanes = [
+        lane for lane in view["timeline"]["lanes"] if not lane.startswith("engine")
+    ]
     expected = ["trainer", "weight sync", "checkpoints", "evaluations", "restarts"]
     assert (view["problems"], lanes) == ([], expected)
     assert view["gauges"].keys() == view["curves"].keys(), "every metric is declared"
@@ -142,18 +169,25 @@ def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None
             by_step[row.number][row.kind] += row.seconds
     for step in read_lines(whole / "metrics.jsonl"):
         spans = by_step[step["step"] - 1]
-        assert spans["wait for generation"] == pytest.approx(step["perf/wait_generation_s"], abs=1e-4)
-        assert spans["train"] == pytest.approx(step["perf/train_s"] + step["perf/request_s"], abs=1e-4)
+        assert spans["wait for generation"] == pytest.approx(
+            step["perf/wait_generation_s"], abs=1e-4
+        )
+        assert spans["train"] == pytest.approx(
+            step["perf/train_s"] + step["perf/request_s"], abs=1e-4
+        )
         assert spans["journal"] == pytest.approx(step["perf/journal_s"], abs=1e-4)
         assert sum(spans.values()) <= step["perf/step_s"] + 1e-3
 
 
 @pytest.fixture(scope="module")
 def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that was killed with all its processes, and two checkpoints in it or three."""
+    """The directory of a run that was killed with all its processes, and two
+    checkpoints in it or three.
+    """
     run_dir = tmp_path_factory.mktemp("killed") / "run"
 
-    def has_two() -> bool:  # the older ones are removed a moment later, and one more may come before the kill
+    # the older ones are removed a moment later, and one more may come before the kill
+    def has_two() -> bool:
         return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 6
 
     killed_on_the_way(lambda: start(on_policy, run_dir), has_two, run_dir)
@@ -167,7 +201,10 @@ def run_dir(killed: Path, tmp_path: Path) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+    return sorted(
+        int(path.name.removeprefix("step_"))
+        for path in (run_dir / "checkpoints").glob("step_*")
+    )
 
 
 def goes_on(config: Path, run_dir: Path, *options: str) -> str:
@@ -178,10 +215,15 @@ def goes_on(config: Path, run_dir: Path, *options: str) -> str:
 
 
 def assert_nothing_lost(config: Path, run_dir: Path) -> None:
-    assert violations(read_evidence(run_dir), promise_of(config), num_steps=NUM_STEPS) == []
+    assert (
+        violations(read_evidence(run_dir), promise_of(config), num_steps=NUM_STEPS)
+        == []
+    )
 
 
-def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(whole: Path, run_dir: Path) -> None:
+def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(
+    whole: Path, run_dir: Path
+) -> None:
     *_, older, newest = checkpoints(run_dir)
     files = (run_dir / "checkpoints" / f"step_{newest}" / "trainer").iterdir()
     file = max(files, key=lambda path: path.stat().st_size)
@@ -195,14 +237,18 @@ def test_copied_run_resumes_from_the_checkpoint_before_a_corrupt_one(whole: Path
     assert_nothing_lost(run_dir / "config.yaml", run_dir)
 
 
-def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Path, run_dir: Path) -> None:
+def test_without_any_checkpoint_the_journal_is_enough(
+    on_policy: Path, whole: Path, run_dir: Path
+) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     first_life = read_timeline(run_dir, [])
     assert "resuming from policy_version 0" in goes_on(on_policy, run_dir)
     assert differences(whole, run_dir) == []
     assert_nothing_lost(on_policy, run_dir)
     both = read_timeline(run_dir, problems := [])
-    assert (both[: len(first_life)], problems) == (first_life, []), "spans of the first life stay"
+    assert (both[: len(first_life)], problems) == (first_life, []), (
+        "spans of the first life stay"
+    )
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2
@@ -212,7 +258,9 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
 RESIDENT = {"rollout": "trainer"}
 
 
-@pytest.mark.parametrize("placement", [{}, RESIDENT | {"share": "none"}], ids=["apart", "moving"])
+@pytest.mark.parametrize(
+    "placement", [{}, RESIDENT | {"share": "none"}], ids=["apart", "moving"]
+)
 def test_killed_run_ends_the_same_and_evaluates_each_version_once(
     on_policy: Path, whole: Path, tmp_path: Path, placement: dict[str, Any]
 ) -> None:
@@ -235,9 +283,14 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
     assert {version: rewards[version] for version in rewards.keys() & expected} == {
         version: expected[version] for version in rewards.keys() & expected
     }
-    # A step's line has the newest evaluation since the last line: two may end within one step.
+    # A step's line has the newest evaluation since the last line: two may end within
+    # one step.
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    shown = [(line["eval/version"], line["eval/reward_mean"]) for line in lines if "eval/version" in line]
+    shown = [
+        (line["eval/version"], line["eval/reward_mean"])
+        for line in lines
+        if "eval/version" in line
+    ]
     assert shown == sorted(set(shown))
     assert set(shown) <= set(rewards.items())
     assert len(shown) >= NUM_STEPS / 2
@@ -245,7 +298,9 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
 
 def test_inspect_judges_each_batch_by_its_own_bound(tmp_path: Path) -> None:
     task = {"python": "held_task:HeldLetters", "size": 200}
-    config = write_config(tmp_path, task=task, buffer={"max_staleness": 2}, trainer={"num_steps": 8})
+    config = write_config(
+        tmp_path, task=task, buffer={"max_staleness": 2}, trainer={"num_steps": 8}
+    )
     run_dir = tmp_path / "run"
     hold(run_dir, 5)
     process = start(config, run_dir)
@@ -256,7 +311,11 @@ def test_inspect_judges_each_batch_by_its_own_bound(tmp_path: Path) -> None:
     changed = ("buffer.max_staleness=0", "--allow-change", "buffer.max_staleness")
     assert run(config, run_dir, *changed).returncode == 0
     found = json.loads(render_inspect(run_dir, as_json=True))
-    assert (found["violations"], found["bound_kept"], found["num_steps"]) == ([], True, 8)
+    assert (found["violations"], found["bound_kept"], found["num_steps"]) == (
+        [],
+        True,
+        8,
+    )
     assert found["max_staleness"] == 0 < found["staleness_max"]
 
 
@@ -272,7 +331,9 @@ def evaluated(run_dir: Path) -> dict[int, float]:
 def test_run_without_files_trains_the_same_through_kills(
     on_policy: Path, whole: Path, tmp_path: Path, transport: str
 ) -> None:
-    """This run broadcasts or shares the weights that the trainer holds; the reference run used files."""
+    """This run broadcasts or shares the weights that the trainer holds; the reference
+    run used files.
+    """
     sent = {"weight_sync": {"transport": transport}, "supervision": {"backoff_s": 0.1}}
     config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
     run_dir = tmp_path / "run"
@@ -289,12 +350,17 @@ def test_run_without_files_trains_the_same_through_kills(
     assert process.returncode == 0, stderr
     assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
-    assert engine_events(run_dir) == [("engine lost", "engine-1"), ("engine up", "engine-1")]
+    assert engine_events(run_dir) == [
+        ("engine lost", "engine-1"),
+        ("engine up", "engine-1"),
+    ]
     assert differences(whole, run_dir, of_metrics=False) == []
     assert staging_of(process.pid) == []
 
 
-def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path) -> None:
+def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(
+    tmp_path: Path,
+) -> None:
     config = fuzz_config(
         tmp_path,
         task={"python": "rewards_for_test:BeginsWithALetter"},
@@ -306,14 +372,23 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path
     )
     run_dir = tmp_path / "run"
     assert Crashes(config, run_dir, seed=new_seed(), victims=["tree", "trainer"]).live()
-    trained = [line for line in read_lines(run_dir / "trained.jsonl") if "version" in line]
-    groups = [{(entry["group_id"], entry["reward"]) for entry in line["trajectories"]} for line in trained]
-    assert all(len({group for group, _ in rewards}) < len(rewards) for rewards in groups), (
-        "every batch teaches"
-    )
+    trained = [
+        line for line in read_lines(run_dir / "trained.jsonl") if "version" in line
+    ]
+    groups = [
+        {(entry["group_id"], entry["reward"]) for entry in line["trajectories"]}
+        for line in trained
+    ]
+    assert all(
+        len({group for group, _ in rewards}) < len(rewards) for rewards in groups
+    ), "every batch teaches"
     steps = read_lines(run_dir / "metrics.jsonl")
-    assert steps[-1]["rollout/filtered"] > 0, "nothing was filtered: the test shows nothing"
-    assert sum(step["rollout/interrupted"] for step in steps) > 0, "no push interrupted a rollout"
+    assert steps[-1]["rollout/filtered"] > 0, (
+        "nothing was filtered: the test shows nothing"
+    )
+    assert sum(step["rollout/interrupted"] for step in steps) > 0, (
+        "no push interrupted a rollout"
+    )
     assert max(step.get("policy/logprob_gap_max", 0.0) for step in steps) <= 1e-4
     ages = {
         line["version"] - version
@@ -329,7 +404,11 @@ def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> No
     config = write_config(
         tmp_path,
         placement=RESIDENT,
-        trainer={"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000},
+        trainer={
+            "lora": {"rank": 4, "alpha": 8},
+            "world_size": 2,
+            "num_steps": 100_000,
+        },
         supervision={"max_restarts": 0},
     )
     process = start(config, tmp_path / "run")

@@ -38,7 +38,11 @@ def small(*overrides: str) -> list[str]:
     sizes = "rollout.threads=1 rollout.slots=16 rollout.group_size=4 rollout.max_tokens=24 trainer.threads=1"
     steps = "trainer.num_groups=4 trainer.num_steps=6 buffer.max_staleness=0 supervision.backoff_s=0.1"
     shown = "observe.console=plain observe.trackers=[]"
-    return [f"rollout.vllm_python={vllm_python()}", *f"{sizes} {steps} {shown}".split(), *overrides]
+    return [
+        f"rollout.vllm_python={vllm_python()}",
+        *f"{sizes} {steps} {shown}".split(),
+        *overrides,
+    ]
 
 
 def trained(run_dir: Path) -> bytes:
@@ -59,7 +63,9 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
     steps = read_lines(whole / "metrics.jsonl")
     assert len(steps) == 6
     assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4
-    assert len({line["loss"] for line in read_lines(whole / "trained.jsonl")}) == 6, "they differ by step"
+    assert len({line["loss"] for line in read_lines(whole / "trained.jsonl")}) == 6, (
+        "they differ by step"
+    )
 
 
 @pytest.mark.long
@@ -69,7 +75,9 @@ def test_run_without_files_trains_the_same_after_a_vllm_kill(
 ) -> None:
     evaluation = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, every: 3, num_prompts: 8, slots: 8}"
     run_dir = tmp_path / "run"
-    process = start(CONFIG, run_dir, *small(f"weight_sync.transport={transport}", evaluation))
+    process = start(
+        CONFIG, run_dir, *small(f"weight_sync.transport={transport}", evaluation)
+    )
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
     (engine,) = children_of(process, "specs/engine-0.json")
     family = [engine, *engine.children(recursive=True)]
@@ -79,7 +87,10 @@ def test_run_without_files_trains_the_same_after_a_vllm_kill(
     assert f"engine-0: process {engine.pid} was killed by SIGKILL" in stdout
     assert "restarting engine-0, 1 of 3" in stdout
     assert trained(run_dir) == trained(whole)
-    assert engine_events(run_dir) == [("engine lost", "engine-0"), ("engine up", "engine-0")]
+    assert engine_events(run_dir) == [
+        ("engine lost", "engine-0"),
+        ("engine up", "engine-0"),
+    ]
     versions = {line["policy_version"] for line in read_lines(run_dir / "eval.jsonl")}
     assert {0, 6} <= versions <= {0, 3, 6}, "an evaluation has its file"
     assert all_gone(family), "its workers go with it"
@@ -92,10 +103,22 @@ def served(
 ) -> Iterator[tuple[str, str, psutil.Process]]:
     """URL, key and process of a server that `asyncrl serve engine` keeps."""
     folder = tmp_path_factory.mktemp("served")
-    overrides = small("model.scratch=none", f"model.path={whole / 'model'}", "observe.heartbeat_s=300")
-    command = [sys.executable, "-m", "asyncrl.cli", "serve", "engine", str(CONFIG), *overrides]
+    overrides = small(
+        "model.scratch=none", f"model.path={whole / 'model'}", "observe.heartbeat_s=300"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "serve",
+        "engine",
+        str(CONFIG),
+        *overrides,
+    ]
     command += ["--run-dir", str(folder / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment()
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -114,10 +137,17 @@ def served(
 
 
 def test_foreign_server_gets_weights_first_and_outlives_the_run(
-    whole: Path, served: tuple[str, str, psutil.Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path,
+    served: tuple[str, str, psutil.Process],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, key, engine = served
-    foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']"]
+    foreign = [
+        "model.scratch=none",
+        f"model.path={whole / 'model'}",
+        f"rollout.urls=['{url}']",
+    ]
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'disk'}"]
     monkeypatch.setenv("ASYNCRL_VLLM_KEY", "another key")
     refused = run(CONFIG, tmp_path / "refused", *small(*foreign), timeout_s=PATIENCE_S)
@@ -139,10 +169,17 @@ def test_foreign_server_gets_weights_first_and_outlives_the_run(
             child.resume()
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
-    assert engine_events(run_dir) == [("engine lost", "engine-0"), ("engine up", "engine-0")]
+    assert engine_events(run_dir) == [
+        ("engine lost", "engine-0"),
+        ("engine up", "engine-0"),
+    ]
     assert trained(run_dir) == trained(whole), "as if it were the run's own"
-    with sqlite3.connect(f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True) as database:
-        published = database.execute("select version from publishes order by version").fetchall()
+    with sqlite3.connect(
+        f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True
+    ) as database:
+        published = database.execute(
+            "select version from publishes order by version"
+        ).fetchall()
     database.close()
     assert [version for (version,) in published] == list(range(6)), "version 0 too"
     assert engine.is_running()

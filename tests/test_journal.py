@@ -1,4 +1,6 @@
-"""The writing thread keeps order and survives crashes; a resumed run finds all in its journal."""
+"""The writing thread keeps order and survives crashes; a resumed run finds all in its
+journal.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ from journal_cases import (
 from asyncrl.base.errors import JournalError
 from asyncrl.journal import schema
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import BEGINNING, batch_story, group_story, read_resume, run_story
+from asyncrl.journal.read import (
+    BEGINNING,
+    batch_story,
+    group_story,
+    read_resume,
+    run_story,
+)
 from asyncrl.messages.records import Group, GroupId, Ticket
 
 
@@ -73,13 +81,17 @@ def test_loop_continues_while_the_disk_is_slow(tmp_path: Path) -> None:
 
 def test_commits_are_durable_when_they_return(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
-        pragma = await journal._durable(lambda it: it.execute("PRAGMA synchronous").fetchone(), "a test")
+        pragma = await journal._durable(
+            lambda it: it.execute("PRAGMA synchronous").fetchone(), "a test"
+        )
         assert pragma == (2,), "FULL"
 
     with_journal(tmp_path / "journal.sqlite", story)
 
 
-@pytest.mark.parametrize("why", [r"database is locked \(SQLITE_BUSY\)", "cannot become failed: it is ready"])
+@pytest.mark.parametrize(
+    "why", [r"database is locked \(SQLITE_BUSY\)", "cannot become failed: it is ready"]
+)
 def test_first_error_is_final_for_every_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -95,7 +107,12 @@ def test_first_error_is_final_for_every_caller(
             if "locked" in why:
                 other.execute("BEGIN IMMEDIATE")
             journal.group_ended_nowait(GroupId(0), "failed", "")
-            refused = (journal.batch_taken(make_batch(0, 0)), watching, journal.flush(), journal.aclose())
+            refused = (
+                journal.batch_taken(make_batch(0, 0)),
+                watching,
+                journal.flush(),
+                journal.aclose(),
+            )
             for call in refused:
                 with pytest.raises(JournalError, match=why):
                     await call
@@ -107,7 +124,10 @@ def test_first_error_is_final_for_every_caller(
 
 
 def test_full_disk_leaves_the_written_whole(tmp_path: Path) -> None:
-    path, (soft, hard) = tmp_path / "journal.sqlite", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, (soft, hard) = (
+        tmp_path / "journal.sqlite",
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     taken: list[int] = []
 
     async def fill(journal: Journal) -> None:
@@ -163,7 +183,11 @@ class Histories(RuleBasedStateMachine):
         """Return the prompts that return, and how often each was requeued."""
         newest = {prompt: group for group, prompt in self.prompts.items()}
         again = self.comes_again
-        return [(prompt, again[group]) for prompt, group in sorted(newest.items()) if group in again]
+        return [
+            (prompt, again[group])
+            for prompt, group in sorted(newest.items())
+            if group in again
+        ]
 
     def pick(self, data: st.DataObject, state: str) -> int:
         return data.draw(st.sampled_from(self.of(state)))
@@ -173,17 +197,27 @@ class Histories(RuleBasedStateMachine):
         group, waiting = len(self.states), self.requeued()
         prompt = waiting[0][0] if again and waiting else len(set(self.prompts.values()))
         self.journal.admitted_nowait(Ticket(GroupId(group), 0), make_prompt(prompt))
-        self.states[group], self.prompts[group], self.finished[group] = "running", prompt, set()
+        self.states[group], self.prompts[group], self.finished[group] = (
+            "running",
+            prompt,
+            set(),
+        )
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
     def go_on(self, data: st.DataObject) -> None:
-        group, index, num_tokens = self.pick(data, "running"), *data.draw(INDEX_AND_LENGTH)
+        group, index, num_tokens = (
+            self.pick(data, "running"),
+            *data.draw(INDEX_AND_LENGTH),
+        )
         self.journal.segment_nowait(GroupId(group), index, 0, make_partial(num_tokens))
         if index not in self.finished[group]:
             self.partials[group, index] = num_tokens
 
-    @rule(data=st.data(), state=st.sampled_from([*["ready"] * 3, "failed", "filtered", "requeued"]))
+    @rule(
+        data=st.data(),
+        state=st.sampled_from([*["ready"] * 3, "failed", "filtered", "requeued"]),
+    )
     def end(self, data: st.DataObject, state: str) -> None:
         before = "ready" if state == "requeued" and self.of("ready") else "running"
         if not self.of(before):
@@ -191,26 +225,38 @@ class Histories(RuleBasedStateMachine):
         group = self.pick(data, before)
         if state == "ready":
             for index in {0, 1} - self.finished[group]:
-                self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
-        requeued = data.draw(st.sampled_from([None, 0, 1, 3])) if state in ("failed", "requeued") else None
+                self.journal.rollout_finished_nowait(
+                    GroupId(group), (make_trajectory(group, index),)
+                )
+        requeued = (
+            data.draw(st.sampled_from([None, 0, 1, 3]))
+            if state in ("failed", "requeued")
+            else None
+        )
         self.journal.group_ended_nowait(GroupId(group), state, "", requeued=requeued)  # type: ignore[arg-type]
         self.states[group] = state
         if requeued is not None:
             self.comes_again[group] = requeued
-        self.partials = {key: value for key, value in self.partials.items() if key[0] != group}
+        self.partials = {
+            key: value for key, value in self.partials.items() if key[0] != group
+        }
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
     def finish_one(self, data: st.DataObject) -> None:
         group = self.pick(data, "running")
         for index in sorted({0, 1} - self.finished[group])[:1]:
-            self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
+            self.journal.rollout_finished_nowait(
+                GroupId(group), (make_trajectory(group, index),)
+            )
             self.finished[group].add(index)
             self.partials.pop((group, index), None)
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        groups = data.draw(st.lists(st.sampled_from([*self.states, 1000]), min_size=1, max_size=3))
+        groups = data.draw(
+            st.lists(st.sampled_from([*self.states, 1000]), min_size=1, max_size=3)
+        )
         version = max(0, len(self.batches) - data.draw(st.sampled_from([0, 0, 1])))
         is_next = version == len(self.batches) and len({*groups}) == len(groups)
         batch = replace(make_batch(version), groups=tuple(map(self.group, groups)))
@@ -240,10 +286,15 @@ class Histories(RuleBasedStateMachine):
         state = self.runner.run(self.journal.read_resume(0))
         assert state.next_version == len(self.batches)
         assert [ticket.group_id for ticket, _ in state.ready] == self.of("ready")
-        assert [record.ticket.group_id for record in state.running] == self.of("running")
+        assert [record.ticket.group_id for record in state.running] == self.of(
+            "running"
+        )
         again = [(f"0/{prompt}", count) for prompt, count in self.requeued()]
         assert sorted(state.requeued.items()) == sorted(again)
-        assert (state.num_drawn, state.next_group_id) == (len(set(self.prompts.values())), len(self.states))
+        assert (state.num_drawn, state.next_group_id) == (
+            len(set(self.prompts.values())),
+            len(self.states),
+        )
         partials = {}
         for record in state.running:
             group_id = record.ticket.group_id
@@ -253,19 +304,29 @@ class Histories(RuleBasedStateMachine):
         assert partials == self.partials
         for batch, groups in zip(load_batches(state), self.batches, strict=True):
             assert tuple(group.group_id for group in batch.groups) == groups
-            assert all(same_group(group, self.group(group.group_id)) for group in batch.groups)
+            assert all(
+                same_group(group, self.group(group.group_id)) for group in batch.groups
+            )
 
     def group(self, group_id: int) -> Group:
-        return replace(make_group(group_id), prompt=make_prompt(self.prompts.get(group_id, group_id)))
+        return replace(
+            make_group(group_id),
+            prompt=make_prompt(self.prompts.get(group_id, group_id)),
+        )
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestHistories.settings = settings(
+    max_examples=15, stateful_step_count=25, deadline=None
+)
 
 
 def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
-        prompts = {number: replace(make_prompt(number), prompt_id=f"sums/0/{number}") for number in range(4)}
+        prompts = {
+            number: replace(make_prompt(number), prompt_id=f"sums/0/{number}")
+            for number in range(4)
+        }
         for number, prompt in prompts.items():
             journal.admitted_nowait(Ticket(GroupId(number), number // 2), prompt)
         for number in (0, 1, 2):
@@ -278,9 +339,13 @@ def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
             journal.epoch_nowait("sums", epoch, f"text {epoch}")
         journal.note_nowait("began_at", BEGINNING | {"epochs": [["sums", 0, "text 0"]]})
         state = await journal.read_resume(0)
-        assert state.epochs == tuple(("sums", epoch, f"text {epoch}") for epoch in (0, 1, 2, 10))
+        assert state.epochs == tuple(
+            ("sums", epoch, f"text {epoch}") for epoch in (0, 1, 2, 10)
+        )
         assert state.observed == (("sums/0/0", 0.75, 0), ("sums/0/1", 0.75, 0))
-        counted = {name: num for name, num in state.counted.items() if name.endswith("/sums")}
+        counted = {
+            name: num for name, num in state.counted.items() if name.endswith("/sums")
+        }
         assert counted == {"rollout/failed/sums": 1, "rollout/filtered/sums": 1}
 
     with_journal(tmp_path / "journal.sqlite", story)
@@ -294,7 +359,10 @@ def test_compaction_changes_no_number(tmp_path: Path) -> None:
         before, whole = await journal.read_resume(1), asked(path, run_story)
         assert (whole["wasted_tokens"]["retried"], whole["newest_published"]) == (15, 1)
         assert asked(path, batch_story, 1)["min_version"] == 1
-        assert (asked(path, group_story, 99), asked(path, batch_story, 7)) == (None, None)
+        assert (asked(path, group_story, 99), asked(path, batch_story, 7)) == (
+            None,
+            None,
+        )
         once = dict.fromkeys(["failed", "dropped", "failed_groups", "given_up"], 1)
         counted = once | {"filtered": 0, "filtered_tokens": 0}
         of_rollouts = {f"rollout/{name}": number for name, number in counted.items()}

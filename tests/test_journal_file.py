@@ -1,4 +1,6 @@
-"""The journal's file: damage is refused with a way out, token records survive bit for bit."""
+"""The journal's file: damage is refused with a way out, token records survive bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,21 @@ from journal_cases import (
 from asyncrl.base.errors import JournalError
 from asyncrl.journal import schema
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
+from asyncrl.journal.read import (
+    ResumeState,
+    batch_story,
+    group_story,
+    read_resume,
+    run_story,
+)
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
-from asyncrl.messages.records import Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Credit,
+    GrammarSpan,
+    GroupId,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.messages.tokens import BEHAVIOUR, TEACHER, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -48,7 +62,9 @@ NUM_GROUPS = 30
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed journal: three batches of four groups, ready ones, running ones. Read only."""
+    """A closed journal: three batches of four groups, ready ones, running ones. Read
+    only.
+    """
     path = tmp_path_factory.mktemp("whole") / "journal.sqlite"
 
     async def story(journal: Journal) -> None:
@@ -100,9 +116,15 @@ def unread_page(content: bytes) -> bytes:
         (unread_page, "is damaged: "),
         (lambda content: content[: len(content) // 2], "is damaged: "),
         (lambda _: b"", "is damaged: it is empty"),
-        (lambda _: b"Dear reader, this is no database", "is damaged: file is not a database"),
+        (
+            lambda _: b"Dear reader, this is no database",
+            "is damaged: file is not a database",
+        ),
         ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 8"),
-        ("UPDATE meta SET value = 'another' WHERE key = 'run_id'", "is the journal of run another, this is"),
+        (
+            "UPDATE meta SET value = 'another' WHERE key = 'run_id'",
+            "is the journal of run another, this is",
+        ),
     ],
 )
 def test_damaged_or_foreign_file_is_refused_and_kept(
@@ -123,21 +145,33 @@ def test_damaged_or_foreign_file_is_refused_and_kept(
     assert content or log.read_bytes() == b"the newest groups"
 
 
-def test_flipped_bytes_are_an_error_or_change_nothing(whole: Path, tmp_path: Path) -> None:
+def test_flipped_bytes_are_an_error_or_change_nothing(
+    whole: Path, tmp_path: Path
+) -> None:
     content, draw, found = whole.read_bytes(), random.Random(0), 0
     for number in range(40):
         path = tmp_path / str(number) / "journal.sqlite"
         path.parent.mkdir()
         at = draw.randrange(len(content))
-        path.write_bytes(content[:at] + bytes([content[at] ^ draw.randrange(1, 256)]) + content[at + 1 :])
+        path.write_bytes(
+            content[:at]
+            + bytes([content[at] ^ draw.randrange(1, 256)])
+            + content[at + 1 :]
+        )
         try:
             state = read_all(path)  # asserts that all tokens are the right ones
         except JournalError:
             found += 1
         else:
-            assert [ticket.group_id for ticket, _ in state.ready] == list(range(12, NUM_GROUPS))
+            assert [ticket.group_id for ticket, _ in state.ready] == list(
+                range(12, NUM_GROUPS)
+            )
             assert len(state.running) == 4
-            assert (state.next_version, state.requeued, state.num_drawn) == (3, {}, NUM_GROUPS + 4)
+            assert (state.next_version, state.requeued, state.num_drawn) == (
+                3,
+                {},
+                NUM_GROUPS + 4,
+            )
     assert found >= 15
 
 
@@ -158,9 +192,15 @@ def test_no_reader_takes_the_lock_of_the_writer(tmp_path: Path) -> None:
         tell_ready(journal, 0, 1)
         await journal.batch_taken(make_batch(0, 0, 1))
         (await journal.read_resume(0)).load_batch(0)
-        assert None not in (asked(path, group_story, 0), asked(path, batch_story, 0), asked(path, run_story))
+        assert None not in (
+            asked(path, group_story, 0),
+            asked(path, batch_story, 0),
+            asked(path, run_story),
+        )
         assert locks_on(path) == ["READ"]
-        assert query(path, "SELECT count(*) FROM groups") == (2,), "by another program, opened for writing"
+        assert query(path, "SELECT count(*) FROM groups") == (2,), (
+            "by another program, opened for writing"
+        )
         assert path.with_name("journal.sqlite-wal").exists()
 
     with_journal(path, story)
@@ -168,8 +208,11 @@ def test_no_reader_takes_the_lock_of_the_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [2, 17, 32 + 5, 32 + 24 + 100])
-def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int) -> None:
-    path, copy = tmp_path / "a" / "journal.sqlite", tmp_path / "killed" / "journal.sqlite"
+def test_damaged_log_is_refused_and_a_torn_one_accepted(
+    tmp_path: Path, at: int
+) -> None:
+    path = tmp_path / "a" / "journal.sqlite"
+    copy = tmp_path / "killed" / "journal.sqlite"
 
     async def story(journal: Journal) -> None:
         for group_id in range(3):
@@ -185,7 +228,9 @@ def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int)
     damaged[at] ^= 0x10
     log.write_bytes(damaged)
     for _ in range(2):  # at the second start too
-        with pytest.raises(JournalError, match=r"wal is damaged: \d commits after 0 whole frames"):
+        with pytest.raises(
+            JournalError, match=r"wal is damaged: \d commits after 0 whole frames"
+        ):
             open_journal(copy)
         assert log.read_bytes() == damaged, "the log stays unchanged"
     log.write_bytes(whole[:-3000])
@@ -197,7 +242,9 @@ def test_new_journal_is_not_made_beside_an_old_log(tmp_path: Path) -> None:
     """SQLite would replay the log and bring the old groups back."""
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     log.write_bytes(b"the newest groups")
-    with pytest.raises(JournalError, match=r"-wal exists without its journal") as caught:
+    with pytest.raises(
+        JournalError, match=r"-wal exists without its journal"
+    ) as caught:
         open_journal(path)
     assert f"move {log} to where the journal is" in caught.value.way_out
     assert (path.exists(), log.read_bytes()) == (False, b"the newest groups")
@@ -223,15 +270,23 @@ def test_ended_journal_can_be_read_where_nothing_is_written(whole: Path) -> None
 # ---- records of tokens
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
-SPANS = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**31 - 1)] * 3, st.integers(-1, 99)), max_size=4)
+SPANS = st.lists(
+    st.builds(VersionSpan, *[st.integers(0, 2**31 - 1)] * 3, st.integers(-1, 99)),
+    max_size=4,
+)
 GRAMMARS = st.builds(GrammarSpan, st.integers(0, 50), st.integers(0, 50), st.text())
-CREDITS = st.builds(Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9))
+CREDITS = st.builds(
+    Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9)
+)
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     num_tokens = draw(st.integers(0, 50))
-    any_floats = hnp.arrays(np.uint32, num_tokens).map(lambda bits: bits.view(np.float32))  # every NaN too
+    # every NaN too
+    any_floats = hnp.arrays(np.uint32, num_tokens).map(
+        lambda bits: bits.view(np.float32)
+    )
     columns = {BEHAVIOUR: draw(any_floats)}
     if draw(st.booleans()):
         columns[TEACHER] = draw(any_floats)
@@ -254,9 +309,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 @given(trajectories(), st.integers(0, 2**50))
-def test_trajectory_comes_back_with_every_bit(trajectory: Trajectory, group_id: int) -> None:
+def test_trajectory_comes_back_with_every_bit(
+    trajectory: Trajectory, group_id: int
+) -> None:
     blob = encode_trajectory(group_id, trajectory)
-    found = decode_trajectory(blob, group_id, trajectory.sample_index, trajectory.branch)
+    found = decode_trajectory(
+        blob, group_id, trajectory.sample_index, trajectory.branch
+    )
     assert same_trajectory(found, trajectory)
 
 
@@ -270,13 +329,17 @@ def test_resume_on_another_day_renders_the_same_prompt(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tmp_path / "llama.jinja"
-    template.write_text("Today Date: {{ strftime_now('%d %b %Y') }}\n{{ messages[0].content }}")
+    template.write_text(
+        "Today Date: {{ strftime_now('%d %b %Y') }}\n{{ messages[0].content }}"
+    )
     chat = [{"role": "user", "content": "What day is it?"}]
 
     async def prompt(path: Path) -> tuple[int, ...]:
         journal = open_journal(path)
         await journal.aclose()
-        tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template, now=journal.start_date)
+        tokenizer = HFChatTokenizer(
+            tiny_model_dir, chat_template=template, now=journal.start_date
+        )
         return tokenizer.encode_chat(chat)
 
     started = asyncio.run(prompt(tmp_path / "journal.sqlite"))

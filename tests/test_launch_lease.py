@@ -8,7 +8,13 @@ from typing import Any, Literal, get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from asyncrl.base.errors import ComponentError
 from asyncrl.launch.lease import Call, Lease, Side
@@ -21,21 +27,29 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class World:
-    """A device, who holds what on it, and the faults of single calls by their number. Every call takes a
-    second.
+    """A device, who holds what on it, and the faults of single calls by their number.
+    Every call takes a second.
     """
 
-    def __init__(self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False) -> None:
+    def __init__(
+        self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False
+    ) -> None:
         self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
         self.trainer, self.trained = {*trainer, *self.resting}, 0
-        self.engines = [FakeEngine(self, f"engine-{index}") for index in range(num_engines)]
-        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_change=lambda: None, resident=stays)
+        self.engines = [
+            FakeEngine(self, f"engine-{index}") for index in range(num_engines)
+        ]
+        self.lease = Lease(
+            self.calls, timeout_s=TIMEOUT_S, on_change=lambda: None, resident=stays
+        )
 
     def calls(self, call: Call) -> dict[str, Awaitable[TransferStats]]:
         if call.of == "publisher":
             return {"publisher": self.push()}
         if call.of == "trainer":
-            change = self.trainer.discard if call.verb == "offload" else self.trainer.add
+            change = (
+                self.trainer.discard if call.verb == "offload" else self.trainer.add
+            )
             return {"trainer": self.call(call.parts, change)}
         if call.verb == "sleep":
             return {engine.name: engine.sleep(call.parts) for engine in self.engines}
@@ -49,7 +63,11 @@ class World:
             (self.hit_in_undo if self.hit else self.hit).append(fault)
         await asyncio.sleep(1.0)
         if fault in ("refuse", "bug"):
-            raise ComponentError("it", "no memory") if fault == "refuse" else KeyError("a bug")
+            raise (
+                ComponentError("it", "no memory")
+                if fault == "refuse"
+                else KeyError("a bug")
+            )
         if fault == "hang":
             await asyncio.sleep(10 * TIMEOUT_S)
         if fault == "cancel":
@@ -83,13 +101,18 @@ class World:
             for engine in self.engines:
                 assert "weights" in engine.awake, "there is no room for it"
                 if engine.version is not None:
-                    raise ComponentError(engine.name, "a chunk would be written over weights that are served")
+                    raise ComponentError(
+                        engine.name,
+                        "a chunk would be written over weights that are served",
+                    )
             for engine in self.engines:
                 engine.version = engine.committed = self.trained
 
         return await self.call(("weights",), bring)
 
-    def run(self, to: Side, faults: dict[int, Fault] | None = None) -> BaseException | None:
+    def run(
+        self, to: Side, faults: dict[int, Fault] | None = None
+    ) -> BaseException | None:
         """One handover; the error that it raised."""
         self.faults, self._calls, self.hit, self.hit_in_undo = faults or {}, 0, [], []
 
@@ -107,10 +130,17 @@ class World:
         if side == "engines":
             assert (self.lease.state, self.trainer) == ("generating", self.resting)
             for engine in self.engines:
-                assert engine.awake == {"weights", "kv"}, f"{engine.name} was left paused: {engine.awake}"
-                assert engine.version is not None, f"{engine.name} has memory without content"
+                assert engine.awake == {"weights", "kv"}, (
+                    f"{engine.name} was left paused: {engine.awake}"
+                )
+                assert engine.version is not None, (
+                    f"{engine.name} has memory without content"
+                )
         else:
-            assert (self.lease.state, self.trainer) == ("training", {"weights", "optimizer"})
+            assert (self.lease.state, self.trainer) == (
+                "training",
+                {"weights", "optimizer"},
+            )
             assert not any(engine.awake for engine in self.engines)
 
 
@@ -143,7 +173,9 @@ class Turns(RuleBasedStateMachine):
         stays=st.booleans(),
         faults=st.dictionaries(st.integers(0, 8), st.sampled_from(FAULTS), max_size=1),
     )
-    def begin(self, num_engines: int, first: Side, stays: bool, faults: dict[int, Fault]) -> None:
+    def begin(
+        self, num_engines: int, first: Side, stays: bool, faults: dict[int, Fault]
+    ) -> None:
         """A start that fails is undone, and can be repeated."""
         self.world = World(num_engines, trainer=("weights", "optimizer"), stays=stays)
         failed = self.world.run(first, faults) is not None
@@ -153,14 +185,18 @@ class Turns(RuleBasedStateMachine):
             assert self.world.run("engines") is None
         self.world.assert_rests("engines" if failed else first)
 
-    @rule(faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3))
+    @rule(
+        faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3)
+    )
     @precondition(lambda self: self.world.lease.state != "broken")
     def take_a_turn(self, faults: dict[int, Fault]) -> None:
         world, lease = self.world, self.world.lease
         before, to = lease.owner, "trainer" if lease.owner == "engines" else "engines"
         error = world.run(to, faults)
         if lease.state == "broken":
-            assert set(world.hit_in_undo) - {"cancel", "cancel_after"}, "it broke without a fault in an undo"
+            assert set(world.hit_in_undo) - {"cancel", "cancel_after"}, (
+                "it broke without a fault in an undo"
+            )
             assert "and so did" in lease.broken
         elif error is None:
             assert not world.hit, f"{world.hit} had no effect"
@@ -193,7 +229,9 @@ class Turns(RuleBasedStateMachine):
         assert (self.world.lease.owner is None) == (self.world.lease.state == "broken")
         self.world.check()
         if self.world.lease.owner == "engines":
-            assert all(engine.version == engine.committed for engine in self.world.engines)
+            assert all(
+                engine.version == engine.committed for engine in self.world.engines
+            )
 
 
 TestTurns = Turns.TestCase
@@ -205,6 +243,12 @@ def test_error_names_phase_cause_and_owner() -> None:
     assert world.run("engines") is None
     error = world.run("trainer", {2: "refuse"})
     undone = "undone, the devices belong to the engines as before"
-    assert f"while 'trainer: onload weights and optimizer': it: no memory; {undone}" in str(error)
+    assert (
+        f"while 'trainer: onload weights and optimizer': it: no memory; {undone}"
+        in str(error)
+    )
     error = world.run("trainer", {2: "refuse", 3: "hang"})
-    assert "and so did 'trainer: offload gradients and optimizer' (trainer: offload was" in str(error)
+    assert (
+        "and so did 'trainer: offload gradients and optimizer' (trainer: offload was"
+        in str(error)
+    )

@@ -75,7 +75,9 @@ def daemon_of(control: Path) -> psutil.Process:
     return psutil.Process(int(Path(f"{control}.pid").read_text()))
 
 
-def test_daemon_of_the_shared_device_ends_with_the_run(control: Path, tmp_path: Path) -> None:
+def test_daemon_of_the_shared_device_ends_with_the_run(
+    control: Path, tmp_path: Path
+) -> None:
     made, pipes = make_mps(tmp_path)
     assert len(str(pipes / "control")) < 108, "a socket's path"
     assert pipes.stat().st_mode & 0o777 == 0o700
@@ -90,12 +92,16 @@ def test_daemon_of_the_shared_device_ends_with_the_run(control: Path, tmp_path: 
 
     assert all_gone([asyncio.run(story())])
     assert not pipes.exists()
-    assert Path(f"{control}.calls").read_text() == "-d on GPU-aaaa\n on GPU-aaaa\nquit\n"
+    assert (
+        Path(f"{control}.calls").read_text() == "-d on GPU-aaaa\n on GPU-aaaa\nquit\n"
+    )
 
 
 def test_daemon_ends_with_a_killed_controller(control: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs")]
-    controller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    controller = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment()
+    )
     assert controller.stdout is not None
     pipes = Path(controller.stdout.readline().strip())
     daemon = daemon_of(control)
@@ -110,10 +116,15 @@ HANGS = "import sys, time; print('hung', file=sys.stderr, flush=True); time.slee
 
 
 @pytest.mark.parametrize(
-    ("probe", "says"), [("raise SystemExit('no client')", "no client"), ("", "no perm"), (HANGS, "hung")]
+    ("probe", "says"),
+    [("raise SystemExit('no client')", "no client"), ("", "no perm"), (HANGS, "hung")],
 )
 def test_unusable_mps_is_named_and_leaves_nothing(
-    probe: str, says: str, control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probe: str,
+    says: str,
+    control: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if probe:
         monkeypatch.setattr(mps, "PROBE", probe)
@@ -136,7 +147,9 @@ def test_unusable_mps_is_named_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_run_without_mps_warns_and_goes_on(fails: bool, control: Path, tmp_path: Path) -> None:
+def test_run_without_mps_warns_and_goes_on(
+    fails: bool, control: Path, tmp_path: Path
+) -> None:
     if fails:
         Path(f"{control}.fails").touch()
     config = load(*SHARED)
@@ -165,21 +178,37 @@ def test_run_without_mps_warns_and_goes_on(fails: bool, control: Path, tmp_path:
         ([], DEVICE, "compute at the same time, by CUDA MPS"),
         (["placement.mps=never"], DEVICE, "take time slices: placement.mps=never"),
         (["launcher=ray"], DEVICE, "take time slices: launcher=ray starts no MPS"),
-        ([], replace(DEVICE, mode="Exclusive_Process"), "device 0 is Exclusive_Process, not Default"),
-        ([], replace(DEVICE, mode="MIG"), "the compute mode of CUDA device 0 is MIG, not Default"),
-        ([], replace(DEVICE, mode=""), "the compute mode of CUDA device 0 is unknown, not Default"),
+        (
+            [],
+            replace(DEVICE, mode="Exclusive_Process"),
+            "device 0 is Exclusive_Process, not Default",
+        ),
+        (
+            [],
+            replace(DEVICE, mode="MIG"),
+            "the compute mode of CUDA device 0 is MIG, not Default",
+        ),
+        (
+            [],
+            replace(DEVICE, mode=""),
+            "the compute mode of CUDA device 0 is unknown, not Default",
+        ),
         (["buffer.max_staleness=0"], DEVICE, "both sides stay"),
     ],
 )
 @pytest.mark.usefixtures("control")
-def test_plan_says_how_a_device_is_shared(overrides: list[str], device: CudaDevice, says: str) -> None:
+def test_plan_says_how_a_device_is_shared(
+    overrides: list[str], device: CudaDevice, says: str
+) -> None:
     there = single_node(replace(machine(1), cuda=(device,)))
     _, messages = plan_run(load(*SHARED, *overrides), there)
     assert messages[0].startswith("placement.share=0.4: both sides stay")
     assert messages[0].endswith(says)
 
 
-def test_missing_program_means_time_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_means_time_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     there = single_node(replace(machine(1), cuda=(DEVICE,)))
     _, messages = plan_run(load(*SHARED), there)
@@ -188,4 +217,6 @@ def test_missing_program_means_time_slices(tmp_path: Path, monkeypatch: pytest.M
 
 def test_described_machine_has_no_known_mode() -> None:
     _, messages = plan_run(load(*SHARED), nodes(1))
-    assert "take time slices: the compute mode of CUDA device 0 is unknown" in messages[0]
+    assert (
+        "take time slices: the compute mode of CUDA device 0 is unknown" in messages[0]
+    )

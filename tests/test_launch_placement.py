@@ -1,4 +1,6 @@
-"""The forms of `placement`, the devices that each process gets, and the devices of a machine."""
+"""The forms of `placement`, the devices that each process gets, and the devices of a
+machine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.launch import machine
-from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
+from asyncrl.launch.machine import (
+    CudaDevice,
+    child_environ,
+    described_nodes,
+    find_cuda_devices,
+)
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, place
 from asyncrl.launch.plan import make_plan
 
@@ -30,7 +37,11 @@ SHARE = "placement.share=0.4"
 
 def sizes(ranks: int, engines: int = 1, split: int = 1) -> list[str]:
     parallel = [VLLM, f"rollout.tensor_parallel={split}"] if split > 1 else []
-    many = ["rollout.group_size=16", f"trainer.world_size={ranks}", f"rollout.num_engines={engines}"]
+    many = [
+        "rollout.group_size=16",
+        f"trainer.world_size={ranks}",
+        f"rollout.num_engines={engines}",
+    ]
     return [*many, *parallel]
 
 
@@ -65,7 +76,12 @@ def where(devices: Iterable[NodeDevice]) -> str:
     ],
 )  # fmt: skip
 def test_sides_get_written_or_free_devices(
-    num_cuda: tuple[int, ...], trainer: str, rollout: str, more: list[str], ranks: str, engines: str
+    num_cuda: tuple[int, ...],
+    trainer: str,
+    rollout: str,
+    more: list[str],
+    ranks: str,
+    engines: str,
 ) -> None:
     written = [f"placement.trainer={trainer}", f"placement.rollout={rollout}"]
     placement = placed(num_cuda, *written, *more)
@@ -129,9 +145,15 @@ def test_eval_engine_and_teacher_take_free_devices_first(
 
 @st.composite
 def forms(draw: st.DrawFn) -> str:
-    counts = draw(st.sampled_from(["", ", gpus: 0", ", gpus: 1", ", gpus: 2", ", gpus: all"]))
+    counts = draw(
+        st.sampled_from(["", ", gpus: 0", ", gpus: 1", ", gpus: 2", ", gpus: all"])
+    )
     mapping = f"{{nodes: {draw(st.sampled_from([1, 2, 3, 'all']))}{counts}}}"
-    return draw(st.sampled_from(["auto", "cpu", "all", "0", "[1, 0]", mapping, mapping, mapping]))
+    return draw(
+        st.sampled_from(
+            ["auto", "cpu", "all", "0", "[1, 0]", mapping, mapping, mapping]
+        )
+    )
 
 
 BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
@@ -148,7 +170,13 @@ BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)
     st.sampled_from([0, 2]),
 )
 def test_accepted_placement_keeps_the_rules(
-    num_cuda: list[int], trainer: str, rollout: str, size: int, engines: int, split: int, bound: int
+    num_cuda: list[int],
+    trainer: str,
+    rollout: str,
+    size: int,
+    engines: int,
+    split: int,
+    bound: int,
 ) -> None:
     sides = {"trainer": yaml.safe_load(trainer), "rollout": yaml.safe_load(rollout)}
     there, base = nodes(*num_cuda), BASE[split]
@@ -168,7 +196,9 @@ def test_accepted_placement_keeps_the_rules(
     used = set(placement.engine_devices)
     assert (len(ranks), len(placement.engines)) == (size, engines)
     assert len(on_cuda) in (0, size), "two ranks share a device"
-    assert list(ranks) == sorted(ranks, key=lambda device: device.node), "ranks of a node are adjacent"
+    assert list(ranks) == sorted(ranks, key=lambda device: device.node), (
+        "ranks of a node are adjacent"
+    )
     for node, name in (*ranks, *used):
         assert name == "cpu" or int(name.removeprefix("cuda:")) < num_cuda[node]
     for devices in placement.engines:
@@ -206,7 +236,9 @@ def test_cuda_visible_devices_selects_from_the_drivers_devices(
     assert find_cuda_devices() == found
 
 
-def test_child_sees_its_devices_by_the_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_sees_its_devices_by_the_parents_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     named = (CudaDevice("3"), CudaDevice("GPU-bbbb"))
     shown = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -228,30 +260,54 @@ THREE = ("8xH200-141GB", 192, "2TB")
     ],
 )
 def test_nodes_are_described_by_devices_cores_and_memory(
-    given: tuple[str, int, str], num_nodes: int, num_cuda: int, each: int | None, memory: int
+    given: tuple[str, int, str],
+    num_nodes: int,
+    num_cuda: int,
+    each: int | None,
+    memory: int,
 ) -> None:
     made = described_nodes(*given)
     assert made is not None
     assert [node.name for node in made] == [f"node-{at}" for at in range(num_nodes)]
     for node in made:
         assert [device.free_bytes for device in node.machine.cuda] == [each] * num_cuda
-        assert (node.machine.cores, node.machine.memory, node.machine.is_here) == (given[1], memory, False)
+        assert (node.machine.cores, node.machine.memory, node.machine.is_here) == (
+            given[1],
+            memory,
+            False,
+        )
 
 
-@pytest.mark.parametrize("devices", [None, "8", "0xH200-141GB", "2x8xH200-141", "8x0GB"])
+@pytest.mark.parametrize(
+    "devices", [None, "8", "0xH200-141GB", "2x8xH200-141", "8x0GB"]
+)
 def test_incomplete_description_is_refused(devices: str | None) -> None:
-    with pytest.raises(ConfigError, match="--devices 8xH200-141GB --cores 192 --memory 2TB"):
+    with pytest.raises(
+        ConfigError, match="--devices 8xH200-141GB --cores 192 --memory 2TB"
+    ):
         described_nodes(devices, 192, "2TB")
 
 
 GB = 10**9
-CONTAINER = {"memory.max": f"{32 * GB}", "memory.current": f"{20 * GB}", "cpu.max": "650000 100000"}
-CONTAINER |= {"memory.stat": f"file {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"}
+CONTAINER = {
+    "memory.max": f"{32 * GB}",
+    "memory.current": f"{20 * GB}",
+    "cpu.max": "650000 100000",
+}
+CONTAINER |= {
+    "memory.stat": f"file {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
+}
 
 
-def test_group_with_least_left_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GB))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+def test_group_with_least_left_is_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GB)
+    )
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda _: set(range(64)), raising=False
+    )
     monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(host, "CGROUPS", tmp_path)
     assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
@@ -260,4 +316,5 @@ def test_group_with_least_left_is_the_limit(tmp_path: Path, monkeypatch: pytest.
     for name, text in CONTAINER.items():
         (tmp_path / "job" / name).write_text(f"{text}\n")
         (tmp_path / "job" / "step" / name).write_text("max\n")
-    assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)  # 3 of 20 GB in use are file pages
+    # 3 of 20 GB in use are file pages
+    assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)

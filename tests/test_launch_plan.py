@@ -1,4 +1,6 @@
-"""The plan of a run: memory and threads of each process, what cannot fit, each auto, and vLLM's Python."""
+"""The plan of a run: memory and threads of each process, what cannot fit, each auto,
+and vLLM's Python.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,17 @@ def test_model_of_unknown_size_is_not_refused() -> None:
 
 
 def test_time_sharing_needs_the_larger_side() -> None:
-    apart, turns = planned(0, *ON_CPU, ZERO), planned(0, "placement.trainer=cpu", *TURNS)
+    apart, turns = (
+        planned(0, *ON_CPU, ZERO),
+        planned(0, "placement.trainer=cpu", *TURNS),
+    )
     trainer, engine = memory(turns, "trainer-0"), memory(turns, "engine-0")
     assert engine.copies == 0, "the next weights replace the current ones"
-    held = max(trainer.total, engine.total) + memory(turns, "python").total + memory(turns, "saving").total
+    held = (
+        max(trainer.total, engine.total)
+        + memory(turns, "python").total
+        + memory(turns, "saving").total
+    )
     assert turns.needed_bytes("cpu") == held
     apart_held = trainer.total + engine.total + memory(apart, "engine-0").copies
     besides = memory(apart, "python").total + memory(apart, "saving").total
@@ -88,29 +97,45 @@ def test_both_sides_stay_resident_if_they_fit(
 
 
 @pytest.mark.parametrize(("num_cuda", "where"), [(0, []), (1, [ZERO]), (2, [])])
-def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, where: list[str]) -> None:
+def test_plan_over_capacity_is_refused_with_the_numbers(
+    num_cuda: int, where: list[str]
+) -> None:
     config = load("rollout.slots=4000000", *where)
     plan = make_plan(config, single_node(machine(num_cuda)))
     device = plan.placement.engines[0][0].name
     with pytest.raises(ConfigError) as caught:
         refuse_over_capacity(plan, config)
-    assert f"{device} needs {plan.needed_bytes(device) / 2**30:.2f} GiB" in caught.value.what
-    assert f"engine-0 {memory(plan, 'engine-0').total / 2**30:.2f} GiB" in caught.value.what
+    assert (
+        f"{device} needs {plan.needed_bytes(device) / 2**30:.2f} GiB"
+        in caught.value.what
+    )
+    assert (
+        f"engine-0 {memory(plan, 'engine-0').total / 2**30:.2f} GiB"
+        in caught.value.what
+    )
     refuse_over_capacity(planned(num_cuda, *where), load(*where))
 
 
 # ---- several nodes
 
-TWO_EACH_NODE = ["trainer.world_size=2", "rollout.num_engines=4", "rollout.group_size=16"]
+TWO_EACH_NODE = [
+    "trainer.world_size=2",
+    "rollout.num_engines=4",
+    "rollout.group_size=16",
+]
 
 
 def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
     fused = "rollout.fused_decode=true"
     whole, bounded = (
-        memory(planned(2, fused, f"rollout.cache_tokens={tokens}"), "engine-0").kv for tokens in (0, 640)
+        memory(planned(2, fused, f"rollout.cache_tokens={tokens}"), "engine-0").kv
+        for tokens in (0, 640)
     )
     rollout = load().rollout
-    assert bounded * rollout.slots * rollout.facts.kv_length(rollout.max_length) == whole * 640
+    assert (
+        bounded * rollout.slots * rollout.facts.kv_length(rollout.max_length)
+        == whole * 640
+    )
 
 
 def test_cores_are_counted_on_each_node() -> None:
@@ -118,8 +143,13 @@ def test_cores_are_counted_on_each_node() -> None:
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"
     plan = make_plan(load(RAY, *threads, *TWO_EACH_NODE, written), nodes(0, 0, 0))
     found = {one.name: (one.device, one.threads) for one in plan.processes}
-    assert found["trainer-0"] == found["trainer-1"] == ("n0/cpu", 4), "eight cores, and no engine is there"
-    assert [found[f"engine-{at}"] for at in range(4)] == [("n1/cpu", 2), ("n2/cpu", 2)] * 2
+    assert found["trainer-0"] == found["trainer-1"] == ("n0/cpu", 4), (
+        "eight cores, and no engine is there"
+    )
+    assert [found[f"engine-{at}"] for at in range(4)] == [
+        ("n1/cpu", 2),
+        ("n2/cpu", 2),
+    ] * 2
 
 
 # ---- what a run promises of its tokens
@@ -127,7 +157,9 @@ def test_cores_are_counted_on_each_node() -> None:
 
 @pytest.mark.parametrize(("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS)])
 def test_impossible_determinism_is_refused(num_cuda: int, overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.deterministic=true, and .* cannot promise"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.deterministic=true, and .* cannot promise"
+    ):
         planned(num_cuda, *overrides, "rollout.deterministic=true")
 
 
@@ -147,7 +179,9 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     setting: str, num_cuda: int, has_bf16: bool, dtype: str
 ) -> None:
     written = load("model.dtype=auto", "weight_sync.transport=shm", setting)
-    config, messages = resolve_auto(written, single_node(machine(num_cuda, has_bfloat16=has_bf16)))
+    config, messages = resolve_auto(
+        written, single_node(machine(num_cuda, has_bfloat16=has_bf16))
+    )
     assert config.model.dtype == dtype
     assert bool(messages) == (written.model.dtype == "auto")
 
@@ -166,7 +200,11 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
         ((1, 1), SPREAD, "nccl"),
         (
             (0, 0),
-            [*SPREAD, "rollout.num_engines=2", "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"],
+            [
+                *SPREAD,
+                "rollout.num_engines=2",
+                "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}",
+            ],
             "stream",
         ),
         ((0, 1), [*SPREAD, "placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
@@ -182,7 +220,10 @@ def test_auto_transport_fits_the_devices_of_both_sides(
     place(config, there)  # not refused
 
 
-AT_ONCE = ["placement={trainer: all, rollout: all, share: 0.4}", "buffer.max_staleness=1"]
+AT_ONCE = [
+    "placement={trainer: all, rollout: all, share: 0.4}",
+    "buffer.max_staleness=1",
+]
 FILES = ["shm", "disk", "stream"]
 SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
     "own devices": (2, [], "nccl", [*FILES, "lora", "nccl"], ["nccl"]),
@@ -195,13 +236,17 @@ SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
     "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
     "the CPU in turns": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
 }  # fmt: skip
-"""CUDA devices, settings, what auto is, transports that work, and those that hold a version on the device."""
+"""CUDA devices, settings, what auto is, transports that work, and those that hold a
+version on the device.
+"""
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "simulated"])
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("transport", ["auto", *FILES, "lora", "nccl", "ipc"])
-def test_transport_works_between_these_sides_or_is_refused(engine: str, sides: str, transport: str) -> None:
+def test_transport_works_between_these_sides_or_is_refused(
+    engine: str, sides: str, transport: str
+) -> None:
     num_cuda, settings, auto, working, holding = SIDES[sides]
     if engine == "simulated" and num_cuda and "placement=" in str(settings):
         pytest.skip("it shares no device")
@@ -210,7 +255,11 @@ def test_transport_works_between_these_sides_or_is_refused(engine: str, sides: s
     if engine == "simulated":
         auto, working, holding = "shm", FILES, []
     there = single_node(machine(num_cuda))
-    given = [f"weight_sync.transport={transport}", f"rollout.engine={engine}", "trainer.lora={rank: 4}"]
+    given = [
+        f"weight_sync.transport={transport}",
+        f"rollout.engine={engine}",
+        "trainer.lora={rank: 4}",
+    ]
     given += ["model.dtype=float32"]
     given += ["weight_sync.disk_dir=/shared"] if transport == "disk" else []
     written = load(*settings, *given)
@@ -224,10 +273,14 @@ def test_transport_works_between_these_sides_or_is_refused(engine: str, sides: s
     files = config.weight_sync.model_copy(update={"transport": "shm"})
     by_file = make_plan(config.model_copy(update={"weight_sync": files}), there)
     held = memory(plan, "trainer-0").copies - memory(by_file, "trainer-0").copies
-    assert held == (4 * plan.shape.num_parameters if config.weight_sync.settled in holding else 0)
+    assert held == (
+        4 * plan.shape.num_parameters if config.weight_sync.settled in holding else 0
+    )
 
 
-def test_vllms_python_is_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_python_is_named_or_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = make_python(tmp_path / "vllm" / "bin" / "python")
     without = make_python(tmp_path / "without", exit_code=1)
     assert find_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
@@ -244,8 +297,17 @@ def test_vllms_python_is_named_or_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_python(auto) == python
 
 
-SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 160, "num_attention_heads": 8}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 4}
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+}
+SMALL |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "num_hidden_layers": 4,
+}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
@@ -273,5 +335,11 @@ def test_config_json_gives_the_number_of_parameters(
     architecture = {**SMALL, "num_experts_per_tok": 2, "model_type": model_type, **more}
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     shape = model_shape(ModelConfig(path=str(tmp_path)))
-    assert shape.num_parameters == pytest.approx(parameters_of(**architecture), rel=0.02)
-    assert (shape.active, shape.cached, shape.has_experts) == (active, 64, active != 160)
+    assert shape.num_parameters == pytest.approx(
+        parameters_of(**architecture), rel=0.02
+    )
+    assert (shape.active, shape.cached, shape.has_experts) == (
+        active,
+        64,
+        active != 160,
+    )

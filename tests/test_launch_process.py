@@ -22,7 +22,12 @@ from job_runs import is_fork_server
 from asyncrl.base import files as staging
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
-from asyncrl.launch.processes import ChildProcess, ProcessSpec, group_members, start_process
+from asyncrl.launch.processes import (
+    ChildProcess,
+    ProcessSpec,
+    group_members,
+    start_process,
+)
 
 GUARDED = """
 import os, select, signal
@@ -87,7 +92,9 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServe
         yield server
 
 
-async def probed(output: Path, *arguments: str, env: dict[str, str] | None = None) -> int:
+async def probed(
+    output: Path, *arguments: str, env: dict[str, str] | None = None
+) -> int:
     """Start a probe, and return its exit code."""
     with output.open("w+b") as file:
         files = [file.fileno()] * 3
@@ -101,8 +108,13 @@ def test_forked_child_equals_one_that_python_m_starts(
 ) -> None:
     monkeypatch.setenv("LATER", "than the server")
     for number in range(2):
-        assert asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"})) == 0
-    one, other = (json.loads((tmp_path / f"forked-{number}").read_text()) for number in range(2))
+        assert (
+            asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"}))
+            == 0
+        )
+    one, other = (
+        json.loads((tmp_path / f"forked-{number}").read_text()) for number in range(2)
+    )
     for end, code, says in (("3", 3, ""), ("no luck", 1, "no luck\n")):
         assert asyncio.run(probed(tmp_path / "log", end)) == code
         assert (tmp_path / "log").read_text() == says
@@ -111,7 +123,9 @@ def test_forked_child_equals_one_that_python_m_starts(
     started = json.loads((tmp_path / "started").read_text())
     for key in ("environ", "threads", "inherited", "command"):
         assert one[key] == started[key], key
-    assert one["files"] == other["files"] == started["files"] + 3, "those of multiprocessing"
+    assert one["files"] == other["files"] == started["files"] + 3, (
+        "those of multiprocessing"
+    )
     assert one["environ"]["LATER"] == "than the server"
     for key in ("session", "random"):
         assert one[key] != other[key], key
@@ -128,7 +142,9 @@ def test_lost_fork_server_ends_its_children_and_others_start_plainly(
             child = await start_process(MODULE, ["sleep"], files=[file.fileno()] * 3)
         server = psutil.Process(child.pid).parent()
         server.send_signal(number)
-        await asyncio.to_thread(os.waitid, os.P_PID, server.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        await asyncio.to_thread(
+            os.waitid, os.P_PID, server.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT
+        )
         monkeypatch.setattr(fork_server, "TIMEOUT_S", 0.0)
         assert await probed(tmp_path / "log", "5") == 5
         await child.wait()
@@ -149,7 +165,8 @@ def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     (process,) = filter(is_fork_server, psutil.Process().children())
     assert process.num_threads() == 1
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # those of the fork are being closed
+        # those of the fork are being closed
+        with contextlib.suppress(FileNotFoundError):
             assert str(link.readlink()) != "/dev/nvidia-uvm"
 
 
@@ -160,7 +177,9 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
     os.mkfifo(tmp_path / "started")
 
     async def story() -> None:
-        child = ChildProcess(ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret"))
+        child = ChildProcess(
+            ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret")
+        )
         await child.start()
         await asyncio.to_thread((tmp_path / "started").read_text)
         os.killpg(child.pid, signal.SIGSTOP)
@@ -187,20 +206,26 @@ input()
 
 
 def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
-    """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
+    """A pid means nothing in another container, a start time nothing once the clock was
+    set: a lock does.
+    """
     mine, other = staging.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
     foreign = tmp_path / "asyncrl-another_host-1-abcdef01"
     for folder in (other, foreign):
         folder.mkdir()
     (foreign / "lock").touch()
     command = [sys.executable, "-c", HOLD_STAGING, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         held, child = owner.stdout.readline().split()
         assert staging.clear_stale_staging(tmp_path) == []
         assert (Path(held) / "v7.safetensors").exists()
         owner.kill()
         owner.wait()
-        assert staging.clear_stale_staging(tmp_path) == [Path(held)], "although a child of it lives"
+        assert staging.clear_stale_staging(tmp_path) == [Path(held)], (
+            "although a child of it lives"
+        )
         os.kill(int(child), signal.SIGKILL)
     assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
     staging.remove_staging_dir(mine)

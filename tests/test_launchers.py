@@ -1,4 +1,6 @@
-"""The launcher of this machine keeps the contract of launchers; test_several_hosts.py has Ray's."""
+"""The launcher of this machine keeps the contract of launchers; test_several_hosts.py
+has Ray's.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,20 @@ def test_local_launcher_keeps_the_contract(
 
 
 def test_local_child_ends_with_a_killed_controller(tmp_path: Path) -> None:
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
     command = [sys.executable, launcher_contract.__file__, "local", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": paths}
-    killed(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True), tmp_path)
+    killed(
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True), tmp_path
+    )
 
 
 @pytest.mark.extras
-def test_missing_ray_or_cluster_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_or_cluster_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with (
         pytest.raises(ConfigError, match="no Ray cluster at 127.0.0.1:1: ") as caught,
@@ -74,4 +82,6 @@ def test_misfit_of_a_node_is_named(tmp_path: Path) -> None:
     assert f"the node n1 does not see {', '.join(lacking)}, or" in str(
         find_misfit("n1", there | lacking, own_versions())
     )
-    assert "'torch': '2.0'" in str(find_misfit("n1", there, own_versions() | {"torch": "2.0"}))
+    assert "'torch': '2.0'" in str(
+        find_misfit("n1", there, own_versions() | {"torch": "2.0"})
+    )

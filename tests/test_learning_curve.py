@@ -1,4 +1,6 @@
-"""benchmarks/learning_curve.py: its runs are valid, end in time, and a failed one loses no other."""
+"""benchmarks/learning_curve.py: its runs are valid, end in time, and a failed one loses
+no other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ SHARED = ["placement={trainer: 0, rollout: 0, share: 0.35}", "buffer.max_stalene
 
 @pytest.mark.parametrize(("ours", "staleness"), [(None, 0), (SHARED, 2)])
 def test_the_arithmetic_run_fits_one_device(
-    ours: list[str] | None, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: list[str] | None,
+    staleness: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     arguments = learning_curve.parse([str(ROOT / "examples" / "arithmetic.yaml")])
@@ -50,7 +55,9 @@ def test_the_arithmetic_run_fits_one_device(
     nodes = described_nodes("1x80GB", 16, "128GB")
     assert nodes is not None
     plan = make_plan(resolve_auto(config, nodes)[0], nodes)
-    assert {one.device for one in plan.processes if one.side in ("trainer", "engine")} == {"cuda:0"}
+    assert {
+        one.device for one in plan.processes if one.side in ("trainer", "engine")
+    } == {"cuda:0"}
     assert config.buffer.max_staleness == staleness
 
 
@@ -61,15 +68,27 @@ def test_a_run_ends_at_its_limit_and_keeps_its_curve(tmp_path: Path) -> None:
     assert curve.rewards == [0.0, 0.1, 0.2]
 
 
-def test_a_run_that_fails_prints_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_prints_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [sys.executable, "-c", FAILS]
-    assert learning_curve.measure("run", words, tmp_path, start_s=60.0, limit_s=2.5) is None
+    assert (
+        learning_curve.measure("run", words, tmp_path, start_s=60.0, limit_s=2.5)
+        is None
+    )
     assert "run FAILED, exit code 1: no device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("completion", "reward"),
-    [("60 - 93 = -33.", 1.0), ("-33", 1.0), ("33", 0.0), ("-33, not 27", 0.0), ("", 0.0), ("-3,3", 1.0)],
+    [
+        ("60 - 93 = -33.", 1.0),
+        ("-33", 1.0),
+        ("33", 0.0),
+        ("-33, not 27", 0.0),
+        ("", 0.0),
+        ("-3,3", 1.0),
+    ],
 )
 def test_the_last_number_is_the_answer(completion: str, reward: float) -> None:
     assert last_number(None, completion, "-33") == reward

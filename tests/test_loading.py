@@ -1,4 +1,6 @@
-"""Tasks and reward functions by name: found from the working directory, refused with the missing name."""
+"""Tasks and reward functions by name: found from the working directory, refused with
+the missing name.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +56,33 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
     assert build_task(config, 0).score(prompt, "y") == 1.0
     (here / "rows.jsonl").unlink()
     assert build_score(config, 0)(prompt, "n") == 0.0
-    with pytest.raises(ConfigError, match=r"two.* cannot be called as reward\(.*, answer\)"):
+    with pytest.raises(
+        ConfigError, match=r"two.* cannot be called as reward\(.*, answer\)"
+    ):
         build_task(TaskConfig(files=["rows.jsonl"], reward="tasks_here:two"), 0)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere_here:Task", "No module named 'nowhere_here'; modules are imported from the working dir"),
+        (
+            "nowhere_here:Task",
+            "No module named 'nowhere_here'; modules are imported from the working dir",
+        ),
         ("broken_here:Task", r"broken_here:Task cannot be loaded: AttributeError"),
-        ("tasks_here:NoScore", r"made a NoScore, which lacks a method; a task has __len__"),
+        (
+            "tasks_here:NoScore",
+            r"made a NoScore, which lacks a method; a task has __len__",
+        ),
         ("tasks_here:OddScore", r"cannot be called as score\(prompt, completion\)"),
-        ('tasks_here:Good {"lenght": 2}', r"Good\(size=1000, seed=9, lenght=2\): got an unexpected"),
-        ('tasks_here:Good {"length": -1}', r"ValueError: length=-1 is below 0 .tasks_here.py line 4."),
+        (
+            'tasks_here:Good {"lenght": 2}',
+            r"Good\(size=1000, seed=9, lenght=2\): got an unexpected",
+        ),
+        (
+            'tasks_here:Good {"length": -1}',
+            r"ValueError: length=-1 is below 0 .tasks_here.py line 4.",
+        ),
     ],
 )
 def test_unavailable_task_names_the_missing_part(name: str, words: str) -> None:

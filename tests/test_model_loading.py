@@ -1,4 +1,6 @@
-"""The config of a model folder against its weights: ties, text parts, quantised weights, tokenizers."""
+"""The config of a model folder against its weights: ties, text parts, quantised
+weights, tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def own_head(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_head_of_the_file_is_trained_pushed_and_written(tmp_path: Path, is_sharded: bool) -> None:
+def test_head_of_the_file_is_trained_pushed_and_written(
+    tmp_path: Path, is_sharded: bool
+) -> None:
     folder = own_head(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) if is_sharded else nullcontext() as ranks:
@@ -93,48 +97,111 @@ def test_head_of_the_file_is_trained_pushed_and_written(tmp_path: Path, is_shard
         exported = made.export(tmp_path / "out", step="2")
     for written in (made.path / "final", exported):
         tensors = load_file(written / "model.safetensors")
-        assert json.loads((written / "config.json").read_text())["tie_word_embeddings"] is False
+        assert (
+            json.loads((written / "config.json").read_text())["tie_word_embeddings"]
+            is False
+        )
         assert tensors.keys() == stored.keys()
         assert not torch.equal(tensors[HEAD], stored[HEAD])
         assert not torch.equal(tensors[HEAD], tensors[EMBEDDING])
-    assert pushed.keys() == dict(LoadedModel(engine_spec(folder)).model.named_parameters()).keys()
+    assert (
+        pushed.keys()
+        == dict(LoadedModel(engine_spec(folder)).model.named_parameters()).keys()
+    )
 
 
 def test_equal_head_of_a_declared_tie_is_written_once(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
-    change_weights(folder, **{HEAD: load_file(folder / "model.safetensors")[EMBEDDING].clone()})
+    change_weights(
+        folder, **{HEAD: load_file(folder / "model.safetensors")[EMBEDDING].clone()}
+    )
     step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     assert HEAD not in load_file(tmp_path / "final" / "model.safetensors")
-    assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert (
+        json.loads((tmp_path / "final" / "config.json").read_text())[
+            "tie_word_embeddings"
+        ]
+        is True
+    )
 
 
-def test_transformers_4_reads_the_rotary_base_of_a_written_folder(tmp_path: Path) -> None:
+def test_transformers_4_reads_the_rotary_base_of_a_written_folder(
+    tmp_path: Path,
+) -> None:
     folder = make_tiny_model(tmp_path / "model", rope_theta=1e6)
     step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     config = json.loads((tmp_path / "final" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (1e6, None)
-    assert torch.equal(logits(load_language_model(tmp_path / "final")), logits(load_language_model(folder)))
+    assert torch.equal(
+        logits(load_language_model(tmp_path / "final")),
+        logits(load_language_model(folder)),
+    )
 
 
 # ---- text parts of larger models
 
-TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+}
+TEXT |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
 TEXT |= {"sliding_window": 16, "pad_token_id": 0}
-EYES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28}
-EYES |= {"num_attention_heads": 2, "patch_size": 14, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
-DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+EYES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+}
+EYES |= {
+    "num_attention_heads": 2,
+    "patch_size": 14,
+    "num_heads": 2,
+    "depth": 1,
+    "out_hidden_size": 32,
+}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+}
 DELTA |= {"linear_value_head_dim": 8}
-GEMMA4: dict[str, Any] = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
-SCOUT: dict[str, Any] = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
+SCOUT: dict[str, Any] = {
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
 LARGER: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (TEXT | DELTA, EYES | {"num_position_embeddings": 16}, {}),
     "gemma3": (TEXT, EYES, {"mm_tokens_per_image": 4}),
-    "gemma4": (TEXT | GEMMA4 | {"vocab_size_per_layer_input": 64}, EYES | {"head_dim": 8}, {}),
-    "mistral3": (TEXT | {"model_type": "mistral"}, EYES | {"model_type": "pixtral"}, {}),
-    "llama4": (TEXT | {"num_local_experts": 2}, EYES | SCOUT | {"pixel_shuffle_ratio": 0.5}, {}),
+    "gemma4": (
+        TEXT | GEMMA4 | {"vocab_size_per_layer_input": 64},
+        EYES | {"head_dim": 8},
+        {},
+    ),
+    "mistral3": (
+        TEXT | {"model_type": "mistral"},
+        EYES | {"model_type": "pixtral"},
+        {},
+    ),
+    "llama4": (
+        TEXT | {"num_local_experts": 2},
+        EYES | SCOUT | {"pixel_shuffle_ratio": 0.5},
+        {},
+    ),
 }
 
 
@@ -149,7 +216,9 @@ def make_larger(folder: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", LARGER)
-def test_text_part_is_trained_under_the_names_of_its_folder(tmp_path: Path, kind: str) -> None:
+def test_text_part_is_trained_under_the_names_of_its_folder(
+    tmp_path: Path, kind: str
+) -> None:
     whole = make_larger(tmp_path / "model", kind)
     stored = load_file(tmp_path / "model" / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
@@ -160,13 +229,23 @@ def test_text_part_is_trained_under_the_names_of_its_folder(tmp_path: Path, kind
         step.save(tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
     assert written.keys() == stored.keys()
-    changed = {name for name, tensor in written.items() if not torch.equal(stored[name], tensor)}
+    changed = {
+        name
+        for name, tensor in written.items()
+        if not torch.equal(stored[name], tensor)
+    }
     assert changed
     assert changed <= pushed.keys()
-    again, info = type(whole).from_pretrained(tmp_path / "final", output_loading_info=True)
+    again, info = type(whole).from_pretrained(
+        tmp_path / "final", output_loading_info=True
+    )
     assert not any(info.values())
     text = load_language_model(tmp_path / "final")
-    assert all(torch.equal(written[name], one) for name, one in again.state_dict().items() if name in written)
+    assert all(
+        torch.equal(written[name], one)
+        for name, one in again.state_dict().items()
+        if name in written
+    )
     if kind != "llama4":  # transformers' own whole class fails without an image
         assert torch.equal(logits(again), logits(text))
 
@@ -174,27 +253,40 @@ def test_text_part_is_trained_under_the_names_of_its_folder(tmp_path: Path, kind
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "llama4"])
-def test_adapters_of_a_text_part_have_its_folders_names(tmp_path: Path, kind: str) -> None:
+def test_adapters_of_a_text_part_have_its_folders_names(
+    tmp_path: Path, kind: str
+) -> None:
     folder, lora = tmp_path / "model", {"lora": {"rank": 2, "alpha": 16.0}}
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainerRank(make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks)
+        step = TrainerRank(
+            make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks
+        )
         made = MadeRun(tmp_path, folder, trainer=lora)
         train(step, 0, 2)
         made.checkpoint(step)
         pushed = step.export(tmp_path / "adapters.safetensors")
-        expected = {name: tensor.clone() for name, tensor in step.exports.lazy_weights().items()}
+        expected = {
+            name: tensor.clone() for name, tensor in step.exports.lazy_weights().items()
+        }
     names = {f"{module}.weight" for module in adapted_modules(load_file(pushed.path))}
     assert names
     assert names <= stored.keys()
     if kind in ("gemma3", "mistral3"):
         with running_engine(folder, dtype="float32") as engine:
             publish(engine, prepare_request(pushed))
-            assert all(torch.equal(expected[name], one) for name, one in engine.weights._parameters.items())
-    merged = logits(AutoModelForImageTextToText.from_pretrained(made.export(tmp_path / "merged")))
+            assert all(
+                torch.equal(expected[name], one)
+                for name, one in engine.weights._parameters.items()
+            )
+    merged = logits(
+        AutoModelForImageTextToText.from_pretrained(made.export(tmp_path / "merged"))
+    )
     adapter = made.export(tmp_path / "adapter", adapter=True)
-    with_peft = peft.PeftModel.from_pretrained(type(whole).from_pretrained(folder), str(adapter))
+    with_peft = peft.PeftModel.from_pretrained(
+        type(whole).from_pretrained(folder), str(adapter)
+    )
     assert (logits(with_peft) - merged).abs().max() <= 1e-5 * merged.abs().max()
     assert (merged - logits(whole)).abs().max() > 1e-3
 
@@ -218,13 +310,19 @@ def quantise(folder: Path) -> dict[str, torch.Tensor]:
             stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].clone()
             plain[name] = (packed.float() * scale).reshape(tensor.shape)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    described = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
     change_config(folder, quantization_config=described)
     return plain
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gemma3"])
-def test_fp8_weights_are_trained_and_written_as_plain_ones(tmp_path: Path, kind: str) -> None:
+def test_fp8_weights_are_trained_and_written_as_plain_ones(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "model"
     if kind == "gemma3":
         make_larger(folder, kind)
@@ -234,16 +332,23 @@ def test_fp8_weights_are_trained_and_written_as_plain_ones(tmp_path: Path, kind:
     step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
-    assert written.keys() == {name for name in plain if not name.startswith("vision_tower.")}
+    assert written.keys() == {
+        name for name in plain if not name.startswith("vision_tower.")
+    }
     assert all(torch.equal(plain[name], tensor) for name, tensor in written.items())
-    assert "quantization_config" not in json.loads((tmp_path / "final" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "final" / "config.json").read_text()
+    )
     # Engine and trainer dequantise alike.
-    engine = load_language_model(folder, dtype=torch.float32, attn_implementation="eager")
+    engine = load_language_model(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     assert torch.equal(engine.lm_head.weight, step.policy.model.lm_head.weight)
 
 
 @pytest.mark.parametrize(
-    "method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", "torchao", "modelopt"]
+    "method",
+    ["bitsandbytes", "gptq", "awq", "compressed-tensors", "torchao", "modelopt"],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path: Path, method: str) -> None:
     folder = make_tiny_model(tmp_path / "model")
@@ -254,7 +359,9 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, method: str) ->
         check_quantization({"text_config": architecture}, "owner/name")
 
 
-def test_dequantised_folder_is_refused_where_vllm_keeps_it_packed(tmp_path: Path) -> None:
+def test_dequantised_folder_is_refused_where_vllm_keeps_it_packed(
+    tmp_path: Path,
+) -> None:
     architecture = {"quantization_config": {"quant_method": "mxfp4"}}
     values = {"model": {"path": "owner/name", "scratch": None}}
     check_plain(load_config(write_config(tmp_path, **values)), architecture)
@@ -273,7 +380,12 @@ def test_wrong_layer_types_are_a_config_error(tmp_path: Path) -> None:
 # ---- tokenizers
 
 TEXTS = (
-    *("12345678 and 3.14159", "naïve café, Straße", "日本語の文字", "  two  spaces\t\ttab\n\n\nlines  "),
+    *(
+        "12345678 and 3.14159",
+        "naïve café, Straße",
+        "日本語の文字",
+        "  two  spaces\t\ttab\n\n\nlines  ",
+    ),
     *(
         "<|begin|>hi<|end|>",
         "🙂👩‍👩‍👧 ok",
@@ -303,23 +415,33 @@ def threes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|begin|>", "<|end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([*TEXTS, "123 456 789 def return"] * 9, trainer)
     folder = tmp_path_factory.mktemp("threes")
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>"
+    )
     made.chat_template = "{{ messages }}"
     made.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_run_and_written_folders_split_texts_alike(threes: Path, tmp_path: Path, name: str) -> None:
+def test_run_and_written_folders_split_texts_alike(
+    threes: Path, tmp_path: Path, name: str
+) -> None:
     base = Path(shutil.copytree(threes, tmp_path / "base"))
     path = base / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name})
+    )
     (tmp_path / "final").mkdir()
     copy_files(base, tmp_path / "final", None, TOKENIZER)
-    assert {path.name for path in (tmp_path / "final").iterdir()} == {path.name for path in base.iterdir()}
+    assert {path.name for path in (tmp_path / "final").iterdir()} == {
+        path.name for path in base.iterdir()
+    }
     of_run = HFChatTokenizer(base)
     of_engine = PreTrainedTokenizerFast.from_pretrained(base)
     stored = Tokenizer.from_file(str(tmp_path / "final" / "tokenizer.json"))
@@ -333,14 +455,27 @@ def test_run_and_written_folders_split_texts_alike(threes: Path, tmp_path: Path,
 # ---- dropout
 
 RANDOM = re.compile("drop|jitter")
-DROPPING = ("qwen3", "gpt2", "opt", "mixtral", "falcon", "bloom", "gpt_neox", "persimmon", "biogpt", "xglm")
+DROPPING = (
+    "qwen3",
+    "gpt2",
+    "opt",
+    "mixtral",
+    "falcon",
+    "bloom",
+    "gpt_neox",
+    "persimmon",
+    "biogpt",
+    "xglm",
+)
 
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_nothing_is_dropped_in_checkpointed_layers(name: str) -> None:
     config = make_config(name)
     rates = {
-        key for key, value in config.to_dict().items() if RANDOM.search(key) and isinstance(value, float)
+        key
+        for key, value in config.to_dict().items()
+        if RANDOM.search(key) and isinstance(value, float)
     }
     assert rates
     for key in rates:
@@ -350,7 +485,9 @@ def test_nothing_is_dropped_in_checkpointed_layers(name: str) -> None:
 
     def scored() -> tuple[torch.Tensor, list[torch.Tensor]]:
         logprob_M = policy(micro).logprob_M
-        gradients = torch.autograd.grad(logprob_M.sum(), [*policy.parameters()], allow_unused=True)
+        gradients = torch.autograd.grad(
+            logprob_M.sum(), [*policy.parameters()], allow_unused=True
+        )
         return logprob_M, [one for one in gradients if one is not None]
 
     plain = scored()

@@ -1,4 +1,6 @@
-"""docs/models.csv says how each type of model is trained, served and adapted; each cell is measured here."""
+"""docs/models.csv says how each type of model is trained, served and adapted; each cell
+is measured here.
+"""
 
 from __future__ import annotations
 

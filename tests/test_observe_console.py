@@ -25,7 +25,8 @@ METRICS = {
     "perf/wait_publishing_s": 0.01,
 }
 LINE = (
-    "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%  1 min 58 s left"
+    "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step"
+    "  train 71% wait 24%  1 min 58 s left"
 )
 
 
@@ -57,9 +58,17 @@ def test_a_plain_line_shows_reward_staleness_and_time() -> None:
     assert (line_of(METRICS), line_of({"step": 1})) == (LINE, "step   1/300")
     odd = {"tokens/sampled": 100, "tokens/trained": 98, "trainer/skipped_steps": 3}
     assert "4), 2.0% masked  3 updates skipped: not finite  " in line_of(METRICS | odd)
-    before = METRICS | {"step": 11, "reward/mean": 0.113, "sample/staleness_max": 4, "perf/step_s": 0.81}
+    before = METRICS | {
+        "step": 11,
+        "reward/mean": 0.113,
+        "sample/staleness_max": 4,
+        "perf/step_s": 0.81,
+    }
     line = line_of(METRICS | {"step": 10, "reward/mean": 9.0}, before, METRICS, num=2)
-    assert "reward 0.263  staleness 1.2 (max 4 of 4)  0.61 s/step  train 48% wait 16%" in line
+    assert (
+        "reward 0.263  staleness 1.2 (max 4 of 4)  0.61 s/step  train 48% wait 16%"
+        in line
+    )
 
 
 def console_to(file: TextIO, kind: Kind = "plain") -> Console:
@@ -79,7 +88,9 @@ def test_plain_prints_lines_and_none_prints_nothing(kind: Kind) -> None:
     console = console_to(out, kind)
     console.say("saved to [runs/x]")
     console.show_step(METRICS)
-    assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE])
+    assert out.getvalue().splitlines() == (
+        [] if kind == "none" else ["saved to [runs/x]", LINE]
+    )
 
 
 def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +104,9 @@ def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
 
-def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_are_seconds_apart_and_cover_all_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s, out = [0.0], io.StringIO()
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(out)
@@ -102,13 +115,17 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
         now_s[0] += 0.5
         console.show_step(METRICS | {"step": step})
     console.close()
-    shown = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
+    shown = [
+        int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()
+    ]
     assert shown == [*range(1, 292, 10), 299], "5 s apart"
     console.show_step(METRICS | {"step": 300})
     assert "step 300/300" in out.getvalue().splitlines()[-1], "the last one at once"
 
 
-def test_lines_tell_how_full_the_first_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_tell_how_full_the_first_batch_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s, out = [0.0], io.StringIO()
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(out)
@@ -121,7 +138,14 @@ def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(io.StringIO(), "live")
-    console.resume_from(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(1, 12)]))
+    console.resume_from(
+        Steps(
+            [
+                METRICS | {"step": step, "reward/mean": step / 12}
+                for step in range(1, 12)
+            ]
+        )
+    )
     console.show_step(METRICS)
     now_s[0] = 165.0
     picture = drawn(console.panel())
@@ -129,7 +153,9 @@ def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> No
         assert words in picture
 
 
-def test_failing_output_ends_no_run_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_output_ends_no_run_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Path("/dev/full").open("w") as file:  # closing raises nothing either
         console = console_to(file)
         console.say("saved")
@@ -149,11 +175,15 @@ def test_unread_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with os.fdopen(writing, "w") as file, caplog.at_level(logging.WARNING):
         shown = outliving(file)
         for number in range(5000):
-            shown.write(f"step {number} and what else a line of a step has to say, of some length\n")
+            shown.write(
+                f"step {number} and what else a line of a step has to say, of some length\n"
+            )
         lines = os.read(reading, 1 << 20).decode().splitlines()
         shown.write("step 5000\n")
         assert os.read(reading, 1 << 20) == b"step 5000\n"
-    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), "whole and in order"
+    assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), (
+        "whole and in order"
+    )
     assert 500 < len(lines) < 5000
     assert caplog.text.count("standard output is not read") == 1
     os.close(reading)

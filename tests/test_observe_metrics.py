@@ -11,9 +11,22 @@ import numpy as np
 import pytest
 from token_cases import masked_tokens, with_ids
 
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    GroupId,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.observe.console import plain_line
-from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import (
+    GAUGES,
+    SpecialTokens,
+    Totals,
+    batch_metrics,
+    gauge_of,
+)
 from asyncrl.observe.run_dir import evaluation_metrics
 from asyncrl.observe.run_numbers import Steps
 
@@ -24,13 +37,18 @@ def test_the_docs_name_only_declared_metrics() -> None:
     kinds = {name.partition("/")[0] for name in GAUGES if "/" in name}
     for page in DOCS.glob("*.md"):
         for name in re.findall(r"`([a-z]+/[a-z_]+)`", page.read_text(encoding="utf-8")):
-            assert name.partition("/")[0] not in kinds or gauge_of(name) is not None, (page.name, name)
+            assert name.partition("/")[0] not in kinds or gauge_of(name) is not None, (
+                page.name,
+                name,
+            )
 
 
 def test_each_metric_is_described_by_one_sentence() -> None:
     verb = r"\b(\w+ed|\w+s|a?re|count|ha[ds]|have|made|ran|took|went)\b"
     for name, gauge in GAUGES.items():
-        assert re.fullmatch(rf"[A-Z](?!.*\. ).* {verb} .{{3,60}}[^.]\.", gauge.meaning), name
+        assert re.fullmatch(
+            rf"[A-Z](?!.*\. ).* {verb} .{{3,60}}[^.]\.", gauge.meaning
+        ), name
 
 
 def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Trajectory:
@@ -38,7 +56,9 @@ def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Traj
     mask = np.zeros(end, dtype=np.bool_)
     for start, stop, _ in spans:
         mask[start:stop] = True
-    tokens = masked_tokens(np.arange(end), mask, np.zeros(end), [VersionSpan(*span) for span in spans])
+    tokens = masked_tokens(
+        np.arange(end), mask, np.zeros(end), [VersionSpan(*span) for span in spans]
+    )
     return Trajectory(tokens=tokens, reward=reward, **{"sample_index": 0, **more})
 
 
@@ -47,20 +67,30 @@ SPECIAL = SpecialTokens(end_ids=frozenset({9}), stray_ids=frozenset({0, 1}))
 
 def measured(*trajectories: Trajectory, mask_older: bool = False) -> dict[str, float]:
     return batch_metrics(
-        Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older), SPECIAL
+        Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older),
+        SPECIAL,
     )
 
 
 @pytest.mark.parametrize(
-    ("mask_older", "oldest", "masked", "trained"), [(True, 2, 0.75, 1), (False, 4, 0.0, 4)]
+    ("mask_older", "oldest", "masked", "trained"),
+    [(True, 2, 0.75, 1), (False, 4, 0.0, 4)],
 )
 def test_masked_tokens_count_only_for_the_length(
     mask_older: bool, oldest: int, masked: float, trained: int
 ) -> None:
     metrics = measured(trajectory(1.0, (2, 5, 3), (5, 6, 5)), mask_older=mask_older)
-    assert (metrics["sample/staleness_max"], metrics["sample/length_mean"]) == (oldest, 4)
-    assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (masked, trained)
-    assert "sample/staleness_max" not in measured(trajectory(1.0, (2, 5, 3)), mask_older=True)
+    assert (metrics["sample/staleness_max"], metrics["sample/length_mean"]) == (
+        oldest,
+        4,
+    )
+    assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (
+        masked,
+        trained,
+    )
+    assert "sample/staleness_max" not in measured(
+        trajectory(1.0, (2, 5, 3)), mask_older=True
+    )
 
 
 def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
@@ -70,11 +100,13 @@ def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
         return replace(with_ids(one, ids), is_truncated=is_truncated)
 
     metrics = measured(
-        rollout(0, [0, 1, 5, 9], is_truncated=False),  # special tokens only in the prompt
+        # special tokens only in the prompt
+        rollout(0, [0, 1, 5, 9], is_truncated=False),
         rollout(1, [5, 5, 1, 9], is_truncated=False),
         rollout(2, [5, 5, 5, 0], is_truncated=True),
         rollout(3, [5, 5, 5, 5], is_truncated=False),  # ended by a stop text
-        rollout(4, [5, 5, 5, 9], is_truncated=True),  # ended, and then its agent met a limit
+        # ended, and then its agent met a limit
+        rollout(4, [5, 5, 5, 9], is_truncated=True),
     )
     assert metrics["sample/special_fraction"] == 2 / 5
     assert metrics["sample/unfinished_fraction"] == 1 / 5
@@ -83,20 +115,39 @@ def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
 def test_each_of_several_tasks_is_measured() -> None:
     rewards = {"a/0/1": 1.0, "b/3/2": 0.5, "a/1/0": 0.0}
     groups = tuple(
-        Group(GroupId(number), Prompt(prompt_id, ()), (trajectory(reward, (2, 4 + number, 7)),))
+        Group(
+            GroupId(number),
+            Prompt(prompt_id, ()),
+            (trajectory(reward, (2, 4 + number, 7)),),
+        )
         for number, (prompt_id, reward) in enumerate(rewards.items())
     )
     metrics = batch_metrics(Batch(7, groups, 4), SPECIAL)
     found = {name: value for name, value in metrics.items() if name.endswith("/a")}
-    assert found == {"reward/mean/a": 0.5, "sample/length_mean/a": 3.0, "sample/truncated_fraction/a": 0.0}
-    assert "reward 0.500 (a 0.500, b 0.500)" in plain_line(Steps([metrics | {"step": 1}]), 1, 9, 4)
+    assert found == {
+        "reward/mean/a": 0.5,
+        "sample/length_mean/a": 3.0,
+        "sample/truncated_fraction/a": 0.0,
+    }
+    assert "reward 0.500 (a 0.500, b 0.500)" in plain_line(
+        Steps([metrics | {"step": 1}]), 1, 9, 4
+    )
 
 
 def test_several_evaluations_have_names_and_common_totals() -> None:
-    metrics = {"eval/version": 4, "eval/reward_mean": 0.5, "eval/task/solved": 1.0, "eval/skipped": 2}
+    metrics = {
+        "eval/version": 4,
+        "eval/reward_mean": 0.5,
+        "eval/task/solved": 1.0,
+        "eval/skipped": 2,
+    }
     line = {"policy_version": 4, "name": "math", **metrics}
     assert evaluation_metrics(line) == {
-        **{"eval/math/version": 4, "eval/math/reward_mean": 0.5, "eval/math/task/solved": 1.0},
+        **{
+            "eval/math/version": 4,
+            "eval/math/reward_mean": 0.5,
+            "eval/math/task/solved": 1.0,
+        },
         "eval/skipped": 2,
     }
     assert evaluation_metrics({"policy_version": 4, **metrics}) == metrics
@@ -133,6 +184,10 @@ def test_totals_survive_resumes_and_restarted_sources() -> None:
     assert totals.add({"tokens": 5}) == {"tokens": 145}
     totals.starts_from({"tokens": 10})
     assert totals.add({"tokens": 5}) == {"tokens": 145}, "higher values stay"
-    decode = [{"engine-0": 4.0, "engine-1": 6.0}, {"engine-1": 7.0}, {"engine-0": 1.0, "engine-1": 8.0}]
+    decode = [
+        {"engine-0": 4.0, "engine-1": 6.0},
+        {"engine-1": 7.0},
+        {"engine-0": 1.0, "engine-1": 8.0},
+    ]
     summed = [totals.add({"decode_s": each})["decode_s"] for each in decode]
     assert summed == [10.0, 11.0, 13.0], "engine-0 was started again"

@@ -15,10 +15,23 @@ from asyncrl.base.files import run_lock
 from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
-from asyncrl.observe.report_page import STATIC, make_page, render, view_run, without_secrets, write_report
+from asyncrl.observe.report_page import (
+    STATIC,
+    make_page,
+    render,
+    view_run,
+    without_secrets,
+    write_report,
+)
 from asyncrl.observe.run_dir import TIMELINE_FILE, Recorder, append_lines
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.timeline import Row, TimelineWriter, read_timeline, timeline_view, trace_of
+from asyncrl.observe.timeline import (
+    Row,
+    TimelineWriter,
+    read_timeline,
+    timeline_view,
+    trace_of,
+)
 from asyncrl.observe.verdict import write_reward_plot
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 /*STYLE*/ /*DATA*/ ${x} `\\"
@@ -30,7 +43,9 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def make_run(run_dir: Path, num_steps: int = 4, *, state: str = "done", **sections: Any) -> Path:
+def make_run(
+    run_dir: Path, num_steps: int = 4, *, state: str = "done", **sections: Any
+) -> Path:
     """Write a run directory with steps of one second."""
     run_dir.mkdir(exist_ok=True)
     config = RunConfig.model_validate({**SECTIONS, **sections})
@@ -39,33 +54,72 @@ def make_run(run_dir: Path, num_steps: int = 4, *, state: str = "done", **sectio
     spans = TimelineWriter(run_dir)
     spans.open()
     for step in range(num_steps):
-        numbers = {"reward/mean": 0.1 * step, "sample/staleness_mean": 1.0, "sample/staleness_max": 2}
+        numbers = {
+            "reward/mean": 0.1 * step,
+            "sample/staleness_mean": 1.0,
+            "sample/staleness_max": 2,
+        }
         times = {"perf/step_s": 1.0, "perf/train_s": 0.6, "perf/wait_generation_s": 0.3}
         others = {"policy/entropy": 2.0, "perf/host_memory_bytes": 2.0**30}
-        recorder.record_step({"step": step + 1, "time_s": step + 1.0, **numbers, **times, **others})
+        recorder.record_step(
+            {"step": step + 1, "time_s": step + 1.0, **numbers, **times, **others}
+        )
         note_step(spans, step, 1.0 + step)
     if num_steps:
         texts = ("b 7", HOSTILE, "1 \u202e2 + 3 \x1b[2J\x00")
         lines = [make_sample(step=step, text=text) for step, text in enumerate(texts)]
         append_lines(run_dir / "samples.jsonl", lines)
-    recorder.write_status({"state": state, "why": "the disk is full" if state == "failed" else ""})
+    recorder.write_status(
+        {"state": state, "why": "the disk is full" if state == "failed" else ""}
+    )
     spans.flush()
     schema.create(run_dir / "journal.sqlite", "a run")
     return run_dir
 
 
 def note_step(spans: TimelineWriter, step: int, start_s: float) -> None:
-    spans.note(TimedSpan("trainer", "wait for generation", start_s, start_s + 0.3, step))
+    spans.note(
+        TimedSpan("trainer", "wait for generation", start_s, start_s + 0.3, step)
+    )
     spans.note(TimedSpan("trainer", "train", start_s + 0.3, start_s + 0.9, step))
-    spans.note(TimedSpan("weight sync", "commit", start_s + 1.0, start_s + 1.1, step + 1, HOSTILE))
+    spans.note(
+        TimedSpan(
+            "weight sync", "commit", start_s + 1.0, start_s + 1.1, step + 1, HOSTILE
+        )
+    )
 
 
 def make_sample(*, step: int, text: str = "b 7") -> Any:
-    numbers = {"num_sampled": 1, "versions": [step, step], "staleness": 0, "logprob_gap": None}
-    flags = {"is_truncated": False, "num_interruptions": 0, "error": None, "reward": 0.5, "metrics": {}}
-    names = {"step": step, "kind": "best", "group_id": 0, "sample_index": 0, "prompt_id": "p"}
+    numbers = {
+        "num_sampled": 1,
+        "versions": [step, step],
+        "staleness": 0,
+        "logprob_gap": None,
+    }
+    flags = {
+        "is_truncated": False,
+        "num_interruptions": 0,
+        "error": None,
+        "reward": 0.5,
+        "metrics": {},
+    }
+    names = {
+        "step": step,
+        "kind": "best",
+        "group_id": 0,
+        "sample_index": 0,
+        "prompt_id": "p",
+    }
     names |= {"task": None, "answer": None}
-    parts = [{"branch": 0, "is_sampled": True, "text": text, "tokens": "150", "versions": [[0, step]]}] * 2
+    parts = [
+        {
+            "branch": 0,
+            "is_sampled": True,
+            "text": text,
+            "tokens": "150",
+            "versions": [[0, step]],
+        }
+    ] * 2
     flags |= {"advantage": 0.5, "group": [[0, 0.5, 0.5, 1, text]]}
     messages = [{"role": "user", "content": text}]
     return {**names, **numbers, **flags, "parts": parts, "messages": messages}
@@ -76,7 +130,9 @@ def page_of(*run_dirs: Path) -> Any:
 
 
 def embedded(html: str) -> Any:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    (found,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL
+    )
     return json.loads(found)
 
 
@@ -90,22 +146,40 @@ def test_a_resumed_timeline_continues(tmp_path: Path) -> None:
         file.write('["trainer","tra')  # killed
     before = path.read_text()
     second = TimelineWriter(tmp_path)
-    second.note(TimedSpan("trainer", "train again", 100.2, 100.9, 2, "a lone surrogate: \ud800"))
+    second.note(
+        TimedSpan("trainer", "train again", 100.2, 100.9, 2, "a lone surrogate: \ud800")
+    )
     second.flush()
     assert path.read_text() == before, "a refused resume changes nothing"
     second.open()
     note_step(second, 2, 101.0)
     second.flush()
     view = timeline_view(read_timeline(tmp_path, problems := list[str]()))
-    assert (len(problems), view["lanes"]) == (1, ["trainer", "weight sync"]), "half a line"
-    spans = [(view["kinds"][kind]["name"], text) for lane, kind, *_, text in view["spans"] if lane == 0]
-    assert [text for kind, text in spans if kind == "train"] == ["step 1", "step 2", "step 3"]
+    assert (len(problems), view["lanes"]) == (1, ["trainer", "weight sync"]), (
+        "half a line"
+    )
+    spans = [
+        (view["kinds"][kind]["name"], text)
+        for lane, kind, *_, text in view["spans"]
+        if lane == 0
+    ]
+    assert [text for kind, text in spans if kind == "train"] == [
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
 
 
 def test_the_trace_has_the_format_of_perfetto() -> None:
-    rows = [Row("checkpoints", "checkpoint", start_s, 2.0, 1, "") for start_s in (5.0, 6.0)]
+    rows = [
+        Row("checkpoints", "checkpoint", start_s, 2.0, 1, "") for start_s in (5.0, 6.0)
+    ]
     process, *events = trace_of(rows)["traceEvents"]
-    assert (process["ph"], process["pid"], process["args"]) == ("M", 0, {"name": "checkpoints"})
+    assert (process["ph"], process["pid"], process["args"]) == (
+        "M",
+        0,
+        {"name": "checkpoints"},
+    )
     found = [(event["ph"], event["id"], event["ts"]) for event in events]
     assert found == [("b", 0, 5e6), ("e", 0, 7e6), ("b", 1, 6e6), ("e", 1, 8e6)]
     named = {(event["name"], event["cat"], event["pid"]) for event in events}
@@ -117,13 +191,28 @@ def test_the_trace_has_the_format_of_perfetto() -> None:
 
 def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     view = view_run(make_run(tmp_path / "run"))
-    assert (view["problems"], view["why"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
+    assert (view["problems"], view["why"], view["progress"]) == (
+        [],
+        "",
+        "4 of 9 in 4.0 s, 1.00 s each",
+    )
     verdict = view["verdict"]
-    assert verdict["headline"].startswith("No clear gain yet: reward 0.050 at the start")
-    assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
+    assert verdict["headline"].startswith(
+        "No clear gain yet: reward 0.050 at the start"
+    )
+    assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (
+        pytest.approx(0.25),
+        2,
+        2,
+    )
     assert view["curves"]["reward/mean"] == [0.0, 0.1, 0.2, 0.3]
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]
-    assert differing == ["model.path", "task.python", "buffer.max_staleness", "trainer.num_steps"]
+    assert differing == [
+        "model.path",
+        "task.python",
+        "buffer.max_staleness",
+        "trainer.num_steps",
+    ]
     assert view["gauges"]["perf/step_s"]["unit"] == "s"
 
 
@@ -133,7 +222,9 @@ def test_model_text_closes_no_element_of_the_page(tmp_path: Path) -> None:
     for tag in ("<script", "</script", "<!--"):
         assert html.lower().count(tag) == template.lower().count(tag)
     (run,) = embedded(html)["runs"]
-    assert HOSTILE in [part["text"] for sample in run["samples"] for part in sample["parts"]]
+    assert HOSTILE in [
+        part["text"] for sample in run["samples"] for part in sample["parts"]
+    ]
     assert any(HOSTILE in span[4] for span in run["timeline"]["spans"])
 
 
@@ -149,13 +240,18 @@ def folder(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *((name, garbage) for name in ("metrics.jsonl", "status.json", TIMELINE_FILE, "samples.jsonl")),
+        *(
+            (name, garbage)
+            for name in ("metrics.jsonl", "status.json", TIMELINE_FILE, "samples.jsonl")
+        ),
         ("journal.sqlite", garbage),
         ("journal.sqlite", Path.unlink),
         ("samples.jsonl", folder),
     ],
 )
-def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str, damage: Any) -> None:
+def test_a_damaged_file_is_reported_and_the_rest_shown(
+    tmp_path: Path, name: str, damage: Any
+) -> None:
     make_run(tmp_path)
     damage(tmp_path / name)
     (run,) = embedded(render(page_of(tmp_path)))["runs"]
@@ -163,8 +259,12 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
     assert any(name in problem for problem in run["problems"])
 
 
-@pytest.mark.parametrize(("state", "num_steps"), [("starting", 0), ("running", 1), ("failed", 1)])
-def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "num_steps"), [("starting", 0), ("running", 1), ("failed", 1)]
+)
+def test_a_run_in_any_state_is_shown(
+    tmp_path: Path, state: str, num_steps: int
+) -> None:
     make_run(tmp_path, num_steps, state=state)
     with run_lock(tmp_path / "run.lock"):
         page = page_of(tmp_path)
@@ -180,36 +280,69 @@ def test_no_secret_appears_on_the_page(tmp_path: Path) -> None:
     task = {"python": "a:B", "args": {"nested": [{"password": "short"}], "path": "p"}}
     make_run(tmp_path, generator=harness, task=task)
     known = "sk-abcdefgh12345678"
-    texts = (f"the judge refused {secret}", f"Authorization: Bearer {known}", f"\n{known} is invalid")
-    append_lines(tmp_path / "samples.jsonl", [make_sample(step=3, text=text) for text in texts])
+    texts = (
+        f"the judge refused {secret}",
+        f"Authorization: Bearer {known}",
+        f"\n{known} is invalid",
+    )
+    append_lines(
+        tmp_path / "samples.jsonl", [make_sample(step=3, text=text) for text in texts]
+    )
     html = render(page_of(tmp_path))
     assert secret not in html
     assert known not in html
-    settings = {setting["key"]: setting["value"] for setting in embedded(html)["runs"][0]["settings"]}
-    assert settings["task.args"] == "{'nested': [{'password': '(hidden)'}], 'path': 'p'}"
-    assert without_secrets(["max_tokens=5", {"a": ["key"]}], []) == ["max_tokens=5", {"a": ["key"]}]
+    settings = {
+        setting["key"]: setting["value"]
+        for setting in embedded(html)["runs"][0]["settings"]
+    }
+    assert (
+        settings["task.args"] == "{'nested': [{'password': '(hidden)'}], 'path': 'p'}"
+    )
+    assert without_secrets(["max_tokens=5", {"a": ["key"]}], []) == [
+        "max_tokens=5",
+        {"a": ["key"]},
+    ]
 
 
 def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> None:
     make_run(tmp_path)
-    (tmp_path / "code.json").write_text('[{"step": 4, "changed": ["a.py"]}, {"step": 5, "changed": []}]')
+    (tmp_path / "code.json").write_text(
+        '[{"step": 4, "changed": ["a.py"]}, {"step": 5, "changed": []}]'
+    )
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
         batches = [(version, 0, 0, 2, version + 1) for version in range(4)]
-        journal.executemany("INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL, NULL)", batches)
+        journal.executemany(
+            "INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL, NULL)", batches
+        )
         events = [(2.5, "engine lost", '{"why": "killed; the end of its log: $x"}')]
         events += [(4.5, "restored", '{"version": 2}')]
-        journal.executemany("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", events)
+        journal.executemany(
+            "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", events
+        )
     journal.close()
-    marks = [(2, "engine lost: killed"), (3, "code changed: a.py"), (4, "resumed, 2 steps trained again")]
+    marks = [
+        (2, "engine lost: killed"),
+        (3, "code changed: a.py"),
+        (4, "resumed, 2 steps trained again"),
+    ]
     assert view_run(tmp_path)["marks"] == [list(mark) for mark in marks]
-    write_reward_plot(tmp_path / "reward.png", Steps([{"step": 1, "reward/mean": 1}]), title="a", marks=marks)
+    write_reward_plot(
+        tmp_path / "reward.png",
+        Steps([{"step": 1, "reward/mean": 1}]),
+        title="a",
+        marks=marks,
+    )
 
 
 def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
     make_run(tmp_path)
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
         for index in range(6):
-            why = f"g0/r{index} is still in turn 1 after 600.0 s" if index < 4 else "no answer from 'x'"
+            why = (
+                f"g0/r{index} is still in turn 1 after 600.0 s"
+                if index < 4
+                else "no answer from 'x'"
+            )
             journal.execute("INSERT INTO failures VALUES (0, ?, 2, ?)", (index, why))
     journal.close()
     first, second = view_run(tmp_path)["failures"]
@@ -223,7 +356,10 @@ def test_a_report_writes_only_the_page_and_the_trace(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in runs[0].iterdir()}
     [*write_report(runs[:1], None)]
     new = {path.name for path in {*runs[0].iterdir()} - before.keys()}
-    assert new - {"journal.sqlite-wal", "journal.sqlite-shm"} == {"report.html", "trace.json"}
+    assert new - {"journal.sqlite-wal", "journal.sqlite-shm"} == {
+        "report.html",
+        "trace.json",
+    }
     assert all(path.read_bytes() == content for path, content in before.items())
     [*write_report(runs, tmp_path / "both.html")]
     assert len(embedded((tmp_path / "both.html").read_text())["runs"]) == 2
@@ -237,6 +373,9 @@ def test_the_page_uses_no_network_and_no_raw_html() -> None:
         if path.suffix != ".html":
             assert not re.search(r"</script|</style|<!--", text, re.IGNORECASE), path
         urls = set(re.findall(r"https?://[^\s'\")]+", text))
-        assert urls <= {"https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}, path
+        assert urls <= {
+            "https://github.com/leeoniya/uPlot",
+            "http://www.w3.org/2000/svg",
+        }, path
         raw = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\("
         assert "uPlot" in path.name or not re.search(raw, text), path

@@ -21,7 +21,14 @@ from test_observe_page import make_run
 from token_cases import trajectory_of, with_ids
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    GroupId,
+    Prompt,
+    Rollout,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
@@ -40,9 +47,8 @@ from asyncrl.observe.show import render_inspect
 from asyncrl.observe.trackers import TensorBoard, TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout
 
-HOSTILE = (
-    "\x1b[31m\x1b]0;owned\x07[red]red[/red] <script>alert(1)</script>\r\u202e :smile:\n\n# no title\n```\n"
-)
+HOSTILE = "\x1b[31m\x1b]0;owned\x07[red]red[/red] <script>alert(1)</script>"
+HOSTILE += "\r\u202e :smile:\n\n# no title\n```\n"
 
 
 def letters(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -51,12 +57,17 @@ def letters(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> st
 
 
 def make_batch(rewards: Sequence[Sequence[float]], version: int = 3) -> Batch:
-    groups = [make_group(n, *([[version]] * len(of)), rewards=of) for n, of in enumerate(rewards)]
+    groups = [
+        make_group(n, *([[version]] * len(of)), rewards=of)
+        for n, of in enumerate(rewards)
+    ]
     return Batch(version, tuple(groups), 0)
 
 
 @given(
-    rewards=st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=4), min_size=1, max_size=4),
+    rewards=st.lists(
+        st.lists(st.floats(-5, 5), min_size=1, max_size=4), min_size=1, max_size=4
+    ),
     num=st.integers(0, 8),
     seed=st.integers(0, 3),
 )
@@ -67,13 +78,23 @@ def test_best_and_worst_are_chosen_then_others_by_chance(
     found = choose(batch, num, seed)
     names = [(group.group_id, rollout[0].sample_index) for _, group, rollout in found]
     assert len(set(names)) == len(names) == min(num, len(flat))
-    assert [kind for kind, *_ in found] == ["best", "worst", *["random"] * num][: len(found)]
-    assert [rollout[0].reward for *_, rollout in found[:2]] == [max(flat), min(flat)][: len(found)]
-    assert [group.group_id for _, group, _ in choose(batch, num, seed)] == [name for name, _ in names]
+    assert [kind for kind, *_ in found] == ["best", "worst", *["random"] * num][
+        : len(found)
+    ]
+    assert [rollout[0].reward for *_, rollout in found[:2]] == [max(flat), min(flat)][
+        : len(found)
+    ]
+    assert [group.group_id for _, group, _ in choose(batch, num, seed)] == [
+        name for name, _ in names
+    ]
 
 
-def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **more: Any) -> Trajectory:
-    """Stretches of these lengths, every other one sampled, the first is the prompt; one letter a token."""
+def turns(
+    *lengths: int, versions: Callable[[int], int] = lambda place: 8, **more: Any
+) -> Trajectory:
+    """Stretches of these lengths, every other one sampled, the first is the prompt; one
+    letter a token.
+    """
     mask = np.concatenate([np.full(num, n % 2 == 1) for n, num in enumerate(lengths)])
     places = np.flatnonzero(mask).tolist()
     spans = tuple(VersionSpan(place, place + 1, versions(place)) for place in places)
@@ -81,23 +102,51 @@ def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **mor
     return trajectory_of(0, ids, mask, np.where(mask, -0.5, 0.0), spans, 0.25, **more)
 
 
-def show(rollout: Rollout, kind: Any = "random", step: int = 10, **more: Any) -> ShownRollout:
+def show(
+    rollout: Rollout, kind: Any = "random", step: int = 10, **more: Any
+) -> ShownRollout:
     prompt = more.pop("prompt", Prompt("0/4", ()))
     name: Any = {"kind": kind, "group_id": 5, "sample_index": 0}
     return name | shown(prompt, rollout, letters, step=step, min_version=7, **more)
 
 
 def test_every_turn_of_every_branch_is_shown() -> None:
-    main = turns(3, 2, 2, 2, versions=lambda place: 6 if place == 3 else 8, metrics={"solved": 1.0})
+    main = turns(
+        3,
+        2,
+        2,
+        2,
+        versions=lambda place: 6 if place == 3 else 8,
+        metrics={"solved": 1.0},
+    )
     fork = replace(main, branch=1, is_truncated=True, num_interruptions=2)
     sample = show((main, fork), gap=0.01)
-    texts = [(part["branch"], part["is_sampled"], part["text"]) for part in sample["parts"][:4]]
-    assert texts == [(0, False, "abc"), (0, True, "de"), (0, False, "fg"), (0, True, "hi")]
+    texts = [
+        (part["branch"], part["is_sampled"], part["text"])
+        for part in sample["parts"][:4]
+    ]
+    assert texts == [
+        (0, False, "abc"),
+        (0, True, "de"),
+        (0, False, "fg"),
+        (0, True, "hi"),
+    ]
     assert [part["branch"] for part in sample["parts"]] == [0] * 4 + [1] * 4
-    assert (sample["versions"], sample["staleness"], sample["reward"]) == ([6, 8], 1, 0.25)
-    assert (sample["is_truncated"], sample["num_interruptions"], sample["num_sampled"]) == (True, 2, 8)
+    assert (sample["versions"], sample["staleness"], sample["reward"]) == (
+        [6, 8],
+        1,
+        0.25,
+    )
+    assert (
+        sample["is_truncated"],
+        sample["num_interruptions"],
+        sample["num_sampled"],
+    ) == (True, 2, 8)
     lines = [" ".join(line.split()) for line in sample_text(sample).splitlines()]
-    assert "versions 6..8, staleness 1, 8 tokens, logprob gap 0.01, truncated, 2 interruptions" in lines[0]
+    assert (
+        "versions 6..8, staleness 1, 8 tokens, logprob gap 0.01, truncated, 2 interruptions"
+        in lines[0]
+    )
     once = ["model | de", "context | fg", "model | hi"]
     assert lines[1:] == ["prompt | abc", *once, "branch 1", "context | abc", *once]
 
@@ -109,29 +158,48 @@ def joined(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str
     return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
 
 
-@given(words=st.lists(st.sampled_from([(0,), (1,), (2,), (3, 4, 7), (5, 6, 0)]), min_size=1))
+@given(
+    words=st.lists(
+        st.sampled_from([(0,), (1,), (2,), (3, 4, 7), (5, 6, 0)]), min_size=1
+    )
+)
 def test_tokens_divide_their_text(words: list[tuple[int, ...]]) -> None:
     ids = sum(words, ())
     rollout = with_ids(turns(0, len(ids)), ids)
     (part,) = shown(Prompt("0/4", ()), (rollout,), joined, step=10)["parts"]
     ends = [*itertools.accumulate(ord(length) - 48 for length in part["tokens"][::3])]
     wholes = [joined(ids[: number + 1]) for number in range(len(ids))]
-    assert all("\ufffd" in whole or len(whole) == end for whole, end in zip(wholes, ends, strict=True))
+    assert all(
+        "\ufffd" in whole or len(whole) == end
+        for whole, end in zip(wholes, ends, strict=True)
+    )
     assert part["tokens"][1::3] == "6" * len(ids), "exp(-0.5) is 60 %"
 
 
 def test_long_texts_and_many_parts_are_cut() -> None:
-    prompt = Prompt("0/4", ({"role": "user", "content": "word " * 4000},), answer={"a": "\ud800"})
+    prompt = Prompt(
+        "0/4", ({"role": "user", "content": "word " * 4000},), answer={"a": "\ud800"}
+    )
     sample = show((turns(*[5000] * 100),), prompt=prompt)
     assert len(sample["parts"]) == MAX_PARTS
-    texts = [sample["messages"][0]["content"], *(part["text"] for part in sample["parts"])]
+    texts = [
+        sample["messages"][0]["content"],
+        *(part["text"] for part in sample["parts"]),
+    ]
     assert all(MAX_CHARS < len(text) < MAX_CHARS + 10 for text in texts)
     json.dumps(sample).encode()
 
 
-def a_sample(step: int, kind: Any = "random", group_id: int = 0, text: str = "hi") -> ShownRollout:
+def a_sample(
+    step: int, kind: Any = "random", group_id: int = 0, text: str = "hi"
+) -> ShownRollout:
     rollout = with_ids(turns(1, len(text)), [120, *map(ord, text)])
-    sample = show((rollout,), kind, step, prompt=Prompt("0/4", ({"role": "user", "content": text},)))
+    sample = show(
+        (rollout,),
+        kind,
+        step,
+        prompt=Prompt("0/4", ({"role": "user", "content": text},)),
+    )
     return {**sample, "group_id": group_id}
 
 
@@ -155,14 +223,26 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     fail(writer, 2)
     fail(writer, 3)
     assert steps_in(tmp_path) == [(1, "failed")] * 2
-    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, {(0, 3): 1.5}, letters)
+    writer.step(
+        make_batch([[0.0, 1.0, 2.0, 3.0]], version=0),
+        {(0, 3): 0.25},
+        {(0, 3): 1.5},
+        letters,
+    )
     fail(writer, 4)
     first, second, best, *_ = read_samples(tmp_path, [])
     assert "failed 2 times, last: no reward" in (first["error"] or "")
-    assert (first["reward"], first["staleness"], first["num_sampled"], second["parts"]) == (None, None, 3, [])
+    assert (
+        first["reward"],
+        first["staleness"],
+        first["num_sampled"],
+        second["parts"],
+    ) == (None, None, 3, [])
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
     group = [(3, 3.0, 1.5), (2, 2.0, None), (1, 1.0, None), (0, 0.0, None)]
-    assert [(index, reward, advantage) for index, reward, advantage, *_ in best["group"]] == group
+    assert [
+        (index, reward, advantage) for index, reward, advantage, *_ in best["group"]
+    ] == group
     assert "failed rollout of step 1: no reward" in sample_text(second)
     kinds = ["failed", "failed", "best", "worst"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
@@ -172,7 +252,9 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [(1, kind) for kind in kinds]
 
 
-def test_a_long_run_keeps_its_newest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_keeps_its_newest_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = writer_of(tmp_path, per_step=1)
     writer.step(make_batch([[1.0]], 0), {}, {}, letters)
     size = (tmp_path / "samples.jsonl").stat().st_size
@@ -198,7 +280,9 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
-def test_the_console_shows_samples_with_hostile_text_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_console_shows_samples_with_hostile_text_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii")
     console = Console("live", run_name="t", num_steps=300, max_staleness=4, file=out)
     now = [1000]
@@ -207,15 +291,28 @@ def test_the_console_shows_samples_with_hostile_text_escaped(monkeypatch: pytest
     console.start()
     for step in range(1, 101):
         now[0] += 2
-        console.show_samples([a_sample(step, "best"), a_sample(step, text=HOSTILE + "\u20ac")])
+        console.show_samples(
+            [a_sample(step, "best"), a_sample(step, text=HOSTILE + "\u20ac")]
+        )
     console.close()
     out.seek(0)
     said = out.read()
-    shown_of = [step for step in range(1, 101) if f"random sample of step {step}:" in said]
+    shown_of = [
+        step for step in range(1, 101) if f"random sample of step {step}:" in said
+    ]
     assert shown_of == [1, 11, 21], "every 20 s in the first minute, then every 300 s"
-    for word in (r"\x1b[31m", "[red]red[/red]", ":smile:", r"\u202e", "| # no title", r"\u20ac"):
+    for word in (
+        r"\x1b[31m",
+        "[red]red[/red]",
+        ":smile:",
+        r"\u202e",
+        "| # no title",
+        r"\u20ac",
+    ):
         assert word in said
-    assert not any(sequence in said for sequence in ("best sample", "\x1b[31m", "\x1b]0"))
+    assert not any(
+        sequence in said for sequence in ("best sample", "\x1b[31m", "\x1b]0")
+    )
 
 
 def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
@@ -226,13 +323,26 @@ def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
 
     def listed(**asked: Any) -> list[str]:
         text = render_inspect(tmp_path, samples=True, **asked)
-        return [line.partition(":")[0] for line in text.splitlines() if " of step " in line]
+        return [
+            line.partition(":")[0] for line in text.splitlines() if " of step " in line
+        ]
 
-    assert listed() == [f"{kind} sample of step {step}" for step in range(3, 8) for kind in kinds]
-    assert listed(kinds=["worst"]) == [f"worst sample of step {step}" for step in range(8)]
-    assert listed(step=1) == listed(group=1) == ["best sample of step 1", "worst sample of step 1"]
+    assert listed() == [
+        f"{kind} sample of step {step}" for step in range(3, 8) for kind in kinds
+    ]
+    assert listed(kinds=["worst"]) == [
+        f"worst sample of step {step}" for step in range(8)
+    ]
+    assert (
+        listed(step=1)
+        == listed(group=1)
+        == ["best sample of step 1", "worst sample of step 1"]
+    )
     found = json.loads(render_inspect(tmp_path, as_json=True, step=1, kinds=["best"]))
-    assert ([sample["kind"] for sample in found["samples"]], len(found["problems"])) == (["best"], 1)
+    assert (
+        [sample["kind"] for sample in found["samples"]],
+        len(found["problems"]),
+    ) == (["best"], 1)
     with pytest.raises(ConfigError, match="has no such sample"):
         render_inspect(tmp_path, step=3, kinds=["failed"])
 
@@ -242,10 +352,18 @@ def test_tensorboard_gets_numbers_and_samples_as_verbatim_text(tmp_path: Path) -
     tracker.start(TrackedRun(tmp_path, "t", "1", {}))
     for step in (0, 99, 100, 101, 110, 1000, 1010, 1100):
         tracker.step(step, {"reward/mean": step / 4})
-        tracker.samples(step, [a_sample(step, "best", text=HOSTILE), a_sample(step), a_sample(step)])
+        tracker.samples(
+            step, [a_sample(step, "best", text=HOSTILE), a_sample(step), a_sample(step)]
+        )
     tracker.close("done")
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert [event.value for event in events.Scalars("reward/mean")[:3]] == [0.0, 24.75, 25.0]
+    events = EventAccumulator(
+        str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}
+    ).Reload()
+    assert [event.value for event in events.Scalars("reward/mean")[:3]] == [
+        0.0,
+        24.75,
+        25.0,
+    ]
     texts = events.Tensors("samples")
     assert [event.step for event in texts] == [0, 99, 100, 110, 1000, 1100]
     assert texts[0].tensor_proto.string_val[0].count(b"random sample of step 0") == 2

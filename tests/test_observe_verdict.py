@@ -27,25 +27,50 @@ Column = float | Callable[[int], float]
 
 def config(*overrides: str) -> RunConfig:
     """configs/quickstart.yaml with the numbers of the sentences below."""
-    numbers = ("rollout.slots=64", "rollout.group_size=8", "trainer.learning_rate=1.5e-3")
+    numbers = (
+        "rollout.slots=64",
+        "rollout.group_size=8",
+        "trainer.learning_rate=1.5e-3",
+    )
     return load("trainer.num_groups=4", "buffer.max_staleness=4", *numbers, *overrides)
 
 
 def steps(text: str, num: int = 20) -> list[dict[str, float]]:
-    """Steps of 1 s each, with metrics like `train_s=0.4 engine/busy_slots=64`; perf/ is omitted."""
+    """Steps of 1 s each, with metrics like `train_s=0.4 engine/busy_slots=64`; perf/ is
+    omitted.
+    """
     parts = dict(part.split("=") for part in f"step_s=1 {text}".split())
-    metrics = {name if "/" in name else f"perf/{name}": float(value) for name, value in parts.items()}
-    return [{"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics} for n in range(1, num + 1)]
+    metrics = {
+        name if "/" in name else f"perf/{name}": float(value)
+        for name, value in parts.items()
+    }
+    return [
+        {"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics}
+        for n in range(1, num + 1)
+    ]
 
 
 def judged(num: int = NUM, *overrides: str, **columns: Column) -> Verdict:
-    """The verdict of `num` steps of a second; a column is `reward_mean`, with _ for its first /."""
-    healthy: dict[str, Column] = {"reward_mean": rising, "reward_std": 0.2, "policy_grad_norm": 0.5}
+    """The verdict of `num` steps of a second; a column is `reward_mean`, with _ for its
+    first /.
+    """
+    healthy: dict[str, Column] = {
+        "reward_mean": rising,
+        "reward_std": 0.2,
+        "policy_grad_norm": 0.5,
+    }
     lines: list[dict[str, float]] = []
     for step in range(1, num + 1):
-        line = {"step": step, "time_s": float(step), "perf/step_s": 1.0, "perf/train_s": 0.95}
+        line = {
+            "step": step,
+            "time_s": float(step),
+            "perf/step_s": 1.0,
+            "perf/train_s": 0.95,
+        }
         for name, column in (healthy | columns).items():
-            line[name.replace("_", "/", 1)] = column(step) if callable(column) else column
+            line[name.replace("_", "/", 1)] = (
+                column(step) if callable(column) else column
+            )
         lines.append(line)
     return judge(Steps(lines), config(*overrides), RUN_DIR)
 
@@ -75,14 +100,28 @@ def lost(step: int) -> float:
     ("columns", "headline"),
     [
         ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.0*."),
-        (TINY, "trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a"),
-        ({"reward_mean": flat, "reward_equal_fraction": 0.95}, "in 95% of the groups all answers earned"),
-        ({"reward_mean": lost}, "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110"),
-        ({"reward_mean": lambda step: 1 - rising(step)}, "Got worse: reward fell from 0.8* to 0.1*"),
+        (
+            TINY,
+            "trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a",
+        ),
+        (
+            {"reward_mean": flat, "reward_equal_fraction": 0.95},
+            "in 95% of the groups all answers earned",
+        ),
+        (
+            {"reward_mean": lost},
+            "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110",
+        ),
+        (
+            {"reward_mean": lambda step: 1 - rising(step)},
+            "Got worse: reward fell from 0.8* to 0.1*",
+        ),
         ({"reward_mean": math.nan}, "No step has a reward yet."),
     ],
 )
-def test_headline_states_whether_the_run_learned(columns: dict[str, Column], headline: str) -> None:
+def test_headline_states_whether_the_run_learned(
+    columns: dict[str, Column], headline: str
+) -> None:
     found = judged(**columns)
     at = -1
     for part in headline.split("*"):
@@ -98,8 +137,17 @@ def test_a_short_run_is_not_judged() -> None:
 
 
 def test_a_constant_reward_is_named_after_four_steps() -> None:
-    found = judged(4, reward_mean=0.0, reward_std=0.0, policy_grad_norm=0.0, reward_equal_fraction=1.0)
-    assert "every answer earned 0, so no answer was better than another; " in found.headline
+    found = judged(
+        4,
+        reward_mean=0.0,
+        reward_std=0.0,
+        policy_grad_norm=0.0,
+        reward_equal_fraction=1.0,
+    )
+    assert (
+        "every answer earned 0, so no answer was better than another; "
+        in found.headline
+    )
     (flag,) = found.health
     assert found.headline.startswith("Learned nothing: ")
     assert flag.endswith("read its samples (asyncrl inspect 'runs/my run' --samples).")
@@ -122,12 +170,24 @@ def test_a_destructive_learning_rate_is_named() -> None:
 @pytest.mark.parametrize(
     ("columns", "flag"),
     [
-        ({"sample_truncated_fraction": 0.98}, "98% of the answers were cut off at a limit"),
-        ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
-        ({"reward_mean": flat, "reward_equal_fraction": 0.9}, "In 90% of the groups all answers earned"),
-        ({"trainer_skipped_steps": lambda step: float(step > 197)}, "3 updates skipped because loss or"),
         (
-            {"reward_mean": flat, "policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
+            {"sample_truncated_fraction": 0.98},
+            "98% of the answers were cut off at a limit",
+        ),
+        ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
+        (
+            {"reward_mean": flat, "reward_equal_fraction": 0.9},
+            "In 90% of the groups all answers earned",
+        ),
+        (
+            {"trainer_skipped_steps": lambda step: float(step > 197)},
+            "3 updates skipped because loss or",
+        ),
+        (
+            {
+                "reward_mean": flat,
+                "policy_entropy": lambda step: 2.0 * math.exp(-step / 20),
+            },
             "Entropy fell from 1.7 to 0.00",
         ),
     ],
@@ -140,9 +200,15 @@ def test_each_problem_is_one_sentence(columns: dict[str, Column], flag: str) -> 
 
 def test_a_healthy_run_has_no_flag() -> None:
     assert judged().health == ()
-    below = judged(sample_special_fraction=0.04, sample_unfinished_fraction=0.4, reward_equal_fraction=0.9)
+    below = judged(
+        sample_special_fraction=0.04,
+        sample_unfinished_fraction=0.4,
+        reward_equal_fraction=0.9,
+    )
     assert below.health == ()
-    assert judged(policy_entropy=lambda step: 2.0 * math.exp(-step / 20)).health == (), "it learned"
+    assert (
+        judged(policy_entropy=lambda step: 2.0 * math.exp(-step / 20)).health == ()
+    ), "it learned"
 
 
 # ---- how fast was it?
@@ -161,7 +227,12 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "training",
             "Training set the pace: 61% of the time over 20",
         ),
-        (STRAGGLERS, [WAIT], "stragglers", "Set buffer.on_overdue=mask: it never waits"),
+        (
+            STRAGGLERS,
+            [WAIT],
+            "stragglers",
+            "Set buffer.on_overdue=mask: it never waits",
+        ),
         (
             BETWEEN,
             [],
@@ -171,8 +242,18 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
         (BETWEEN, [], "other", "requests to the trainer (40%)."),
         ("train_s=0.3", [], "other", "70% of the time over 20 steps."),
         ("train_s=0.55 wait_generation_s=0.45", [], "training", "Generation took 45%"),
-        (MASKED, [], "training", "10.0% of the tokens, which were masked. Groups dropped as too old and"),
-        ("train_s=1 rollout/given_up=5", [], "training", "controller.log names them): 5."),
+        (
+            MASKED,
+            [],
+            "training",
+            "10.0% of the tokens, which were masked. Groups dropped as too old and",
+        ),
+        (
+            "train_s=1 rollout/given_up=5",
+            [],
+            "training",
+            "controller.log names them): 5.",
+        ),
     ],
 )
 def test_the_speed_names_shares_parts_and_losses(
@@ -198,8 +279,16 @@ CAUSES = {
         f"{IDLE} perf/rewards_s=190",
         "task.reward_workers",
     ),
-    "an inline reward": ("task.reward_pool=inline", f"{FULL} perf/rewards_s=20", "task.reward_pool"),
-    "a slow async reward": ("", f"{IDLE} perf/rewards_s=20 sample/staleness_max=4", "buffer.max_staleness"),
+    "an inline reward": (
+        "task.reward_pool=inline",
+        f"{FULL} perf/rewards_s=20",
+        "task.reward_pool",
+    ),
+    "a slow async reward": (
+        "",
+        f"{IDLE} perf/rewards_s=20 sample/staleness_max=4",
+        "buffer.max_staleness",
+    ),
     "a look-ahead that equals the bound": (
         "buffer.look_ahead=4",
         f"{IDLE} sample/staleness_max=4",
@@ -211,15 +300,25 @@ CAUSES = {
         "buffer.look_ahead",
     ),
     "a bound that was not reached": ("", f"{IDLE} sample/staleness_max=2", ""),
-    "a look-ahead below the bound": ("", f"{IDLE} sample/staleness_max=4 buffer/look_ahead=2", ""),
+    "a look-ahead below the bound": (
+        "",
+        f"{IDLE} sample/staleness_max=4 buffer/look_ahead=2",
+        "",
+    ),
     "steps one by one": (
         "buffer.max_staleness=0",
         f"{IDLE} sample/staleness_max=0 buffer/look_ahead=0",
         "buffer.max_staleness",
     ),
-    "colocated": ("buffer.max_staleness=0", f"{IDLE} sample/staleness_max=0 perf/handover_s=0.001", ""),
+    "colocated": (
+        "buffer.max_staleness=0",
+        f"{IDLE} sample/staleness_max=0 perf/handover_s=0.001",
+        "",
+    ),
 }
-"""Settings, metrics and true cures of a run of 50 s that waits for generation; its two workers have 100 s."""
+"""Settings, metrics and true cures of a run of 50 s that waits for generation; its two
+workers have 100 s.
+"""
 ALARMS = {
     "": "",
     "constant": "reward/mean=0.5 reward/std=0",
@@ -227,7 +326,14 @@ ALARMS = {
     "cut": "sample/truncated_fraction=0.99",
     "failed": "",
 }
-SHARES = ("wait_generation_s", "train_s", "wait_stragglers_s", "wait_publishing_s", "handover_s", "request_s")
+SHARES = (
+    "wait_generation_s",
+    "train_s",
+    "wait_stragglers_s",
+    "wait_publishing_s",
+    "handover_s",
+    "request_s",
+)
 SETTING = r"\b([a-z]+\.[a-z_.]+)(?:=(\w+)| \(now ([^)]+)\))"
 """A setting with its new or its present value."""
 
@@ -263,11 +369,17 @@ def test_every_metric_behind_a_cure_is_declared() -> None:
 
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
-    assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
+    assert (len(run), run.values("reward/mean"), run.last) == (
+        2,
+        [0.0, 1.0],
+        {"step": 1, "reward/mean": 1},
+    )
 
 
 def test_slow_kernels_are_named() -> None:
-    assert "uncompiled, at about half the speed" in " ".join(judged(trainer_compiled=0.0).speed)
+    assert "uncompiled, at about half the speed" in " ".join(
+        judged(trainer_compiled=0.0).speed
+    )
     asked = judged(NUM, "trainer.compile=false", trainer_compiled=0.0)
     assert "uncompiled" not in " ".join(asked.speed)
     assert "install flash-attn-3" in " ".join(judged(trainer_flash_attention=2.0).speed)

@@ -38,10 +38,12 @@ def watched(
     *,
     on_stuck: str = "warn",
     is_well: bool = True,
-    report: Callable[[float], Reported] = lambda now_s: Reported({"steps": 3.0}, (("g7/r1", 62.0),)),
+    report: Callable[[float], Reported] = lambda now_s: Reported(
+        {"steps": 3.0}, (("g7/r1", 62.0),)
+    ),
 ) -> tuple[list[tuple[float, str]], list[tuple[str, Any]]]:
-    """Watch a run that hangs on the virtual clock; return its warnings and notes, with times in periods of
-    the watchdog. A restart is a note.
+    """Watch a run that hangs on the virtual clock; return its warnings and notes, with
+    times in periods of the watchdog. A restart is a note.
     """
     told, notes = list[tuple[float, str]](), list[tuple[str, Any]]()
 
@@ -55,7 +57,9 @@ def watched(
             notes.append(("restart", loop.time()))
 
         watchdog = Watchdog(
-            SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),
+            SupervisionConfig.model_validate(
+                {"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}
+            ),
             lambda: report(loop.time()),
             log_path,
             lambda text: told.append((loop.time() / WATCHDOG_S, text)),
@@ -69,7 +73,9 @@ def watched(
             asyncio.create_task(coro, name=name)
             for name, coro in (("rollout g7/r1", hang()), ("watchdog", watchdog.run()))
         ]
-        done, pending = await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(
+            running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+        )
         for task in pending:
             task.cancel()
         for task in done:
@@ -79,7 +85,9 @@ def watched(
     return told, notes
 
 
-def test_a_report_names_waits_rollouts_and_children(log_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_names_waits_rollouts_and_children(
+    log_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR, "asyncrl.watchdog"):
         told, notes = watched(log_path, 70)
     ((at, text),) = told
@@ -92,28 +100,44 @@ def test_a_report_names_waits_rollouts_and_children(log_path: Path, caplog: pyte
         "at: steps 3",
     ):
         assert line in text, text
-    (logged,) = (record.getMessage() for record in caplog.records if record.name == "asyncrl.watchdog")
+    (logged,) = (
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "asyncrl.watchdog"
+    )
     assert logged.startswith(text)
-    assert "task rollout g7/r1: hang (test_observe_watchdog.py:" in logged, "and the stacks of all tasks"
+    assert "task rollout g7/r1: hang (test_observe_watchdog.py:" in logged, (
+        "and the stacks of all tasks"
+    )
     assert "thread 0x" in log_path.read_text()
-    assert [(what, details["on_stuck"]) for what, details in notes] == [("stuck", "warn")]
+    assert [(what, details["on_stuck"]) for what, details in notes] == [
+        ("stuck", "warn")
+    ]
 
 
-@pytest.mark.parametrize(("on_stuck", "times"), [("warn", [1, 2, 4, 8]), ("restart", [*range(1, 11)])])
+@pytest.mark.parametrize(
+    ("on_stuck", "times"), [("warn", [1, 2, 4, 8]), ("restart", [*range(1, 11)])]
+)
 def test_reports_repeat_after_doubled_times_or_restarts(
     log_path: Path, on_stuck: str, times: list[int]
 ) -> None:
     told, notes = watched(log_path, 10.5 * WATCHDOG_S, on_stuck=on_stuck)
     assert [round(at) for at, _ in told] == times
-    assert [what for what, _ in notes].count("restart") == (0 if on_stuck == "warn" else len(times))
+    assert [what for what, _ in notes].count("restart") == (
+        0 if on_stuck == "warn" else len(times)
+    )
 
 
 @pytest.mark.parametrize("moves", ["marks", "start"])
-def test_only_progress_or_a_starting_process_gets_time(log_path: Path, moves: str) -> None:
+def test_only_progress_or_a_starting_process_gets_time(
+    log_path: Path, moves: str
+) -> None:
     def report(now_s: float) -> Reported:
         end_s = 5 * WATCHDOG_S
         mark = min(now_s, end_s) if moves == "marks" else 0.0
-        return Reported({"steps": mark}, is_starting=moves == "start" and now_s <= end_s)
+        return Reported(
+            {"steps": mark}, is_starting=moves == "start" and now_s <= end_s
+        )
 
     told, _ = watched(log_path, 6.5 * WATCHDOG_S, on_stuck="restart", report=report)
     assert [round(at) for at, _ in told] == [6]
@@ -121,7 +145,8 @@ def test_only_progress_or_a_starting_process_gets_time(log_path: Path, moves: st
 
 def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path) -> None:
     with pytest.raises(
-        ComponentError, match="nothing has moved for 60 s: trainer-0: process 7 is stopped; no"
+        ComponentError,
+        match="nothing has moved for 60 s: trainer-0: process 7 is stopped; no",
     ):
         watched(log_path, 300, on_stuck="fail", is_well=False)
 
@@ -131,13 +156,24 @@ def test_a_blocked_loop_is_named_and_its_stacks_logged(log_path: Path) -> None:
 
     def block() -> None:
         deadline_s = time.monotonic() + 30
-        while not ("in block" in log_path.read_text() and told) and time.monotonic() < deadline_s:
-            threading.Event().wait(0.01)  # faulthandler writes without a lock, line by line
+        while (
+            not ("in block" in log_path.read_text() and told)
+            and time.monotonic() < deadline_s
+        ):
+            # faulthandler writes without a lock, line by line
+            threading.Event().wait(0.01)
 
     async def story() -> None:
-        calls: Any = {"tell": told.append, "ask_children": None, "restart": None, "note": None}
+        calls: Any = {
+            "tell": told.append,
+            "ask_children": None,
+            "restart": None,
+            "note": None,
+        }
         settings = SupervisionConfig(watchdog_s=0.5)
-        watchdog = Watchdog(settings, lambda: Reported({}), log_path=log_path, way_out="", **calls)
+        watchdog = Watchdog(
+            settings, lambda: Reported({}), log_path=log_path, way_out="", **calls
+        )
         running = asyncio.create_task(watchdog.run(), name="watchdog")
         await asyncio.sleep(0)  # it runs up to its own sleep
         block()
@@ -146,5 +182,6 @@ def test_a_blocked_loop_is_named_and_its_stacks_logged(log_path: Path) -> None:
     asyncio.run(story())
     assert "in block" in log_path.read_text()
     assert re.match(
-        r"the run has stood still for 0.5 s in\n.*test_observe_watchdog.py., line \d+, in block", told[0]
+        r"the run has stood still for 0.5 s in\n.*test_observe_watchdog.py., line \d+, in block",
+        told[0],
     )

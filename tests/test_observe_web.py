@@ -59,12 +59,17 @@ def play(make: Callable[[], WebServer], story: Story) -> None:
 def watched(run_dir: Path, story: Story) -> None:
     live = LivePage([run_dir])
     routes = {"/": live.show, "/page.json": live.data}
-    play(lambda: WebServer("127.0.0.1", 0, routes, key="secret", setting="a port"), story)
+    play(
+        lambda: WebServer("127.0.0.1", 0, routes, key="secret", setting="a port"), story
+    )
 
 
 def test_watch_answers_only_get_requests_with_its_key(tmp_path: Path) -> None:
     async def story(client: ClientSession, url: str) -> None:
-        statuses = [(await client.get(url + path)).status for path in ("/", "/?key=wrong", "/page.json")]
+        statuses = [
+            (await client.get(url + path)).status
+            for path in ("/", "/?key=wrong", "/page.json")
+        ]
         assert statuses == [401] * 3
         answer = await client.get(f"{url}/?key=secret")
         assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
@@ -76,7 +81,9 @@ def test_watch_answers_only_get_requests_with_its_key(tmp_path: Path) -> None:
     watched(make_run(tmp_path / "run"), story)
 
 
-def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_page_follows_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.observe.web.READ_SHARE", 1e9)
     folder = make_run(tmp_path / "run", 2)
 
@@ -86,7 +93,11 @@ def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return await answer.json() if answer.status == 200 else answer.status
 
         page = await data()
-        assert (page["runs"][0]["step"], page["is_live"], await data(page["made_s"])) == ([1, 2], True, 204)
+        assert (
+            page["runs"][0]["step"],
+            page["is_live"],
+            await data(page["made_s"]),
+        ) == ([1, 2], True, 204)
         recorder = Recorder(folder)
         recorder.keep_steps(1)  # a resume
         recorder.record_step({"step": 2, "time_s": 2.0})
@@ -94,7 +105,9 @@ def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (await data(page["made_s"]))["runs"][0]["step"] == [1, 2, 3]
         (folder / "config.yaml").write_text("no: [")
         recorder.record_step({"step": 4, "time_s": 4.0})
-        assert (await data())["runs"][0]["step"] == [1, 2, 3], "the last page that could be read"
+        assert (await data())["runs"][0]["step"] == [1, 2, 3], (
+            "the last page that could be read"
+        )
 
     watched(folder, story)
 
@@ -115,7 +128,9 @@ def test_ctrl_c_ends_watch(tmp_path: Path) -> None:
 
 def parsed(numbers: dict[str, Any], state: str = "running") -> dict[str, Any]:
     """Parse families by name with Prometheus' own client."""
-    families = text_string_to_metric_families(openmetrics(numbers, state=state, info=INFO).decode())
+    families = text_string_to_metric_families(
+        openmetrics(numbers, state=state, info=INFO).decode()
+    )
     return {family.name: family for family in families}
 
 
@@ -125,14 +140,25 @@ def test_prometheus_reads_every_declared_metric() -> None:
     for index, (name, gauge) in enumerate(zip(NAMES, GAUGES.values(), strict=True)):
         family, label, declared = family_of(name) or pytest.fail(name)
         (sample,) = found[family].samples
-        assert (sample.name, sample.value) == (family + "_total" * (gauge.kind == "total"), index + 0.5)
+        assert (sample.name, sample.value) == (
+            family + "_total" * (gauge.kind == "total"),
+            index + 0.5,
+        )
         assert sample.labels == ({"name": label} if label else {})
         assert declared.meaning in found[family].documentation
     assert found["asyncrl_run"].samples[0].labels == INFO
-    odd = {"step": float("nan"), "reward/mean": "high", "engine/decode_s": {"a": 1}, "no/such": 1.0}
+    odd = {
+        "step": float("nan"),
+        "reward/mean": "high",
+        "engine/decode_s": {"a": 1},
+        "no/such": 1.0,
+    }
     assert set(parsed(odd, "odd")) == {"asyncrl_run", "asyncrl_state"}
     numbers = {"task/a": True, "step": 2, "task/b": np.float32(0.5)}
-    assert [sample.value for sample in parsed(numbers)["asyncrl_task"].samples] == [1, 0.5]
+    assert [sample.value for sample in parsed(numbers)["asyncrl_task"].samples] == [
+        1,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,13 +166,18 @@ def test_prometheus_reads_every_declared_metric() -> None:
     [
         ("perf/step_s", "asyncrl_perf_step_seconds 1.0"),
         ("perf/tokens_per_s", "asyncrl_perf_tokens_per_s 1.0"),
-        ("rollout/failed/sums", 'asyncrl_rollout_failed_by_name_total{name="sums"} 1.0'),
+        (
+            "rollout/failed/sums",
+            'asyncrl_rollout_failed_by_name_total{name="sums"} 1.0',
+        ),
         ("eval/held/reward_mean", 'asyncrl_eval_reward_mean{name="held"} 1.0'),
         ('task/a "b"\n\\', r'asyncrl_task{name="a \"b\"\n\\"} 1.0'),
     ],
 )
 def test_a_metric_has_its_name_and_label(name: str, sample: str) -> None:
-    assert f"\n{sample}\n" in openmetrics({name: 1}, state="running", info=INFO).decode()
+    assert (
+        f"\n{sample}\n" in openmetrics({name: 1}, state="running", info=INFO).decode()
+    )
 
 
 def test_the_status_port_serves_only_bearers_of_its_key(
@@ -156,18 +187,27 @@ def test_the_status_port_serves_only_bearers_of_its_key(
     key_file = tmp_path / KEY_FILE
 
     def make() -> WebServer:
-        return status_server(tmp_path, ObserveConfig(status_port=0), lambda: {"step": 7})
+        return status_server(
+            tmp_path, ObserveConfig(status_port=0), lambda: {"step": 7}
+        )
 
     async def story(client: ClientSession, url: str) -> None:
         assert (await client.get(f"{url}/metrics")).status == 401
-        bearer = {"Authorization": f"Bearer {os.environ.get(KEY_ENV) or key_file.read_text()}"}
+        bearer = {
+            "Authorization": f"Bearer {os.environ.get(KEY_ENV) or key_file.read_text()}"
+        }
         answer = await client.get(f"{url}/metrics", headers=bearer)
-        assert (answer.status, answer.headers["Content-Type"]) == (200, CONTENT_TYPE_LATEST)
+        assert (answer.status, answer.headers["Content-Type"]) == (
+            200,
+            CONTENT_TYPE_LATEST,
+        )
         assert "\nasyncrl_step 7.0\n" in await answer.text()
         status = await client.get(f"{url}/status", headers=bearer)
         assert await status.json() == {"state": "running", "step": 7}
         with pytest.raises(ConfigError, match=r"cannot listen on observe\.status_host"):
-            status_server(tmp_path, ObserveConfig(status_port=int(url.rpartition(":")[2])), dict)
+            status_server(
+                tmp_path, ObserveConfig(status_port=int(url.rpartition(":")[2])), dict
+            )
 
     play(make, story)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600

@@ -1,4 +1,6 @@
-"""The wheel contains its packages under unique names; a host of workers installs a small part."""
+"""The wheel contains its packages under unique names; a host of workers installs a
+small part.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from asyncrl.config.generator_config import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-FILES = [path for folder in ("asyncrl", "servers") for path in (ROOT / folder).rglob("*.py")]
+FILES = [
+    path for folder in ("asyncrl", "servers") for path in (ROOT / folder).rglob("*.py")
+]
 SOURCE = "\n".join(path.read_text() for path in FILES)
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 
@@ -31,7 +35,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"  # a copy: a build writes next to the sources
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True, timeout=600)
+    subprocess.run(
+        [*pip, "--wheel-dir", str(folder), str(source)], check=True, timeout=600
+    )
     return next(folder.glob("asyncrl-*.whl"))
 
 
@@ -47,16 +53,28 @@ def test_the_wheel_has_its_packages_licenses_and_absolute_links(wheel: Path) -> 
         "asyncrl_servers",
     }
     assert {
-        *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
+        *(
+            "asyncrl/py.typed",
+            "asyncrl_servers/py.typed",
+            "asyncrl_servers/embedded/__main__.py",
+        ),
         *("asyncrl/observe/static/page.html", "asyncrl/observe/static/page.js"),
-        *("asyncrl/templates/content/quickstart.yaml", "asyncrl/templates/content/lookup.py"),
+        *(
+            "asyncrl/templates/content/quickstart.yaml",
+            "asyncrl/templates/content/lookup.py",
+        ),
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert any(name.endswith("LICENSE.uPlot") and ".dist-info/licenses/" in name for name in names)
+    assert any(
+        name.endswith("LICENSE.uPlot") and ".dist-info/licenses/" in name
+        for name in names
+    )
     assert "License-Expression: Apache-2.0 AND MIT\n" in text
     links = re.findall(r'(?:\]\(|src="|srcset="|href=")([^)"]+)', text)
     assert len(links) > 10
-    assert [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
+    assert [
+        link for link in links if not link.startswith(("https://", "http://", "#"))
+    ] == []
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +86,21 @@ def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(venv: Path, *what: str) -> None:
     """Make a venv, and install into it with the pip of these tests."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=240)
-    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python"), "install", "--quiet", *what]
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(venv)],
+        check=True,
+        timeout=240,
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(venv / "bin/python"),
+        "install",
+        "--quiet",
+        *what,
+    ]
     # without PYTHONPATH, which may lead to this checkout: then pip has asyncrl already
     subprocess.run(pip, check=True, timeout=840, env=os.environ | {"PYTHONPATH": ""})
 
@@ -84,7 +115,9 @@ def run_python(*arguments: str, **environ: str) -> None:
 @pytest.mark.timeout(1700)
 def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
     (packages,) = worker_venv.glob("lib/python3*/site-packages")
-    said = subprocess.run(["du", "-sm", packages], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["du", "-sm", packages], capture_output=True, text=True, check=True
+    ).stdout
     assert int(said.split()[0]) <= 160, said
     for line in ("work --help", f"run {QUICKSTART}", f"serve gateway {QUICKSTART}"):
         command = [worker_venv / "bin/asyncrl", *line.split()]
@@ -92,32 +125,59 @@ def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
         if line == "work --help":
             assert (done.returncode, "--slots" in done.stdout) == (0, True)
         else:
-            assert (done.returncode, "pip install 'asyncrl[train]'" in done.stderr) == (2, True), done.stderr
+            assert (done.returncode, "pip install 'asyncrl[train]'" in done.stderr) == (
+                2,
+                True,
+            ), done.stderr
             assert "Traceback" not in done.stderr
 
 
 @pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_base_install_reads_runs_without_torch(wheel: Path, worker_venv: Path, tmp_path: Path) -> None:
+def test_base_install_reads_runs_without_torch(
+    wheel: Path, worker_venv: Path, tmp_path: Path
+) -> None:
     def outcome(*words: str | Path, venv: Path = worker_venv) -> str:
         command = [venv / "bin/python", "-E", "-m", "asyncrl.cli", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    has_torch = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
-    assert subprocess.run([worker_venv / "bin/python", "-E", "-c", has_torch]).returncode == 1
+    has_torch = (
+        "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    )
+    assert (
+        subprocess.run([worker_venv / "bin/python", "-E", "-c", has_torch]).returncode
+        == 1
+    )
     outcome("init", "quickstart")
     config = tmp_path / "quickstart.yaml"
     assert "buffer.look_ahead" in outcome("keys", "buffer")
-    training = tmp_path / "venv"  # the wheel, with the packages of these tests in place of the extra train
+    # the wheel, with the packages of these tests in place of the extra train
+    training = tmp_path / "venv"
     install(training, "--no-deps", str(wheel))
     (packages,) = training.glob("lib/python3*/site-packages")
     (packages / "heavy.pth").write_text(sysconfig.get_path("purelib"))
-    where = [training / "bin/python", "-E", "-c", "import asyncrl; print(asyncrl.__file__)"]
-    assert subprocess.check_output(where, cwd=tmp_path, text=True).startswith(str(packages))
-    outcome("run", config, "trainer.num_steps=2", "--run-dir", tmp_path / "run", venv=training)
+    where = [
+        training / "bin/python",
+        "-E",
+        "-c",
+        "import asyncrl; print(asyncrl.__file__)",
+    ]
+    assert subprocess.check_output(where, cwd=tmp_path, text=True).startswith(
+        str(packages)
+    )
+    outcome(
+        "run",
+        config,
+        "trainer.num_steps=2",
+        "--run-dir",
+        tmp_path / "run",
+        venv=training,
+    )
     for words in (["status"], ["inspect"], ["inspect", "--samples"], ["report"]):
         outcome(words[0], tmp_path / "run", *words[1:])
     assert (tmp_path / "run/report.html").is_file()
@@ -128,7 +188,10 @@ def test_base_install_reads_runs_without_torch(wheel: Path, worker_venv: Path, t
 def test_worker_and_harnesses_import_nothing_of_the_train_extra() -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(OF_TRAIN)}))"
     modules = ", ".join(f"asyncrl.agents.{name}" for name in WORKER_MODULES)
-    for code in (f"import {modules}", "from asyncrl.cli import app; app(['work', '--help'])"):
+    for code in (
+        f"import {modules}",
+        "from asyncrl.cli import app; app(['work', '--help'])",
+    ):
         run_python("-c", f"{hide}; {code}")
 
 
@@ -141,16 +204,23 @@ def test_fastapi_is_imported_only_where_it_serves() -> None:
 
 
 def test_train_extra_brings_the_documented_packages() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {re.split("[<>=]", each)[0].replace("-", "_") for each in extras["train"]} == OF_TRAIN
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {
+        re.split("[<>=]", each)[0].replace("-", "_") for each in extras["train"]
+    } == OF_TRAIN
     assert extras["worker"] == []
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    declared = {re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in sum(lists, [])}
-    declared |= {"mlflow", "yaml", "IPython", "requests"}  # of mlflow-skinny, pyyaml, ipython, wandb
+    declared = {
+        re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in sum(lists, [])
+    }
+    # of mlflow-skinny, pyyaml, ipython, wandb
+    declared |= {"mlflow", "yaml", "IPython", "requests"}
     imports = re.findall(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", SOURCE, re.M)
     tops = {"".join(either) for either in imports} - sys.stdlib_module_names
     # torch for CUDA brings its own Triton, and the CPU build does not

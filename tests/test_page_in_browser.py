@@ -48,17 +48,28 @@ def test_the_page_draws_all_parts(browser: Chrome, tmp_path: Path) -> None:
         show(browser, tmp_path, page)
         is_well(browser)
     first = make_run(tmp_path / "first", 30)
-    second = make_run(tmp_path / "second", 20, state="failed", buffer={"max_staleness": 4})
+    second = make_run(
+        tmp_path / "second", 20, state="failed", buffer={"max_staleness": 4}
+    )
     for page in (page_of(first), page_of(first, second)):
         show(browser, tmp_path, page, 400)
-        drawn = {each["id"]: each["points"] for each in ask(browser, "asyncrlPage.charts()")}
+        drawn = {
+            each["id"]: each["points"] for each in ask(browser, "asyncrlPage.charts()")
+        }
         assert all(num > 0 for points in drawn.values() for num in points)
-        assert ask(browser, "asyncrlPage.timeline().spans") == len(page["runs"][0]["timeline"]["spans"])
+        assert ask(browser, "asyncrlPage.timeline().spans") == len(
+            page["runs"][0]["timeline"]["spans"]
+        )
         assert ask(browser, "document.documentElement.scrollWidth") <= 400
         is_well(browser)
     headline = browser.find_element(By.TAG_NAME, "h1").text
-    assert (headline.startswith("Learned: reward rose"), headline.endswith(" (first)")) == (True, True)
-    assert browser.find_element(By.CSS_SELECTOR, "#metric-constant summary").text.endswith("did not change")
+    assert (
+        headline.startswith("Learned: reward rose"),
+        headline.endswith(" (first)"),
+    ) == (True, True)
+    assert browser.find_element(
+        By.CSS_SELECTOR, "#metric-constant summary"
+    ).text.endswith("did not change")
     browser.find_elements(By.CSS_SELECTOR, ".runs button")[1].click()
     assert "the disk is full" in browser.find_element(By.ID, "headline").text
     browser.find_element(By.CSS_SELECTOR, "#sample input[value=version]").click()

@@ -17,7 +17,13 @@ from rollout_cases import FakeSink, make_producers, one_token, single_turn, virt
 from token_cases import completion_of
 
 from asyncrl.base.errors import TaskError
-from asyncrl.messages.records import GroupId, Prompt, Ticket, UnfinishedGroup, VersionSpan
+from asyncrl.messages.records import (
+    GroupId,
+    Prompt,
+    Ticket,
+    UnfinishedGroup,
+    VersionSpan,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -26,23 +32,43 @@ ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
 
 
 class House:
-    """Producers between a fake source, sink, engine and scorer, running within `async with`."""
+    """Producers between a fake source, sink, engine and scorer, running within `async
+    with`.
+    """
 
     def __init__(
-        self, *, engine: Any = None, scorer: Any = None, num_tickets: int = 100, **settings: Any
+        self,
+        *,
+        engine: Any = None,
+        scorer: Any = None,
+        num_tickets: int = 100,
+        **settings: Any,
     ) -> None:
         self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
-        self.sink, self.source, self.journal = FakeSink(num_tickets), FakeSource(), MemoryJournal()
+        self.sink, self.source, self.journal = (
+            FakeSink(num_tickets),
+            FakeSource(),
+            MemoryJournal(),
+        )
         generator = single_turn(self.engine, scorer)
-        values = {"capacity": 4, "retries": 1, "source": self.source, "journal": self.journal} | settings
-        self.producers = make_producers(self.sink, self.tasks.create_task, generator, **values)
+        values = {
+            "capacity": 4,
+            "retries": 1,
+            "source": self.source,
+            "journal": self.journal,
+        } | settings
+        self.producers = make_producers(
+            self.sink, self.tasks.create_task, generator, **values
+        )
 
     async def __aenter__(self) -> House:
         await self.tasks.__aenter__()
         self.running = self.tasks.create_task(self.producers.run(), name="producers")
         return self
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    async def __aexit__(
+        self, kind: Any, error: BaseException | None, trace: Any
+    ) -> None:
         """Cancel the producers; nothing may be left."""
         if error is None:
             self.running.cancel()
@@ -60,7 +86,11 @@ class House:
     @property
     def requeued(self) -> list[int | None]:
         """Return, for each failed group, the number of returns of its prompt."""
-        return [event[4] for event in self.journal.named("group_ended") if event[2] == "failed"]
+        return [
+            event[4]
+            for event in self.journal.named("group_ended")
+            if event[2] == "failed"
+        ]
 
     @property
     def admitted(self) -> list[GroupId]:
@@ -76,7 +106,9 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
         house.sink.allow(1)
         house.sink.start_version = 1
         await asyncio.sleep(0.5)
-        assert house.admitted == [0], "leave was given, but its ticket would be stamped too early"
+        assert house.admitted == [0], (
+            "leave was given, but its ticket would be stamped too early"
+        )
         house.sink.start_version = house.engine.policy_version = 2
         await asyncio.sleep(0.5)
         await all_blocked()
@@ -86,19 +118,30 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
 @virtual
 async def test_failed_prompt_returns_at_a_later_version() -> None:
     fails, engine = {"p0", "p1"}, FakeEngine()
-    scorer = FakeScorer(lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0)
-    async with House(engine=engine, scorer=scorer, num_tickets=4, capacity=1, **ALONE) as house:
+    scorer = FakeScorer(
+        lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0
+    )
+    async with House(
+        engine=engine, scorer=scorer, num_tickets=4, capacity=1, **ALONE
+    ) as house:
         await asyncio.sleep(1.5)
         assert house.sink.failed == [0]
         await asyncio.sleep(3.0)
         fails.clear()
         assert house.trained == ["p2", "p3"]
-        assert not house.source.requeued, "a group of the same version gets a new prompt"
-        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == ["p0", "p1"]
+        assert not house.source.requeued, (
+            "a group of the same version gets a new prompt"
+        )
+        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == [
+            "p0",
+            "p1",
+        ]
         house.sink.start_version = engine.policy_version = 1
         house.sink.allow(2)
         await asyncio.sleep(2.5)
-        again = [(prompt.prompt_id, prompt.num_requeued) for prompt in house.source.requeued]
+        again = [
+            (prompt.prompt_id, prompt.num_requeued) for prompt in house.source.requeued
+        ]
         assert again == [("p0", 1), ("p1", 1)]
         assert sorted(house.trained) == ["p0", "p1", "p2", "p3"]
         assert len({request.seed for request in engine.requests}) == 6
@@ -109,13 +152,17 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
 async def test_prompt_that_always_fails_is_given_up() -> None:
     engine = FakeEngine()
     scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id == "p0" else 1.0)
-    async with House(engine=engine, scorer=scorer, num_tickets=2, max_requeues=2, **ALONE) as house:
+    async with House(
+        engine=engine, scorer=scorer, num_tickets=2, max_requeues=2, **ALONE
+    ) as house:
         for version in range(1, 6):
             await asyncio.sleep(10.0)
             house.sink.start_version = engine.policy_version = version
             house.sink.allow(2)
         await asyncio.sleep(10.0)
-        assert house.requeued == [1, 2, None], "its returns; it is given up at the third failure"
+        assert house.requeued == [1, 2, None], (
+            "its returns; it is given up at the third failure"
+        )
 
 
 @virtual
@@ -129,7 +176,9 @@ async def test_too_long_prompt_is_given_up_without_a_try() -> None:
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
         why = "r1 cannot be sampled: prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
-        assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
+        assert [
+            house.count(name) for name in ("failed_groups", "given_up", "retried")
+        ] == [1, 1, 0]
 
 
 @virtual
@@ -140,7 +189,9 @@ async def test_too_many_failed_groups_end_the_run() -> None:
             await asyncio.sleep(60.0)
     said = r"producers: 3 groups in a row (.|\n)*zero at p2(.|\n)*rollout.max_failed_groups=3"
     assert caught.group_contains(TaskError, match=said)
-    assert house.requeued == [1, 1, 1], "an outage costs no prompt: a resume has all three"
+    assert house.requeued == [1, 1, 1], (
+        "an outage costs no prompt: a resume has all three"
+    )
 
 
 @given(
@@ -152,7 +203,11 @@ async def test_too_many_failed_groups_end_the_run() -> None:
 )
 @virtual
 async def test_every_ticket_is_answered_once_within_capacity(
-    latencies: list[float], is_unscored: list[bool], drops: list[float], group_size: int, capacity: int
+    latencies: list[float],
+    is_unscored: list[bool],
+    drops: list[float],
+    group_size: int,
+    capacity: int,
 ) -> None:
     scores = cycle(is_unscored)
 
@@ -161,13 +216,24 @@ async def test_every_ticket_is_answered_once_within_capacity(
         return latencies[(int(group[1:]) * 3 + int(rollout[1:])) % 8]
 
     engine = FakeEngine(latency_s=latency_s)
-    scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
-    limits = {"group_size": group_size, "capacity": capacity, "max_failed_groups": 99, "timeout_s": 20.0}
+    scorer = FakeScorer(
+        lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0
+    )
+    limits = {
+        "group_size": group_size,
+        "capacity": capacity,
+        "max_failed_groups": 99,
+        "timeout_s": 20.0,
+    }
     async with House(engine=engine, scorer=scorer, num_tickets=10, **limits) as house:
         dropped: list[GroupId] = []
 
         def answered() -> list[GroupId]:
-            return [*(group.group_id for group in house.sink.finished), *house.sink.failed, *dropped]
+            return [
+                *(group.group_id for group in house.sink.finished),
+                *house.sink.failed,
+                *dropped,
+            ]
 
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
@@ -178,12 +244,19 @@ async def test_every_ticket_is_answered_once_within_capacity(
         await asyncio.sleep(2000.0)
         assert sorted(answered()) == house.admitted == list(range(10 + len(dropped)))
         assert engine.peak_running <= capacity
-        assert len({request.seed for request in engine.requests}) == len(engine.requests)
+        assert len({request.seed for request in engine.requests}) == len(
+            engine.requests
+        )
         finished = house.trained
         assert len(set(finished)) == len(finished), "no prompt is trained on twice"
-        tried = Counter(prompt.prompt_id for _, _, prompt in house.journal.named("admitted"))
+        tried = Counter(
+            prompt.prompt_id for _, _, prompt in house.journal.named("admitted")
+        )
         assert max(tried.values()) <= 4
-        waiting = {prompt.prompt_id for prompt in (*house.producers.prompts_out(), *house.source.front)}
+        waiting = {
+            prompt.prompt_id
+            for prompt in (*house.producers.prompts_out(), *house.source.front)
+        }
         ended = len(finished) + len(waiting) + house.count("given_up")
         assert len(tried) == ended, "each is trained on, comes again or is given up"
 
@@ -192,7 +265,9 @@ async def test_every_ticket_is_answered_once_within_capacity(
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
 TICKET = Ticket(GroupId(7), 2)
-PARTIAL = completion_of([97, 98], [-1.0, -2.0], [VersionSpan(0, 2, 2)], num_interruptions=1)
+PARTIAL = completion_of(
+    [97, 98], [-1.0, -2.0], [VersionSpan(0, 2, 2)], num_interruptions=1
+)
 
 
 def done(index: int) -> Any:
@@ -205,12 +280,18 @@ def engine_at(version: int) -> FakeEngine:
     return engine
 
 
-def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None], **options: Any) -> None:
+def go_on(
+    unfinished: UnfinishedGroup,
+    check: Callable[[House, FakeEngine], None],
+    **options: Any,
+) -> None:
     """Resume one group, with no leave for others, and let it end."""
     engine = engine_at(2)
 
     async def story() -> None:
-        async with House(num_tickets=0, group_size=4, engine=engine, **options) as house:
+        async with House(
+            num_tickets=0, group_size=4, engine=engine, **options
+        ) as house:
             house.journal.admitted_nowait(unfinished.ticket, unfinished.prompt)
             house.producers.resume_nowait(unfinished)
             await asyncio.sleep(3.0)
@@ -221,7 +302,9 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None
 
 @virtual
 async def test_resumed_groups_get_slots_first() -> None:
-    async with House(num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)) as house:
+    async with House(
+        num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)
+    ) as house:
         house.sink.start_version = 2
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
@@ -234,34 +317,63 @@ async def test_resumed_groups_get_slots_first() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4),
+    states=st.lists(
+        st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4
+    ),
     attempt=st.integers(0, 1),
 )
-def test_resume_samples_only_the_rest_with_its_seeds(states: list[str], attempt: int) -> None:
+def test_resume_samples_only_the_rest_with_its_seeds(
+    states: list[str], attempt: int
+) -> None:
     def known(name: str, value: Any = None) -> dict[int, Any]:
         return {index: value for index, state in enumerate(states) if state == name}
 
     def check(house: House, engine: FakeEngine) -> None:
         expected = known("new", 0) | known("partial", attempt)
-        assert sorted((request.request_id, request.seed) for request in engine.requests) == sorted(
-            (f"g7/r{index}/t0/a{number}", derive_seed(0, "0/7", index, 0, attempt=number))
+        assert sorted(
+            (request.request_id, request.seed) for request in engine.requests
+        ) == sorted(
+            (
+                f"g7/r{index}/t0/a{number}",
+                derive_seed(0, "0/7", index, 0, attempt=number),
+            )
             for index, number in expected.items()
         )
-        assert engine.resumed == {f"g7/r{index}/t0/a{attempt}": PARTIAL for index in known("partial")}
-        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], "by the killed run"
-        ended = {event[2][0].sample_index for event in house.journal.named("rollout_finished")}
+        assert engine.resumed == {
+            f"g7/r{index}/t0/a{attempt}": PARTIAL for index in known("partial")
+        }
+        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], (
+            "by the killed run"
+        )
+        ended = {
+            event[2][0].sample_index
+            for event in house.journal.named("rollout_finished")
+        }
         assert ended == set(expected)
         usable = sorted(known("done") | expected)
         if len(usable) >= 2:
             (group,) = house.sink.finished
-            assert [trajectory.sample_index for trajectory in group.trajectories] == usable
-            assert all(group.trajectories[usable.index(index)] is done[0] for index, done in rollouts.items())
-            assert (house.producers.prompts_out(), house.journal.states) == ([], {GroupId(7): "ready"})
+            assert [
+                trajectory.sample_index for trajectory in group.trajectories
+            ] == usable
+            assert all(
+                group.trajectories[usable.index(index)] is done[0]
+                for index, done in rollouts.items()
+            )
+            assert (house.producers.prompts_out(), house.journal.states) == (
+                [],
+                {GroupId(7): "ready"},
+            )
         else:
             assert house.sink.failed == [7]
             aside = [replace(PROMPT, num_requeued=1)]
-            assert house.producers.prompts_out() == aside, "set aside until a group has not failed"
+            assert house.producers.prompts_out() == aside, (
+                "set aside until a group has not failed"
+            )
 
-    rollouts, failures = {index: done(index) for index in known("done")}, known("failed", (2, "no"))
+    rollouts, failures = (
+        {index: done(index) for index in known("done")},
+        known("failed", (2, "no")),
+    )
     partials = known("partial", (attempt, PARTIAL))
     go_on(UnfinishedGroup(TICKET, PROMPT, rollouts, failures, partials), check)

@@ -16,9 +16,23 @@ from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import one_token, scored, single_turn, virtual
 from token_cases import completion_of
 
-from asyncrl.base.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
+from asyncrl.base.errors import (
+    EngineError,
+    RequestRefused,
+    RewardFailure,
+    RolloutFailure,
+    RolloutTimeout,
+)
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Completion, GroupId, Outcome, Prompt, Rollout, VersionSpan, Work
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    VersionSpan,
+    Work,
+)
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.rollouts.rollout import (
     FailedRollout,
@@ -45,7 +59,9 @@ class Scripted:
 
 
 async def good() -> Rollout:
-    score = await single_turn(FakeEngine()).sample(RolloutAttempt("g0/r1", GroupId(0), PROMPT, 1))
+    score = await single_turn(FakeEngine()).sample(
+        RolloutAttempt("g0/r1", GroupId(0), PROMPT, 1)
+    )
     return await score()
 
 
@@ -62,7 +78,9 @@ async def hanging() -> Rollout:
 
 
 async def run(runner: RolloutRunner) -> Rollout | FailedRollout:
-    return await runner.run(RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1), slots=Slots(1), order=())
+    return await runner.run(
+        RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1), slots=Slots(1), order=()
+    )
 
 
 @virtual
@@ -70,23 +88,40 @@ async def test_single_turn_records_every_token() -> None:
     engine = FakeEngine(tokens=lambda _: 3)
     scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
     engine.policy_version = 9
-    generator = single_turn(engine, scorer, run_seed=3, sampling=SamplingParameters(temperature=0.7))
+    generator = single_turn(
+        engine, scorer, run_seed=3, sampling=SamplingParameters(temperature=0.7)
+    )
     score = await generator.sample(RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1))
-    assert asyncio.get_running_loop().time() == 1.0, "a slow reward is not part of sampling"
+    assert asyncio.get_running_loop().time() == 1.0, (
+        "a slow reward is not part of sampling"
+    )
     (trajectory,) = await score()
     assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
     assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
     assert trajectory.tokens.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
     assert trajectory.tokens.spans == (VersionSpan(5, 8, 9),)
-    assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (0.5, 1, False)
+    assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (
+        0.5,
+        1,
+        False,
+    )
     (request,) = engine.requests
-    assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
+    assert (request.request_id, request.route_key, request.temperature) == (
+        "g4/r1/t0/a0",
+        "g4",
+        0.7,
+    )
     assert request.seed == derive_seed(3, "p7", 1, 0)
 
 
 @pytest.mark.parametrize(
     "error",
-    [RewardFailure("no number"), RequestRefused("too long"), KeyError("turn"), TimeoutError("a tool's own")],
+    [
+        RewardFailure("no number"),
+        RequestRefused("too long"),
+        KeyError("turn"),
+        TimeoutError("a tool's own"),
+    ],
 )
 @virtual
 async def test_rollout_errors_are_data_after_the_last_retry(error: Exception) -> None:
@@ -98,7 +133,9 @@ async def test_rollout_errors_are_data_after_the_last_retry(error: Exception) ->
 
 
 class Spends(FakeEngine):
-    """Samples 2 tokens, is interrupted, and samples one more; then fails, hangs or returns all."""
+    """Samples 2 tokens, is interrupted, and samples one more; then fails, hangs or
+    returns all.
+    """
 
     def __init__(self, *ends: str) -> None:
         super().__init__()
@@ -122,7 +159,9 @@ class Spends(FakeEngine):
                 await asyncio.Event().wait()
         tokens += (97,)
         spans = [VersionSpan(0, len(tokens), 5)]
-        return completion_of(tokens, spans=spans, finish="stop", num_interruptions=1, prompt=prompt)
+        return completion_of(
+            tokens, spans=spans, finish="stop", num_interruptions=1, prompt=prompt
+        )
 
 
 @pytest.mark.parametrize(
@@ -149,13 +188,17 @@ def test_the_journal_counts_every_sampled_token_once(
         if partial is not None:
             journal.segment_nowait(group_id, 1, 0, partial)
         runner = RolloutRunner(
-            single_turn(engine, FakeScorer(lambda *_: next(left)), max_prompt_tokens=50),
+            single_turn(
+                engine, FakeScorer(lambda *_: next(left)), max_prompt_tokens=50
+            ),
             timeout_s=None,
             retries=2,
         )
         running = asyncio.ensure_future(
             runner.run(
-                RolloutAttempt("g0/r1", group_id, prompt, 1, 0, partial, journal), slots=Slots(1), order=()
+                RolloutAttempt("g0/r1", group_id, prompt, 1, 0, partial, journal),
+                slots=Slots(1),
+                order=(),
             )
         )
         if ends[-1] == "hangs":  # the group is dropped while it runs
@@ -188,11 +231,16 @@ async def test_a_broken_part_and_cancellation_pass_the_boundary() -> None:
 
 
 def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
-    seeds = {derive_seed(*who) for who in itertools.product((0, 1), ("p1", "p11"), *[(0, 1)] * 3)}
+    seeds = {
+        derive_seed(*who)
+        for who in itertools.product((0, 1), ("p1", "p11"), *[(0, 1)] * 3)
+    }
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
     one = derive_seed(0, "p1", 0, 0, attempt=0)
-    assert one == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
+    assert one == derive_seed(0, "p1", 0, 0) == 4802785385995688842, (
+        "a run repeats on another machine"
+    )
 
 
 # ---- rollouts of harnesses
@@ -201,8 +249,8 @@ HARNESS_PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7"
 
 
 class FakeHost:
-    """A session host with one session at a time, its scorers, and a queue whose worker takes a work after
-    `queued_s`, and `run_s` for it.
+    """A session host with one session at a time, its scorers, and a queue whose worker
+    takes a work after `queued_s`, and `run_s` for it.
     """
 
     has_score = shows_special = True
@@ -245,7 +293,9 @@ class FakeHost:
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         if self._text is None:
             raise RolloutFailure("nothing was sampled")
-        return (replace(one_token(sample_index, reward=reward), metrics=outcome.metrics),)
+        return (
+            replace(one_token(sample_index, reward=reward), metrics=outcome.metrics),
+        )
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         self.works.append(work)
@@ -286,12 +336,23 @@ def run_harness(host: FakeHost, *, retries: int = 0, **options: Any) -> Any:
         (Outcome(0.0), 0.0),
     ],
 )
-def test_session_ends_before_the_task_scores_it(outcome: Outcome, reward: float) -> None:
+def test_session_ends_before_the_task_scores_it(
+    outcome: Outcome, reward: float
+) -> None:
     host = FakeHost(outcome)
     (trajectory,) = run_harness(host)
-    assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, reward, outcome.metrics)
+    assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (
+        2,
+        reward,
+        outcome.metrics,
+    )
     scored = ["scored 'the answer'"] if reward == 0.25 else []
-    assert host.log[:3] == ["ended: its harness has finished", "slot is free", *scored, "slot is free"][:3]
+    assert (
+        host.log[:3]
+        == ["ended: its harness has finished", "slot is free", *scored, "slot is free"][
+            :3
+        ]
+    )
     assert host.works == [Work("g4/r2", HARNESS_PROMPT, 2, 0, "key-0", 10.0)]
 
 
@@ -299,9 +360,14 @@ def test_each_attempt_has_its_own_session() -> None:
     host = FakeHost(RolloutFailure("worker w is gone"))
     failed = run_harness(host, retries=1)
     assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
-    assert failed.seen()[0].sample_index == 2, "what its calls have sampled can be shown"
+    assert failed.seen()[0].sample_index == 2, (
+        "what its calls have sampled can be shown"
+    )
     assert host.log.count("ended: the rollout failed: worker w is gone") == 2
-    assert [(work.key, work.attempt) for work in host.works] == [("key-0", 0), ("key-1", 1)]
+    assert [(work.key, work.attempt) for work in host.works] == [
+        ("key-0", 0),
+        ("key-1", 1),
+    ]
 
 
 FAILED = RolloutFailure("exit code 1")
@@ -310,9 +376,16 @@ FULL = "This prompt has 9 tokens"
 
 @pytest.mark.parametrize(
     ("outcome", "has_score", "reward"),
-    [(FAILED, True, 0.25), (FAILED, False, 0.0), (Outcome(0.5), True, 0.5), (Outcome(), True, 0.25)],
+    [
+        (FAILED, True, 0.25),
+        (FAILED, False, 0.0),
+        (Outcome(0.5), True, 0.5),
+        (Outcome(), True, 0.25),
+    ],
 )
-def test_rollout_at_a_limit_is_kept_or_fails_by_config(outcome: Any, has_score: bool, reward: float) -> None:
+def test_rollout_at_a_limit_is_kept_or_fails_by_config(
+    outcome: Any, has_score: bool, reward: float
+) -> None:
     host = FakeHost(outcome, overflow=FULL)
     host.has_score = has_score
     (trajectory,) = run_harness(host)

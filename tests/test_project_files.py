@@ -13,16 +13,22 @@ ROOTS = (ROOT, ROOT / "asyncrl", ROOT / "servers/asyncrl_servers")
 
 def text_of(name: str) -> str:
     """Return the text of a file, "" if it does not exist."""
-    return next((path.read_text() for root in ROOTS if (path := root / name).is_file()), "")
+    return next(
+        (path.read_text() for root in ROOTS if (path := root / name).is_file()), ""
+    )
 
 
 def test_architecture_names_functions_that_exist() -> None:
-    stops = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", text_of("docs/architecture.md"))
+    stops = re.findall(
+        r"`([\w.]+)` \(`([\w/]+\.py)`\)", text_of("docs/architecture.md")
+    )
     assert len(stops) > 40
     defined = r"^ *(class|def|async def) {0}\b|^    {0} = "
     for name, file in stops:
         for part in name.split("."):
-            assert re.search(defined.format(part), text_of(file), re.M), f"{file} has no {name}"
+            assert re.search(defined.format(part), text_of(file), re.M), (
+                f"{file} has no {name}"
+            )
 
 
 def test_contributing_names_files_that_exist() -> None:

@@ -27,7 +27,12 @@ SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 def ran(arguments: list[str], folder: Path) -> str:
     """The output of a script."""
     done = subprocess.run(
-        arguments, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
+        arguments,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -43,7 +48,9 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
     samples = [line for line in said if line.startswith("sample ")]
     assert len(samples) == 15, "three of each of five steps"
     assert said[-1].startswith("done runs/from-python/final")
-    reading = READING.replace("runs/from-python", str(tmp_path / "runs" / "from-python"))
+    reading = READING.replace(
+        "runs/from-python", str(tmp_path / "runs" / "from-python")
+    )
     page: dict[str, Any] = {"asyncrl": asyncrl}
     exec(compile(reading, "docs/python.md", "exec"), page)
     record = page["record"]
@@ -55,8 +62,12 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_in_an_event_loop_ends_by_interrupt_or_callback(tmp_path: Path) -> None:
-    config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
-    run = partial(asyncrl.run, config, ["observe.console=none"], run_dir=tmp_path / "run")
+    config = yaml.safe_load(
+        write_config(tmp_path, trainer={"num_steps": 100_000}).read_text()
+    )
+    run = partial(
+        asyncrl.run, config, ["observe.console=none"], run_dir=tmp_path / "run"
+    )
 
     def interrupt(step: int, metrics: object) -> None:
         if step == 2:
@@ -68,7 +79,9 @@ def test_run_in_an_event_loop_ends_by_interrupt_or_callback(tmp_path: Path) -> N
     async def main() -> None:
         stopped = run(on_step=interrupt)
         assert (stopped.state, stopped.steps["step"][:2]) == ("interrupted", [1, 2])
-        with pytest.raises(CallbackError, match="^on_step of asyncrl.run raised KeyError") as caught:
+        with pytest.raises(
+            CallbackError, match="^on_step of asyncrl.run raised KeyError"
+        ) as caught:
             await asyncio.to_thread(run, on_step=fail)
         assert repr(caught.value.error) == "KeyError('no room')"
 
@@ -82,11 +95,18 @@ async def _async(step: int, metrics: object) -> None: ...
     ("function", "says"),
     [
         (5, "on_step of asyncrl.run is 5, which cannot be called"),
-        (lambda step: None, r"cannot be called as on_step\(step, metrics\): too many positional"),
+        (
+            lambda step: None,
+            r"cannot be called as on_step\(step, metrics\): too many positional",
+        ),
         (_async, "is a coroutine function"),
     ],
 )
-def test_invalid_callback_is_refused_before_the_start(function: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_callback_is_refused_before_the_start(
+    function: Any, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        asyncrl.run(ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", on_step=function)
+        asyncrl.run(
+            ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", on_step=function
+        )
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""scripts/recipe.py: its recipes load, one runs on the CPU, and the code reward executes tests."""
+"""scripts/recipe.py: its recipes load, one runs on the CPU, and the code reward
+executes tests.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def test_a_recipe_loads_and_its_page_names_it(name: str) -> None:
 
 
 def test_the_list_names_each_recipe() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(recipe.RECIPES)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(
+        recipe.RECIPES
+    )
 
 
 @pytest.mark.slow
@@ -51,4 +57,6 @@ def test_a_recipe_trains_and_writes_its_curve(tmp_path: Path) -> None:
     ],
 )
 def test_only_code_that_passes_its_tests_earns(code: str, is_right: bool) -> None:
-    assert passes(code, ["", "assert double(2) == 4", "assert double(0) == 0"]) is is_right
+    assert (
+        passes(code, ["", "assert double(2) == 4", "assert double(0) == 0"]) is is_right
+    )

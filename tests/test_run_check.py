@@ -1,4 +1,6 @@
-"""What cannot run is refused by `asyncrl check`, and by a run before it has started a process."""
+"""What cannot run is refused by `asyncrl check`, and by a run before it has started a
+process.
+"""
 
 from __future__ import annotations
 
@@ -108,14 +110,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def with_id(line: str, words: str) -> object:
-    return pytest.param(line, words, id=line, marks=pytest.mark.extras if "reasoning_gym" in line else ())
+    return pytest.param(
+        line,
+        words,
+        id=line,
+        marks=pytest.mark.extras if "reasoning_gym" in line else (),
+    )
 
 
 @pytest.mark.parametrize(("line", "words"), [with_id(*case) for case in CASES])
 def test_check_refuses_what_cannot_run_with_exit_code_2(
-    line: str, words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    words: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings_of(line)])
+    monkeypatch.setattr(
+        sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings_of(line)]
+    )
     with pytest.raises(SystemExit, match="2"):
         cli.main()
     said = capsys.readouterr().err
@@ -132,12 +145,19 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.glob("gsm8k-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config", sorted(CONFIGS.glob("gsm8k-*.yaml")), ids=lambda path: path.stem
+)
 def test_a_gpu_config_passes_the_check_in_its_header(
-    config: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def cached(name: str, file: str, **_: Any) -> str:
-        architecture = dict(zip(SIZES.split(), HUB[name], strict=True)) | {"head_dim": 128}
+        architecture = dict(zip(SIZES.split(), HUB[name], strict=True)) | {
+            "head_dim": 128
+        }
         architecture |= {"model_type": name[5:10].lower()}
         (here / file).write_text(json.dumps(architecture))
         return str(here / file)
@@ -152,23 +172,33 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     said = capsys.readouterr().out
     assert "size unknown" not in said
     assert re.search(
-        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$", said, re.MULTILINE
+        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$",
+        said,
+        re.MULTILINE,
     )
 
 
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("mine_here:same", "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell"),
+        (
+            "mine_here:same",
+            "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell",
+        ),
         ("mine_here:fails", "ZeroDivisionError"),
-        ("mine_here:blocks", "warning: task: the reward mine_here:blocks takes more than"),
+        (
+            "mine_here:blocks",
+            "warning: task: the reward mine_here:blocks takes more than",
+        ),
     ],
 )
 def test_check_shows_the_first_prompt_and_its_rewards(
     reward: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.job.check.TRIAL_S", 0.5)
-    config = load_config(write_config(here, task={**FILES, "reward": reward, "shuffle": False}))
+    config = load_config(
+        write_config(here, task={**FILES, "reward": reward, "shuffle": False})
+    )
     said = "\n".join(check_lines(config, single_node()))
     assert "the first prompt is '<|user|>abc<|im_end|><|assistant|>'" in said
     assert says in said, said
@@ -178,7 +208,9 @@ def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = list[str]()
-    monkeypatch.setattr("huggingface_hub.get_session", lambda: calls.append("") or 1 / 0)
+    monkeypatch.setattr(
+        "huggingface_hub.get_session", lambda: calls.append("") or 1 / 0
+    )
     machine = Machine((), 8, 2**36, has_bfloat16=False, is_here=False)
     (here / "alone").mkdir()
     (here / "alone/config.json").write_text(json.dumps({**SHAPE, "vocab_size": 32}))
@@ -192,9 +224,13 @@ def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
-    found = validate(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
+    found = validate(
+        load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6}))
+    )
     (note,) = found.notes
-    assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
+    assert note.startswith(
+        "1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6"
+    )
     assert len(found.tasks[""]) == 2
 
 
@@ -202,16 +238,22 @@ def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
 def test_too_few_open_files_are_refused(
     missing: int, is_refused: bool, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(write_config(here), ["generator.concurrency=300", "rollout.num_engines=2"])
+    config = load_config(
+        write_config(here), ["generator.concurrency=300", "rollout.num_engines=2"]
+    )
     limits = dict[str, Any]()
     hard = FEW_FILES + 300 - missing
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda name, pair: limits.update({str(name): pair}))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda name, pair: limits.update({str(name): pair})
+    )
     if not is_refused:
         refuse_few_files(config)
         assert limits == {str(resource.RLIMIT_NOFILE): (hard, hard)}
         return
-    with pytest.raises(ConfigError, match=f"may open {hard} files, and 300 concurrent") as refusal:
+    with pytest.raises(
+        ConfigError, match=f"may open {hard} files, and 300 concurrent"
+    ) as refusal:
         run_job(config, here / "run", name="test")
     assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
     assert not (here / "run").exists()

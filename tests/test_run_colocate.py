@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from turn_cases import MOVE_S, NUM_CHUNKS, START_S, House, make_request, play, play_to_its_error
+from turn_cases import (
+    MOVE_S,
+    NUM_CHUNKS,
+    START_S,
+    House,
+    make_request,
+    play,
+    play_to_its_error,
+)
 
 from asyncrl.base.errors import PublishError
 
@@ -42,9 +50,13 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
         assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2
         numbers = house.publisher.gauges()
         assert numbers["perf/to_trainer_s"] == pytest.approx(2 * MOVE_S)
-        assert numbers["perf/to_engines_s"] == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
+        assert numbers["perf/to_engines_s"] == pytest.approx(
+            (4 + 2 * NUM_CHUNKS) * MOVE_S
+        )
         assert house.publisher.version == 1
-        assert house.publisher.report.publish_s == pytest.approx(2 * NUM_CHUNKS * MOVE_S)
+        assert house.publisher.report.publish_s == pytest.approx(
+            2 * NUM_CHUNKS * MOVE_S
+        )
 
     live(story)
 
@@ -73,7 +85,10 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({}, "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0"),
+        (
+            {},
+            "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0",
+        ),
         ({"version": 5}, "failed in commit of policy_version 1"),
     ],
 )
@@ -96,8 +111,12 @@ def test_changed_weights_are_never_announced(change: Any, what: str) -> None:
 Kills = list[tuple[float, int]]
 
 
-def tokens_of_six_steps(kills: Kills, *, stays: bool = False) -> list[list[tuple[int, ...]]]:
-    """Return the tokens of the requests of six steps; each kill follows the previous one after a delay."""
+def tokens_of_six_steps(
+    kills: Kills, *, stays: bool = False
+) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of the requests of six steps; each kill follows the previous
+    one after a delay.
+    """
     tokens = []
 
     async def story(house: House) -> None:
@@ -108,14 +127,19 @@ def tokens_of_six_steps(kills: Kills, *, stays: bool = False) -> list[list[tuple
 
         killing = house.tasks.create_task(kill(), name="killer")
         for number in range(6):
-            requests = [house.ask(make_request(f"s{number}/{index}", seed=index)) for index in range(4)]
+            requests = [
+                house.ask(make_request(f"s{number}/{index}", seed=index))
+                for index in range(4)
+            ]
             tokens.append([(await request).token_ids for request in requests])
             await house.step()
         await killing
         await asyncio.sleep(20 * START_S)
         assert house.announced == [1, 2, 3, 4, 5, 6]
         weights = ["w", *(f"p{index}#0" for index in range(6))]
-        assert house.published == [(version, "|".join(weights[: version + 1])) for version in range(1, 7)]
+        assert house.published == [
+            (version, "|".join(weights[: version + 1])) for version in range(1, 7)
+        ]
         assert house.pool.down == ()
         assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
 
@@ -129,6 +153,11 @@ def undisturbed() -> list[list[tuple[int, ...]]]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(kills=st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 2)), max_size=6), stays=st.booleans())
-def test_deaths_leave_steps_and_tokens_unchanged(undisturbed: Any, kills: Kills, stays: bool) -> None:
+@given(
+    kills=st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 2)), max_size=6),
+    stays=st.booleans(),
+)
+def test_deaths_leave_steps_and_tokens_unchanged(
+    undisturbed: Any, kills: Kills, stays: bool
+) -> None:
     assert tokens_of_six_steps(kills, stays=stays) == undisturbed

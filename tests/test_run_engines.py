@@ -1,4 +1,6 @@
-"""Engine servers that die, hang, leave and return, on the virtual clock; and the command that scales them."""
+"""Engine servers that die, hang, leave and return, on the virtual clock; and the
+command that scales them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,27 @@ from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_runs import write_config
-from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
+from turn_cases import (
+    DECODE_S,
+    START_S,
+    EngineRooms,
+    make_request,
+    play,
+    play_to_its_error,
+)
 
 from asyncrl.base.errors import ConfigError, EngineLost
 from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.live_settings import WANTED_FILE, follow_live, read_wanted, scale_run, write_wanted
+from asyncrl.job.live_settings import (
+    WANTED_FILE,
+    follow_live,
+    read_wanted,
+    scale_run,
+    write_wanted,
+)
 from asyncrl.job.resume import changed_keys
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
@@ -36,22 +51,31 @@ async def undisturbed(request: SamplingRequest) -> Completion:
 
 
 Asked = list[tuple[SamplingRequest, int, asyncio.Task[Completion]]]
-"""Requests, the version that was announced when each was made, and what becomes of it."""
+"""Requests, the version that was announced when each was made, and what becomes of it.
+"""
 
 
 async def all_continued(asked: Asked) -> None:
-    """Each got the tokens of a server that nothing befalls, in order, and none older than announced."""
+    """Each got the tokens of a server that nothing befalls, in order, and none older
+    than announced.
+    """
     for request, announced, task in asked:
         completion, expected = await task, await undisturbed(request)
         assert completion.token_ids == expected.token_ids
         assert completion.behaviour_logprobs == expected.behaviour_logprobs
-        covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+        covered = [
+            index
+            for span in completion.version_spans
+            for index in range(span.start, span.end)
+        ]
         assert covered == list(range(len(completion.token_ids)))
         assert min(span.version for span in completion.version_spans) >= announced
 
 
 class House(EngineRooms):
-    """Engines and a trainer on separate devices: `start` engines work at first, the others are parked."""
+    """Engines and a trainer on separate devices: `start` engines work at first, the
+    others are parked.
+    """
 
     fakes: list[FakeEngineServer]
 
@@ -68,7 +92,9 @@ class House(EngineRooms):
         **supervision: Any,
     ) -> None:
         times = {"decode_s": DECODE_S, "prepare_s": prepare_s, "swap_s": swap_s}
-        fakes = [FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)]
+        fakes = [
+            FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)
+        ]
         for fake in fakes[start or num_engines :]:
             fake.die()
         super().__init__(
@@ -86,7 +112,8 @@ class House(EngineRooms):
         if start is not None:
             self.spawn(self.scale.follow(), name="scale")
             self.spawn(
-                follow_live(folder, self.scale.range.numbers, self.scale.want_nowait), name="live settings"
+                follow_live(folder, self.scale.range.numbers, self.scale.want_nowait),
+                name="live settings",
             )
 
     @property
@@ -99,7 +126,10 @@ class House(EngineRooms):
         ]
 
     def happened(self) -> list[str]:
-        return [f"{what.removeprefix('engine ')} {detail['name'][-1]}" for what, detail in self.events]
+        return [
+            f"{what.removeprefix('engine ')} {detail['name'][-1]}"
+            for what, detail in self.events
+        ]
 
     def num_restarts(self) -> int:
         return sum(one.num_restarts for one in self.supervisors.values())
@@ -111,25 +141,34 @@ THREE = {"num_engines": 3, "start": 1, "swap_s": 0.1, "backoff_s": 0.5}
 
 def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
     async def story(house: House) -> None:
-        running = [house.ask(make_request(f"r{index}", max_tokens=3000, seed=index)) for index in range(4)]
+        running = [
+            house.ask(make_request(f"r{index}", max_tokens=3000, seed=index))
+            for index in range(4)
+        ]
         await asyncio.sleep(1.0)
         house.processes[1].child.is_node_gone = True
         house.fakes[1].die()
         await asyncio.sleep(600.0)
         assert [len((await task).token_ids) for task in running] == [3000] * 4
         starts = house.processes[1].started_at
-        waits = [later - before for before, later in zip(starts, starts[1:], strict=False)]
+        waits = [
+            later - before for before, later in zip(starts, starts[1:], strict=False)
+        ]
         assert waits == pytest.approx([5.0] * len(waits))
         assert len(waits) > 100
         gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
-        then = "restarting engine-1, once its node is back; the run continues without it"
+        then = (
+            "restarting engine-1, once its node is back; the run continues without it"
+        )
         assert house.told == [f"{gone}; {then}"]
         house.trainer.step()
         house.processes[1].child.is_node_gone = False
         await asyncio.sleep(5.0 + START_S + 1.0)
         assert house.pool.down == ()
         assert house.fakes[1].policy_version == 1
-        house.processes[0].child.is_node_gone = house.processes[1].child.is_node_gone = True
+        house.processes[0].child.is_node_gone = house.processes[
+            1
+        ].child.is_node_gone = True
         house.fakes[1].die()
         await asyncio.sleep(60.0)
         house.fakes[0].die()
@@ -151,7 +190,9 @@ def test_node_lost_after_its_engine_is_reported_once() -> None:
         assert house.pool.down == ()
         first, second = house.told
         assert first.endswith("restarting engine-1, 1 of 3")
-        assert second.endswith("restarting engine-1, once its node is back; the run continues without it")
+        assert second.endswith(
+            "restarting engine-1, once its node is back; the run continues without it"
+        )
 
     live(story)
 
@@ -160,7 +201,9 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
-        requests = [make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)]
+        requests = [
+            make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)
+        ]
         running = [house.ask(one) for one in requests[:4]]
         write_wanted(house.folder, 3)
         await asyncio.sleep(1.5)
@@ -182,8 +225,15 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
         for task in running[4:]:
             first, last = task.result().version_spans
             assert first.engine != last.engine == 0, "with their tokens"
-        assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, "and nothing is sampled twice"
-        assert sorted(house.happened()) == ["parked 1", "parked 2", "unparked 1", "unparked 2"]
+        assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, (
+            "and nothing is sampled twice"
+        )
+        assert sorted(house.happened()) == [
+            "parked 1",
+            "parked 2",
+            "unparked 1",
+            "unparked 2",
+        ]
         assert (max(house.capacities), house.capacities[-1]) == (3, 1)
         assert (house.num_restarts(), house.told) == (0, [])
         assert house.scale.gauges() == {"engine/up": 1}
@@ -202,7 +252,9 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
         house.processes[1].fails_to_start = 1
         write_wanted(house.folder, 2)
         await asyncio.sleep(10 * START_S)
-        assert house.states == ["up", "up", "parked"], "asked for again, it is tried again"
+        assert house.states == ["up", "up", "parked"], (
+            "asked for again, it is tried again"
+        )
         house.processes[1].fails_to_start = 99
         house.fakes[1].die()
         await asyncio.sleep(1e4)
@@ -216,14 +268,20 @@ MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"]
 
 @settings(max_examples=60, deadline=None)
 @given(
-    moves=st.lists(st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25),
+    moves=st.lists(
+        st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25
+    ),
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
     swap_s=st.sampled_from([0.0, 0.3]),
     num_engines=st.integers(1, 3),
     start=st.integers(1, 3),
 )
 def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
-    moves: list[tuple[float, str, int]], prepare_s: float, swap_s: float, num_engines: int, start: int
+    moves: list[tuple[float, str, int]],
+    prepare_s: float,
+    swap_s: float,
+    num_engines: int,
+    start: int,
 ) -> None:
     async def story(house: House) -> None:
         asked: Asked = []
@@ -240,7 +298,9 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
                 with contextlib.suppress(EngineLost):
                     await house.targets[where % num_engines].abort(None, timeout_s=0.1)
             else:
-                request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
+                request = make_request(
+                    f"r{number}", max_tokens=150 * (where + 1), seed=number
+                )
                 asked.append((request, house.announced[-1], house.ask(request)))
         await all_continued(asked)
         await asyncio.sleep(100.0 + 50.0 * len(moves))
@@ -251,7 +311,9 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
         ]
         assert house.announced == sorted(set(house.announced))
         assert house.announced[-1] == house.trainer.policy_version
-        assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
+        assert {fake.policy_version for fake in house.fakes[:num]} == {
+            house.announced[-1]
+        }
         assert (sum(house.pool.load.values()), [num, *house.capacities][-1]) == (0, num)
 
     live(
@@ -284,10 +346,14 @@ def test_run_resumes_with_the_wanted_number_if_it_is_valid(tmp_path: Path) -> No
         ("engines=5", 2, "'rollout.num_engines={min: 1, max: 5}' --allow-change"),
     ],
 )
-def test_scale_command_asks_or_refuses(tmp_path: Path, asked: str, num_engines: Any, says: str) -> None:
+def test_scale_command_asks_or_refuses(
+    tmp_path: Path, asked: str, num_engines: Any, says: str
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    saved = write_config(tmp_path, rollout={"num_engines": num_engines}).rename(folder / "config.yaml")
+    saved = write_config(tmp_path, rollout={"num_engines": num_engines}).rename(
+        folder / "config.yaml"
+    )
     try:
         said = scale_run(folder, asked)
     except ConfigError as error:

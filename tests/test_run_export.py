@@ -1,4 +1,6 @@
-"""`asyncrl export` writes the trained weights, pushes them to the hub, and does not change the run."""
+"""`asyncrl export` writes the trained weights, pushes them to the hub, and does not
+change the run.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class MadeRun:
     def __init__(self, folder: Path, model_dir: Path, **sections: Any) -> None:
         self.path = folder / "run"
         self.path.mkdir(parents=True)
-        sections["model"] = {"path": str(model_dir), "scratch": None, **sections.get("model", {})}
+        sections["model"] = {
+            "path": str(model_dir),
+            "scratch": None,
+            **sections.get("model", {}),
+        }
         self.config = load_config(write_config(folder, **sections))
         (self.path / "config.yaml").write_text(run_config_yaml(self.config))
         pin = ModelPin(self.path, self.config.model.source)
@@ -86,17 +92,30 @@ def loaded(folder: Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
 
 
-@pytest.mark.parametrize(("lora", "experts"), [(None, ""), (LORA, ""), (None, "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("lora", "experts"), [(None, ""), (LORA, ""), (None, "deepseek_v3")]
+)
 def test_exported_checkpoint_equals_the_trainers_save(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, lora: Any, experts: str
 ) -> None:
     dtype = "bfloat16"
-    model = make_tiny_moe(tmp_path / "moe", experts, **STACKED[experts]) if experts else tiny_model_dir
+    model = (
+        make_tiny_moe(tmp_path / "moe", experts, **STACKED[experts])
+        if experts
+        else tiny_model_dir
+    )
     template = tmp_path / "own.jinja"
-    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    step = make_step(model, dtype=dtype, trainer={"lora": lora}, chat_template=str(template))
+    template.write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    step = make_step(
+        model, dtype=dtype, trainer={"lora": lora}, chat_template=str(template)
+    )
     made = MadeRun(
-        tmp_path, model, model={"dtype": dtype, "chat_template": str(template)}, trainer={"lora": lora}
+        tmp_path,
+        model,
+        model={"dtype": dtype, "chat_template": str(template)},
+        trainer={"lora": lora},
     )
     train(step, 0, 2)
     made.checkpoint(step)
@@ -110,15 +129,25 @@ def test_exported_checkpoint_equals_the_trainers_save(
         name for name in ours if name.endswith(".e_score_correction_bias")
     }  # of a router: no parameter
     in_float32 |= float32_names(loaded(final))
-    kept = {name: getattr(torch, "float32" if name in in_float32 else dtype) for name in ours}
+    kept = {
+        name: getattr(torch, "float32" if name in in_float32 else dtype)
+        for name in ours
+    }
     assert {name: one.dtype for name, one in ours.items()} == kept
     assert {name: one.dtype for name, one in theirs.items()} == kept
     assert torch.equal(logits(loaded(out)), logits(loaded(final)))
-    for name in ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.json",
+    ):
         assert (out / name).read_text() == (final / name).read_text(), name
     assert AutoTokenizer.from_pretrained(out).chat_template == template.read_text()
     again = made.export(tmp_path / "copied")  # the run is done: export copies final/
-    assert (again / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
+    assert (again / "model.safetensors").read_bytes() == (
+        final / "model.safetensors"
+    ).read_bytes()
 
 
 # peft 0.21 asks transformers 5.23 by an old name
@@ -126,7 +155,10 @@ def test_exported_checkpoint_equals_the_trainers_save(
 def test_exported_adapters_compute_like_the_merged_model(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    step, made = make_step(trainer={"lora": LORA}), MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA})
+    step, made = (
+        make_step(trainer={"lora": LORA}),
+        MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA}),
+    )
     train(step, 0, 3)
     made.checkpoint(step)
     merged = logits(loaded(made.export(tmp_path / "merged")))
@@ -140,7 +172,9 @@ def test_exported_adapters_compute_like_the_merged_model(
     assert config["base_model_name_or_path"] == str(tiny_model_dir)
     assert AutoTokenizer.from_pretrained(again).chat_template
     with pytest.raises(ConfigError, match=r"trainer\.lora=none"):
-        MadeRun(tmp_path / "copied", tiny_model_dir).export(tmp_path / "none", adapter=True)
+        MadeRun(tmp_path / "copied", tiny_model_dir).export(
+            tmp_path / "none", adapter=True
+        )
 
 
 @pytest.fixture
@@ -152,16 +186,30 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
         made.checkpoint(step)
     rewards = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.3}
     lines = [
-        {"policy_version": one, "eval/version": one, "eval/reward_mean": reward, "eval/seconds": 1.0}
+        {
+            "policy_version": one,
+            "eval/version": one,
+            "eval/reward_mean": reward,
+            "eval/seconds": 1.0,
+        }
         for one, reward in rewards.items()
     ]
-    (made.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (made.path / "eval.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     steps = [
-        {"step": one, "time_s": float(one), "reward/mean": 0.1 * (one - 1), "sample/staleness_mean": 0.5}
+        {
+            "step": one,
+            "time_s": float(one),
+            "reward/mean": 0.1 * (one - 1),
+            "sample/staleness_mean": 0.5,
+        }
         | {"sample/staleness_max": one - 1, "tokens/trained": 100}
         for one in range(1, 5)
     ]
-    (made.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    (made.path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in steps)
+    )
     return made
 
 
@@ -176,12 +224,16 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
 
     assert [found(step) for step in ("last", "best", "1")] == [3, 2, 1]
     for step in ("4", "-1", "newest"):
-        with pytest.raises(ConfigError, match=f"--step {step}; available: steps 1, 2, 3"):
+        with pytest.raises(
+            ConfigError, match=f"--step {step}; available: steps 1, 2, 3"
+        ):
             found(step)
     shutil.rmtree(made.path / "checkpoints" / "step_2")
     assert found("best") == 3
     damage(made.path / "checkpoints" / "step_3")
-    with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp"
+    ):
         found("last")
     (made.path / "eval.jsonl").unlink()
     with pytest.raises(ConfigError, match="no weights for --step best"):
@@ -190,12 +242,18 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
         find_weights(made.path.parent, made.config, "last")
 
 
-def test_a_base_model_that_has_changed_is_refused(made: MadeRun, tmp_path: Path) -> None:
+def test_a_base_model_that_has_changed_is_refused(
+    made: MadeRun, tmp_path: Path
+) -> None:
     moved = shutil.copytree(made.config.model.path or "", tmp_path / "moved")
     config = made.path / "config.yaml"
-    config.write_text(config.read_text().replace(str(made.config.model.path), str(moved)))
+    config.write_text(
+        config.read_text().replace(str(made.config.model.path), str(moved))
+    )
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
-    with pytest.raises(ConfigError, match=r"not the one that this run began with: config\.json") as caught:
+    with pytest.raises(
+        ConfigError, match=r"not the one that this run began with: config\.json"
+    ) as caught:
         made.export(tmp_path / "out")
     assert "--allow-change" not in str(caught.value)
 
@@ -220,8 +278,20 @@ def test_a_card_has_no_paths_and_no_secrets(
     assert front["library_name"] == "transformers"
     assert "base_model" not in front, "it was a folder of this machine"
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("policy_version 2", "200 trained tokens", "1 observed", "Evaluation: 0.500"):
+    for words in (
+        "policy_version 2",
+        "200 trained tokens",
+        "1 observed",
+        "Evaluation: 0.500",
+    ):
         assert words in card
-    written = [path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")]
-    for hidden in (SECRET, str(tmp_path), str(tiny_model_dir.parent), os.environ.get("HOME", "/root")):
+    written = [
+        path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")
+    ]
+    for hidden in (
+        SECRET,
+        str(tmp_path),
+        str(tiny_model_dir.parent),
+        os.environ.get("HOME", "/root"),
+    ):
         assert not any(hidden in text for text in written)

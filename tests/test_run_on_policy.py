@@ -32,29 +32,45 @@ BATCHES = [
 
 
 class Life:
-    """One process of a run: real buffer, producers and feed. Everything follows from the seed of its
-    latencies.
+    """One process of a run: real buffer, producers and feed. Everything follows from
+    the seed of its latencies.
     """
 
-    def __init__(self, seed: int, journal: MemoryJournal, *, capacity: int = 64) -> None:
+    def __init__(
+        self, seed: int, journal: MemoryJournal, *, capacity: int = 64
+    ) -> None:
         latencies = random.Random(seed)
         self.journal, self.capacity = journal, capacity
         self.engine = FakeEngine(latency_s=lambda _: latencies.uniform(1.0, 3.0))
         self.feed = PromptSource(TaskPrompts(Numbers(1000), seed=0, shuffle=False))
-        self.buffer = make_buffer(num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, max_staleness=0)
+        self.buffer = make_buffer(
+            num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, max_staleness=0
+        )
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
 
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
         """Train from batch `version` to the end of the run or of this process."""
         scorer = FakeScorer(
-            lambda prompt, _: "no" if prompt.num_requeued < TRIES.get(prompt.prompt_id, 0) else 1.0
+            lambda prompt, _: (
+                "no" if prompt.num_requeued < TRIES.get(prompt.prompt_id, 0) else 1.0
+            )
         )
         generator = single_turn(self.engine, scorer, max_tokens=8)
-        limits = {"max_failed_groups": 99, "max_requeues": 2, "capacity": self.capacity, "timeout_s": None}
+        limits = {
+            "max_failed_groups": 99,
+            "max_requeues": 2,
+            "capacity": self.capacity,
+            "timeout_s": None,
+        }
         async with asyncio.TaskGroup() as tasks:
             producers = make_producers(
-                self.buffer, tasks.create_task, generator, source=self.feed, journal=self.journal, **limits
+                self.buffer,
+                tasks.create_task,
+                generator,
+                source=self.feed,
+                journal=self.journal,
+                **limits,
             )
             for returning in self.returning:
                 producers.returns_nowait(*returning)
@@ -74,7 +90,10 @@ class Life:
 
 
 def prompts_of(journal: MemoryJournal) -> list[list[str]]:
-    return [[group.prompt.seed_id for group in batch.groups] for _, batch in sorted(journal.batches.items())]
+    return [
+        [group.prompt.seed_id for group in batch.groups]
+        for _, batch in sorted(journal.batches.items())
+    ]
 
 
 @pytest.mark.parametrize("capacity", [64, 5])
@@ -98,7 +117,9 @@ async def tell(journal: Journal, told: MemoryJournal) -> None:
 
 
 @pytest.mark.parametrize("killed_s", [0.5, 2.4, 4.5, 8.5])
-def test_killed_run_with_failures_has_the_same_batches(tmp_path: Path, killed_s: float) -> None:
+def test_killed_run_with_failures_has_the_same_batches(
+    tmp_path: Path, killed_s: float
+) -> None:
     told = MemoryJournal()
     run_virtual(Life(1, told).play(until_s=killed_s))
     second = Life(2, told)

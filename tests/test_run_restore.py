@@ -1,4 +1,6 @@
-"""A killed run's parts return to their place. A checkpoint stays until a new trainer has caught up."""
+"""A killed run's parts return to their place. A checkpoint stays until a new trainer
+has caught up.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from journal_cases import (
 )
 from test_trainer_supervision import batch_at, weights_of
 
-from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError, TrainerLost
+from asyncrl.base.errors import (
+    CheckpointError,
+    JournalError,
+    TaskError,
+    TrainerError,
+    TrainerLost,
+)
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
@@ -55,17 +63,29 @@ def make_feed(seed: int = 0) -> PromptSource:
 
 
 class Life:
-    """One process of a run: its components, reporter and journal. `restored` counts calls of the reporter
-    after a resume.
+    """One process of a run: its components, reporter and journal. `restored` counts
+    calls of the reporter after a resume.
     """
 
     def __init__(self, path: Path) -> None:
-        self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
+        self.journal, self.buffer, self.feed = (
+            open_journal(path),
+            make_buffer(num_batches=20),
+            make_feed(),
+        )
         self.worker = FakeTrainerServer(train_s=0.0)
-        self.worker.export_s = self.worker.load_s = self.worker.save_s = self.worker.write_s = 0.0
-        supervision, never = Supervision(SupervisionConfig(), 1.0, print, print), AsyncMock()
+        self.worker.export_s = self.worker.load_s = self.worker.save_s = (
+            self.worker.write_s
+        ) = 0.0
+        supervision, never = (
+            Supervision(SupervisionConfig(), 1.0, print, print),
+            AsyncMock(),
+        )
         self.trainer = SupervisedTrainer(
-            [FakeProcess(self.worker)], supervision, before_start=never, bring_back=never
+            [FakeProcess(self.worker)],
+            supervision,
+            before_start=never,
+            bring_back=never,
         )
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
@@ -87,7 +107,11 @@ class Life:
 
     def numbers(self) -> tuple[int, int, int]:
         """(next batch, ready groups, running groups)."""
-        return self.buffer.rule.next_batch, self.buffer.rule.num_ready, self.buffer.rule.num_running
+        return (
+            self.buffer.rule.next_batch,
+            self.buffer.rule.num_ready,
+            self.buffer.rule.num_running,
+        )
 
     async def take_step(self, *, is_trained: bool = True) -> None:
         batch = self.buffer.take_nowait()
@@ -121,7 +145,13 @@ class Life:
         assert self.steps == []
         self.restored += 1
 
-    def step(self, rooms: object, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
+    def step(
+        self,
+        rooms: object,
+        batch: Batch,
+        report: TrainResponse,
+        found: Mapping[str, float],
+    ) -> None:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:
@@ -129,7 +159,9 @@ class Life:
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
-    """Processes of a run, one after the other over one journal; each is cut off, not ended."""
+    """Processes of a run, one after the other over one journal; each is cut off, not
+    ended.
+    """
 
     async def play(story: Callable[[Life], Awaitable[None]]) -> None:
         life = Life(path)
@@ -141,7 +173,9 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
 
 async def leave_something_of_everything(life: Life) -> None:
-    """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11 and g12 failed."""
+    """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11
+    and g12 failed.
+    """
     life.journal.note_nowait("order", life.feed.order)
     await life.run_steps(3)
     life.finish(life.admit(), life.admit())
@@ -154,32 +188,56 @@ async def leave_something_of_everything(life: Life) -> None:
     life.journal.admitted_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
     life.journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
     for group_id, version in ((11, 3), (12, 4)):
-        life.journal.admitted_nowait(Ticket(GroupId(group_id), version), life.feed.next_nowait())
-        life.journal.group_ended_nowait(GroupId(group_id), "failed", "no reward", requeued=2)
+        life.journal.admitted_nowait(
+            Ticket(GroupId(group_id), version), life.feed.next_nowait()
+        )
+        life.journal.group_ended_nowait(
+            GroupId(group_id), "failed", "no reward", requeued=2
+        )
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])
-def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path, version: int) -> None:
+def test_resume_trains_batches_again_and_restores_everything_else(
+    tmp_path: Path, version: int
+) -> None:
     async def resumed(life: Life) -> None:
-        if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
+        # no checkpoint can be ahead of the journal: its batch was trained
+        if version == 4:
             life.journal.trained_nowait(3, {})
-        (nine,) = await life.restore(Whole(version, tmp_path / "step", {}) if version else None)
-        assert (life.restored, life.worker.weights, life.trainer.policy_version) == (1, weights_of(4), 4)
+        (nine,) = await life.restore(
+            Whole(version, tmp_path / "step", {}) if version else None
+        )
+        assert (life.restored, life.worker.weights, life.trainer.policy_version) == (
+            1,
+            weights_of(4),
+            4,
+        )
         assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
         for batch, report in life.steps:
             expected = batch_at(batch.version)
-            assert [group.prompt for group in batch.groups] == [group.prompt for group in expected.groups]
-            assert (batch.min_version, report.policy_version) == (expected.min_version, batch.version + 1)
+            assert [group.prompt for group in batch.groups] == [
+                group.prompt for group in expected.groups
+            ]
+            assert (batch.min_version, report.policy_version) == (
+                expected.min_version,
+                batch.version + 1,
+            )
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
-        assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {1: 2}
+        assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {
+            1: 2
+        }
         assert (nine.failures, nine.partials.keys()) == ({0: (3, "it timed out")}, {2})
         attempt, partial = nine.partials[2]
         assert (attempt, same_partial(partial, make_partial(5))) == (1, True)
-        assert (*life.numbers(), life.buffer.rule.served, life.buffer.rule.num_issued) == (4, 1, 1, 4, 13)
+        assert (
+            *life.numbers(),
+            life.buffer.rule.served,
+            life.buffer.rule.num_issued,
+        ) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
-        assert [(at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned] == [
-            (4, "0/12", 2)
-        ]
+        assert [
+            (at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned
+        ] == [(4, "0/12", 2)]
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
         assert same_group(eight, make_group(8, version=3))
@@ -199,7 +257,10 @@ def test_prompt_that_the_task_changed_starts_over_first(tmp_path: Path) -> None:
         assert life.admit() == Ticket(GroupId(2), 0), "no number is used twice"
 
     async def third(life: Life) -> None:
-        found = [(group.ticket.group_id, group.prompt.prompt_id) for group in await life.restore()]
+        found = [
+            (group.ticket.group_id, group.prompt.prompt_id)
+            for group in await life.restore()
+        ]
         assert found == [(1, "0/1"), (2, "0/0")]
         assert life.next_prompts(1) == [("0/2", 0)]
 
@@ -207,8 +268,8 @@ def test_prompt_that_the_task_changed_starts_over_first(tmp_path: Path) -> None:
 
 
 def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
-    """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is
-    ready, of version 2.
+    """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of
+    version 0, and g6 is ready, of version 2.
     """
 
     async def first(life: Life) -> None:
@@ -225,7 +286,9 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
         assert await life.restore() == ()
         assert life.numbers() == (2, 1, 0)
         assert life.admit().group_id == 7
-        assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)], "g7 has the prompt of g4"
+        assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)], (
+            "g7 has the prompt of g4"
+        )
         life.finish(Ticket(GroupId(7), 2))
         await life.take_step()
 
@@ -242,7 +305,9 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
 def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
-    """The reporter cuts the killed run's lines (metrics.jsonl), and the journal then has another start."""
+    """The reporter cuts the killed run's lines (metrics.jsonl), and the journal then
+    has another start.
+    """
     whole = Whole(2, tmp_path / "step_2", {})
 
     async def first(life: Life) -> None:
@@ -262,13 +327,20 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
             await life.restore(whole)
         assert (life.restored, life.steps, life.worker.calls) == (0, [], [])
         await life.journal.flush()
-        assert "restored" not in {event["what"] for event in asked(life.journal.path, run_story)["events"]}
+        assert "restored" not in {
+            event["what"] for event in asked(life.journal.path, run_story)["events"]
+        }
 
     async def resumed(life: Life) -> None:
         unfinished = await life.restore(whole)
         assert (life.restored, len(life.steps), len(unfinished)) == (1, 2, 1)
 
-    lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
+    lives(
+        tmp_path / "journal.sqlite",
+        first,
+        refused,
+        *([] if refusal == "tokens" else [resumed]),
+    )
 
 
 def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) -> None:
@@ -280,8 +352,12 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         life.finish(life.admit())
         life.admit()
         ready = {prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}
-        controller.update(order=life.feed.order, num_drawn=life.feed.num_drawn, epochs=[])
-        controller.update(out={"0/7": 2, **ready}, next_group_id=life.buffer.rule.num_issued)
+        controller.update(
+            order=life.feed.order, num_drawn=life.feed.num_drawn, epochs=[]
+        )
+        controller.update(
+            out={"0/7": 2, **ready}, next_group_id=life.buffer.rule.num_issued
+        )
 
     async def killed_before_a_group(life: Life) -> None:
         await life.restore(whole)
@@ -295,10 +371,19 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     async def third(life: Life) -> None:
         unfinished = await life.restore(whole)
-        assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
-        assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
+        assert [group.prompt.prompt_id for group in unfinished] == [
+            "0/6",
+            "0/7",
+            "0/8",
+            "0/9",
+        ]
+        assert life.next_prompts(1) == [("0/10", 0)], (
+            "0 to 5 are consumed, though this journal saw none"
+        )
         assert life.buffer.rule.num_issued == 12
-        with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
+        with pytest.raises(
+            JournalError, match="begins at version 3, after the newest checkpoint, 2"
+        ):
             await life.journal.read_resume(2)
 
     lives(tmp_path / "lost.sqlite", first)
@@ -317,7 +402,9 @@ NO_SPACE = CheckpointError("the trainer cannot save its state: no space left")
 
 
 class Trainer:
-    """Writes its version as a state, once `go` is set. `fails`: what a call raises, by its name, once."""
+    """Writes its version as a state, once `go` is set. `fails`: what a call raises, by
+    its name, once.
+    """
 
     def __init__(self) -> None:
         self.version, self.num_begun, self.fails = 0, 0, dict[str, Exception]()
@@ -342,10 +429,14 @@ class Trainer:
 
 
 class House:
-    """A checkpointer over a trainer and a journal that the test moves. `told`: warnings."""
+    """A checkpointer over a trainer and a journal that the test moves. `told`:
+    warnings.
+    """
 
     def __init__(self, tasks: asyncio.TaskGroup, run_dir: Path, **config: Any) -> None:
-        self.checkpoints = Checkpoints(run_dir, CheckpointConfig(**{"every": 2, **config}))
+        self.checkpoints = Checkpoints(
+            run_dir, CheckpointConfig(**{"every": 2, **config})
+        )
         self.trainer, self.journal = Trainer(), MemoryJournal()
         self.told, self.tasks = list[str](), list[asyncio.Task[None]]()
 
@@ -360,10 +451,14 @@ class House:
         log = SimpleNamespace(warn=self.told.append)
         life: Any = SimpleNamespace(spawn=spawn, log=log, config=config_of_run)
         trainer: Any = self.trainer
-        self.checkpointer = Checkpointer(self.checkpoints, trainer, self.journal, controller_state, life)
+        self.checkpointer = Checkpointer(
+            self.checkpoints, trainer, self.journal, controller_state, life
+        )
 
     async def step(self, *, is_written: bool = True) -> None:
-        """Take an optimizer step with its checkpoint; with `is_written`, wait until it is on disk."""
+        """Take an optimizer step with its checkpoint; with `is_written`, wait until it
+        is on disk.
+        """
         self.trainer.version += 1
         await self.checkpointer.after_step(self.trainer.version)
         if is_written and self.tasks:
@@ -378,7 +473,9 @@ class House:
         return self.checkpoints.versions()
 
 
-def live(story: Callable[[House], Awaitable[None]], run_dir: Path, **options: Any) -> None:
+def live(
+    story: Callable[[House], Awaitable[None]], run_dir: Path, **options: Any
+) -> None:
     async def play() -> None:
         async with asyncio.TaskGroup() as tasks:
             await story(House(tasks, run_dir, **options))
@@ -391,12 +488,16 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == ["checkpoint of version 4 skipped: the previous one is still being written"]
+        assert house.told == [
+            "checkpoint of version 4 skipped: the previous one is still being written"
+        ]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
         newest, _ = house.checkpoints.newest_whole()
-        assert newest.controller == {"num_drawn": 20}, "of the moment at which the weights were copied"
+        assert newest.controller == {"num_drawn": 20}, (
+            "of the moment at which the weights were copied"
+        )
         await house.step()
         assert (house.whole, len(house.told)) == ([2, 6], 1)
 
@@ -407,12 +508,18 @@ def break_at(house: House, place: str) -> None:
     if place == "finish":
         house.checkpoints.finish = Mock(side_effect=NO_SPACE)  # type: ignore[method-assign]
     else:
-        house.trainer.fails[place.split()[0]] = LOST if place.endswith("lost") else NO_SPACE
+        house.trainer.fails[place.split()[0]] = (
+            LOST if place.endswith("lost") else NO_SPACE
+        )
 
 
-@pytest.mark.parametrize("place", ["begin refused", "begin lost", "wait refused", "wait lost", "finish"])
+@pytest.mark.parametrize(
+    "place", ["begin refused", "begin lost", "wait refused", "wait lost", "finish"]
+)
 @pytest.mark.parametrize("is_last", [False, True])
-def test_failed_checkpoint_is_reported_and_costs_no_more(tmp_path: Path, place: str, is_last: bool) -> None:
+def test_failed_checkpoint_is_reported_and_costs_no_more(
+    tmp_path: Path, place: str, is_last: bool
+) -> None:
     async def story(house: House) -> None:
         finish = house.checkpoints.finish
         for _ in range(3):
@@ -425,7 +532,9 @@ def test_failed_checkpoint_is_reported_and_costs_no_more(tmp_path: Path, place: 
             await house.step()
         assert (house.checkpointer.num_made, house.checkpointer.num_failed) == (1, 1)
         assert [text.startswith("no checkpoint: ") for text in house.told] == [True]
-        assert (house.whole, [*house.checkpoints.root.glob(".step*")]) == ([2], []), "the last one stays"
+        assert (house.whole, [*house.checkpoints.root.glob(".step*")]) == ([2], []), (
+            "the last one stays"
+        )
         house.checkpoints.finish = finish  # type: ignore[method-assign]
         house.trainer.version = 7
         await house.step()
@@ -460,14 +569,18 @@ def test_recovery_keeps_its_checkpoint_until_it_ends(tmp_path: Path) -> None:
         save_checkpoint(checkpoints, 1)
         trained = list[int]()
 
-        async def catch_up(state: Path, batches: AsyncIterator[Batch], _: object) -> None:
+        async def catch_up(
+            state: Path, batches: AsyncIterator[Batch], _: object
+        ) -> None:
             assert (state / "weights").read_text() == "1"
             async for batch in batches:
                 assert checkpoints.in_use.locked()
                 trained.append(batch.version)
 
         client: Any = SimpleNamespace(catch_up=catch_up)
-        await recover_trainer(client, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20)
+        await recover_trainer(
+            client, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20
+        )
         assert trained == [1, 2]
 
     lives(tmp_path / "journal.sqlite", story)

@@ -54,7 +54,9 @@ def run_dir(tmp_path: Path) -> Path:
     return killed_run(tmp_path / "run", make_config(tmp_path / "first"))
 
 
-def found(run_dir: Path, config: RunConfig, mode: Any = "auto", *allowed: str) -> ResumePoint:
+def found(
+    run_dir: Path, config: RunConfig, mode: Any = "auto", *allowed: str
+) -> ResumePoint:
     point = find_resume(run_dir, config, mode, allowed)
     assert point is not None
     return point
@@ -78,13 +80,17 @@ def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> N
         find_resume(new, config, "must")
     with pytest.raises(ConfigError, match="contains a run already"):
         find_resume(run_dir, config, "never")
-    with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
+    with pytest.raises(
+        ConfigError, match="--resume always is not known; it is auto, never or must"
+    ):
         find_resume(run_dir, config, "always")
     (new / "final").mkdir(parents=True)
     with pytest.raises(ConfigError, match="final, which a new run would replace"):
         find_resume(new, config, "auto")
     (tmp_path / "config.yaml").write_text("precious")
-    with pytest.raises(ConfigError, match=r"contains a config\.yaml that no run has written"):
+    with pytest.raises(
+        ConfigError, match=r"contains a config\.yaml that no run has written"
+    ):
         find_resume(tmp_path, config, "auto")
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"contains a run without its config\.yaml"):
@@ -99,7 +105,10 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(tmp_path: Path) -> No
     assert (found(run_dir, config).version, found(run_dir, config).notes) == (100, ())
     (run_dir / "checkpoints" / "step_100" / "trainer" / "weights").write_text("101")
     point = found(run_dir, config)
-    assert (point.version, [folder.folder.name for folder in point.damaged]) == (50, ["step_100"])
+    assert (point.version, [folder.folder.name for folder in point.damaged]) == (
+        50,
+        ["step_100"],
+    )
     assert ["step_100" in note for note in point.notes] == [True]
     assert (run_dir / "checkpoints" / "step_100").exists()
 
@@ -109,19 +118,31 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(tmp_path: Path) -> No
     [(3, "failed", False), (3, "done", True), (4, "failed", True)],
 )
 def test_run_with_all_steps_continues_by_the_command_it_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_trained: int, state: str, is_refused: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_trained: int,
+    state: str,
+    is_refused: bool,
 ) -> None:
-    config = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 3})
+    config = make_config(
+        tmp_path / "now", trainer={"schedule": "linear", "num_steps": 3}
+    )
     run_dir = killed_run(tmp_path / "run", config)
     write_journal(run_dir, num_trained=num_trained)
     (run_dir / "summary.json").write_text(json.dumps({"state": state}))
     if not is_refused:
-        assert found(run_dir, config) == ResumePoint(None), "the weights are still to be saved"
+        assert found(run_dir, config) == ResumePoint(None), (
+            "the weights are still to be saved"
+        )
         return
-    with pytest.raises(ConfigError, match=f"has trained {num_trained} steps, and") as caught:
+    with pytest.raises(
+        ConfigError, match=f"has trained {num_trained} steps, and"
+    ) as caught:
         find_resume(run_dir, config, "auto")
 
-    def only_looks(config: RunConfig, run_dir: Path, *, resume: Any, allow_change: Any, **_: str) -> int:
+    def only_looks(
+        config: RunConfig, run_dir: Path, *, resume: Any, allow_change: Any, **_: str
+    ) -> int:
         found(run_dir, config, resume, *allow_change)
         assert config.trainer.num_steps == 2 * num_trained
         return 0
@@ -133,9 +154,15 @@ def test_run_with_all_steps_continues_by_the_command_it_prints(
     assert (answer.exit_code, answer.exception) == (0, None), answer.output
 
 
-def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path) -> None:
+def test_changed_settings_are_listed_and_accepted(
+    run_dir: Path, tmp_path: Path
+) -> None:
     changed = {"trainer": {"learning_rate": 0.1}, "rollout": {"max_tokens": 20}}
-    config = make_config(tmp_path / "now", **changed, weight_sync={"canary_limit": None, "transport": "nccl"})
+    config = make_config(
+        tmp_path / "now",
+        **changed,
+        weight_sync={"canary_limit": None, "transport": "nccl"},
+    )
     with pytest.raises(ConfigError) as caught:
         find_resume(run_dir, config, "auto")
     text = str(caught.value)
@@ -143,8 +170,14 @@ def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path)
     assert "rollout.max_tokens: 24 -> 20" in text
     assert "canary_limit" not in text
     assert "transport" not in text, "engines get the same bits"
-    assert "--allow-change rollout.max_tokens --allow-change trainer.learning_rate" in caught.value.way_out
-    for allowed in (["trainer.learning_rate", "rollout.max_tokens"], ["trainer", "rollout"]):
+    assert (
+        "--allow-change rollout.max_tokens --allow-change trainer.learning_rate"
+        in caught.value.way_out
+    )
+    for allowed in (
+        ["trainer.learning_rate", "rollout.max_tokens"],
+        ["trainer", "rollout"],
+    ):
         assert list(found(run_dir, config, "auto", *allowed).notes) == [
             "resuming with rollout.max_tokens: 24 -> 20",
             "resuming with trainer.learning_rate: 0.003 -> 0.1",

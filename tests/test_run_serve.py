@@ -35,18 +35,27 @@ class Desk:
 
     async def ask(self, *texts: str) -> tuple[int, Any]:
         roles = ["user", "assistant", "user"]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        return await self.world.post({"model": "m", "messages": messages}, headers=self.headers)
+        messages = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, texts, strict=False)
+        ]
+        return await self.world.post(
+            {"model": "m", "messages": messages}, headers=self.headers
+        )
 
     async def outcome(self, **outcome: Any) -> tuple[int, str]:
         headers = {"Authorization": f"Bearer {self.people.outcome_key}"}
-        status, answer = await self.world.post(outcome, path="/v1/outcome", headers=headers)
+        status, answer = await self.world.post(
+            outcome, path="/v1/outcome", headers=headers
+        )
         return status, json.dumps(answer)
 
 
 def at_desk(story: Any, path: Path, **config: Any) -> list[Any]:
     async def live() -> None:
-        queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+        queue = RolloutQueue(
+            worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0
+        )
         async with gateway_world(extra_routes=queue.routes(), **config) as world:
             desk = Desk(world, queue, path)
             await story(desk)
@@ -68,8 +77,12 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
         text = answer["choices"][0]["message"]["content"]
         for _ in range(4):  # gateway.max_calls is 2: it is the harnesses' limit
             assert (await desk.ask("Hi", text, "and?"))[0] == status == 200
-        status, answer = await desk.world.post({"reward": 1.0}, path="/v1/outcome", headers=desk.headers)
-        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "of what an agent inherits"
+        status, answer = await desk.world.post(
+            {"reward": 1.0}, path="/v1/outcome", headers=desk.headers
+        )
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), (
+            "of what an agent inherits"
+        )
         status, told = await desk.outcome(turn_rewards={"chatcmpl-7": 1.0})
         assert (status, "chatcmpl-7" in told) == (400, True)
         assert (await desk.outcome(rewrad=1.0))[0] == 400
@@ -83,11 +96,18 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
         ]
 
     records = at_desk(story, tmp_path / "r.jsonl", max_calls=2)
-    found = [(record["reward"], record["sample_index"], len(record["branches"])) for record in records]
+    found = [
+        (record["reward"], record["sample_index"], len(record["branches"]))
+        for record in records
+    ]
     assert found == [(0.5, 0, 4), (0.25, 0, 1), (None, 0, 1)]
     branch = records[1]["branches"][0]
-    assert len(branch["token_ids"]) == len(branch["logprobs"]) == len(branch["loss_mask"])
-    assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(branch)
+    assert (
+        len(branch["token_ids"]) == len(branch["logprobs"]) == len(branch["loss_mask"])
+    )
+    assert sum(end - start for start, end, _ in branch["version_spans"]) == sampled_in(
+        branch
+    )
 
 
 @pytest.mark.asyncio
@@ -95,38 +115,61 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
     other, broken = ScriptedEngine(lambda _: "other"), list[ComponentError]()
     async with gateway_world() as world:
         values: Any = {"seed_of": lambda *_: 7, "on_broken": broken.append}
-        host = world.gateway.add_route(other, sampling=SamplingParameters(temperature=0.0), **values)
-        session = host.open_nowait("eval", prompt_id="0/1", sample_index=0, attempt=0, route_key="x")
+        host = world.gateway.add_route(
+            other, sampling=SamplingParameters(temperature=0.0), **values
+        )
+        session = host.open_nowait(
+            "eval", prompt_id="0/1", sample_index=0, attempt=0, route_key="x"
+        )
         before = world.gateway.stats()
         headers = {"Authorization": f"Bearer {session.key}"}
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0}
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "temperature": 1.0,
+        }
         status, answer = await world.post(body, headers=headers)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "other")
         (request,) = other.requests
-        assert (request.temperature, request.seed, request.request_id) == (0.0, 7, "eval/a0/c0")
+        assert (request.temperature, request.seed, request.request_id) == (
+            0.0,
+            7,
+            "eval/a0/c0",
+        )
         assert world.gateway.stats() == before
-        assert (await world.ask("Hi"))[1]["choices"][0]["message"]["content"] == "Hello there."
+        assert (await world.ask("Hi"))[1]["choices"][0]["message"][
+            "content"
+        ] == "Hello there."
         other.error = EngineError("engine-eval", "gone")
         assert (await world.post(body, headers=headers))[0] == 503
         assert (broken, world.broken) == ([other.error], [])
 
 
-def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_worker_key_stays_out_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(**generator: Any) -> str:
         """Return the objects that a start of the run makes, without starting them."""
         task = {"files": ["x.jsonl"], "reward": "math"}
         sections = {"model": {"path": "x"}, "task": task, "generator": generator}
-        config, nothing = agent_runtime.RunConfig.model_validate(sections), cast("Any", None)
+        config, nothing = (
+            agent_runtime.RunConfig.model_validate(sections),
+            cast("Any", None),
+        )
         job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print)
         supervision = agent_runtime.Supervision(config.supervision, 1.0, print, print)
 
         async def made() -> str:
-            return agent_runtime.AgentRuntime(job, nothing, nothing, supervision).worker_key
+            return agent_runtime.AgentRuntime(
+                job, nothing, nothing, supervision
+            ).worker_key
 
         return asyncio.run(made())
 
     gateway, queue = Mock(bind=lambda: "http://127.0.0.1:1"), Mock()
-    monkeypatch.setattr(agent_runtime, "make_gateway", lambda *_, **__: (gateway, queue))
+    monkeypatch.setattr(
+        agent_runtime, "make_gateway", lambda *_, **__: (gateway, queue)
+    )
     monkeypatch.setenv(WORKER_KEY_ENV, "known-to-others")
     keys = [key(python="my_agent:run") for _ in range(2)]
     assert len({*keys, "known-to-others"}) == 3
@@ -141,13 +184,19 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("leaves_s", "waited_s"), [(3.0, 3.0), (99.0, GOODBYE_S)])
 @virtual
-async def test_finished_run_waits_for_remote_workers(leaves_s: float, waited_s: float) -> None:
+async def test_finished_run_waits_for_remote_workers(
+    leaves_s: float, waited_s: float
+) -> None:
     loop = asyncio.get_running_loop()
-    queue = RolloutQueue(worker_key="", model="", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    queue = RolloutQueue(
+        worker_key="", model="", lease_timeout_s=60.0, task_seed=lambda work: 0
+    )
     queue._workers["w", "its instance"] = WorkerRecord()
     loop.call_later(leaves_s, queue.worker_gone_nowait, "w", "it left")
     queue.is_over = True
-    parts: Any = SimpleNamespace(queue=queue, workers=(), gateway=AsyncMock(sessions=Mock()))
+    parts: Any = SimpleNamespace(
+        queue=queue, workers=(), gateway=AsyncMock(sessions=Mock())
+    )
     await AgentRuntime.aclose(parts)
     assert loop.time() == pytest.approx(waited_s)
     parts.gateway.aclose.assert_awaited_once()

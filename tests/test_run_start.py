@@ -41,15 +41,26 @@ def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> S
     config = load(*overrides)
     nodes = single_node(Machine(cuda, 8, 2**34, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
-    return Servers(config, placement, folder / "model", NO_TOKENS, folder, LocalLauncher())
+    return Servers(
+        config, placement, folder / "model", NO_TOKENS, folder, LocalLauncher()
+    )
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     def spec(*overrides: str, role: str = ENGINE, mode: str = "apart") -> VllmSpec:
         nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
-        placement: Any = SimpleNamespace(moves=mode == "colocated", resident=False, nodes=nodes)
+        placement: Any = SimpleNamespace(
+            moves=mode == "colocated", resident=False, nodes=nodes
+        )
         folder = Path("/model")
-        servers = Servers(load(VLLM, *overrides), placement, folder, NO_TOKENS, folder, LocalLauncher())
+        servers = Servers(
+            load(VLLM, *overrides),
+            placement,
+            folder,
+            NO_TOKENS,
+            folder,
+            LocalLauncher(),
+        )
         order = servers.order(ROLES[role], "engine-0", NodeDevice(0, "cuda:0"))
         return VllmSpec.model_validate(ROLES[role].launch(order).spec)
 
@@ -58,7 +69,11 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert spec(mode="colocated").args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", mode="colocated")
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
-    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.toy:Letters", "eval.slots=7"]
+    split = [
+        "rollout.tensor_parallel=2",
+        "eval.task.python=asyncrl.tasks.toy:Letters",
+        "eval.slots=7",
+    ]
     assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
     held_out = spec(*split, role=EVAL_ENGINE)
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
@@ -70,13 +85,24 @@ def test_process_sees_only_its_devices(
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
     monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
-    anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
+    anywhere = [
+        "placement.trainer=auto",
+        "placement.rollout=auto",
+        "trainer.world_size=2",
+    ]
     launch = maker(tmp_path, *anywhere, cuda=devices)
-    servers = [*launch.trainers(tmp_path / "staging"), *(engine.server for engine in launch.engines())]
+    servers = [
+        *launch.trainers(tmp_path / "staging"),
+        *(engine.server for engine in launch.engines()),
+    ]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
-        assert json.loads(server.child.spec.spec)["device"] == ("cuda" if num_cuda else "cpu")
-        assert server.child._environ.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+        assert json.loads(server.child.spec.spec)["device"] == (
+            "cuda" if num_cuda else "cpu"
+        )
+        assert server.child._environ.get("CUDA_VISIBLE_DEVICES") == (
+            names if num_cuda else None
+        )
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -87,7 +113,12 @@ def test_processes_share_a_device(
     cuda = (CudaDevice("0", None, 80 * 2**30),)
     monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     python = make_python(tmp_path / "python")
-    settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
+    settings = [
+        "placement.trainer=0",
+        "placement.rollout=0",
+        "placement.share=0.4",
+        "rollout.num_engines=2",
+    ]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
     launch, own = maker(tmp_path, *settings, cuda=cuda), 0.5 / 80
@@ -97,26 +128,38 @@ def test_processes_share_a_device(
     assert specs[0]["share"] == pytest.approx(0.6 - own)
     for spec in specs[1:]:
         if kind == "vllm":
-            assert spec["args"] == {"gpu_memory_utilization": pytest.approx(0.2)}, "it has no need to sleep"
+            assert spec["args"] == {"gpu_memory_utilization": pytest.approx(0.2)}, (
+                "it has no need to sleep"
+            )
         else:
             assert spec["share"] == pytest.approx(0.2 - own)
             assert spec.get("stays", False) == (staleness == 0)
 
 
-def test_only_processes_of_the_shared_device_use_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_processes_of_the_shared_device_use_mps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = (
         CudaDevice("0", None, 2**36, "GPU-a", "Default"),
         CudaDevice("1", None, 2**36, "GPU-b", "Default"),
     )
     monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
-    settings = ["placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}", "buffer.max_staleness=2"]
-    settings += ["eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 4, engine: own}"]
+    settings = [
+        "placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}",
+        "buffer.max_staleness=2",
+    ]
+    settings += [
+        "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 4, engine: own}"
+    ]
     launch = maker(tmp_path, *settings, cuda=cuda)
     device = launch.placement.extra[EVAL_ENGINE]
 
     def environs() -> list[Any]:
         engines = [*launch.engines(), launch.make(ROLES[EVAL_ENGINE], [device])]
-        servers = [*launch.trainers(tmp_path / "staging"), *(engine.server for engine in engines)]
+        servers = [
+            *launch.trainers(tmp_path / "staging"),
+            *(engine.server for engine in engines),
+        ]
         children: list[Any] = [server.child for server in servers]
         return [dict(child.spec.env) for child in children]
 
@@ -139,11 +182,19 @@ TWO_NODES = (
 
 def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
-    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
+    nodes = tuple(
+        Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2)
+    )
     config = load(*TWO_NODES)
-    launcher: Any = SimpleNamespace(nodes=nodes, hold=AsyncMock(), free_port=AsyncMock(return_value=4000))
-    launcher.process = lambda node, spec: SimpleNamespace(name=spec.name, node=node, spec=spec)
-    made = Servers(config, place(config, nodes), tmp_path, NO_TOKENS, tmp_path, launcher)
+    launcher: Any = SimpleNamespace(
+        nodes=nodes, hold=AsyncMock(), free_port=AsyncMock(return_value=4000)
+    )
+    launcher.process = lambda node, spec: SimpleNamespace(
+        name=spec.name, node=node, spec=spec
+    )
+    made = Servers(
+        config, place(config, nodes), tmp_path, NO_TOKENS, tmp_path, launcher
+    )
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
@@ -167,7 +218,11 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCRL_VLLM_KEY", "their key")
-    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
+    urls = [
+        "model.scratch=none",
+        "model.path=some/model",
+        "rollout.urls=['http://127.0.0.1:8000']",
+    ]
     (made,) = maker(tmp_path, VLLM, *urls).engines()
     engine = made.server
     assert type(engine.child) is Process
@@ -182,7 +237,11 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
 @pytest.mark.parametrize("are_ours", [True, False])
 @virtual
 async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> None:
-    fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
+    fake, trainer, served = (
+        FakeEngineServer(weights="not known"),
+        FakeTrainer(),
+        list[int](),
+    )
     fake.engine.weights.version = -1
     targets = [EngineServer(fake)]
     async with asyncio.TaskGroup() as tasks:

@@ -48,7 +48,9 @@ class CountingClient(RoleClient):
 async def test_consequence_of_a_loss_follows_the_row() -> None:
     fake = FakeEngineServer("extra-0")
     gone = list[ComponentError]()
-    lost = RoleServer(ROLES[EVAL_ENGINE], FakeProcess(fake), RoleClient(fake), on_gone=gone.append)
+    lost = RoleServer(
+        ROLES[EVAL_ENGINE], FakeProcess(fake), RoleClient(fake), on_gone=gone.append
+    )
     ending = RoleServer(replace(lost.role, on_loss=Loss.END), lost.server, lost.client)
     asyncio.get_running_loop().call_later(10.0, fake.die)
     await lost.watch(5.0)
@@ -65,7 +67,9 @@ def test_a_new_role_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         name="counter",
         on_loss=Loss.RESTART,
         launch=lambda order: Launch("counting_server", {"pids": str(pids)}),
-        client=lambda order, caller: CountingClient(caller, places=2, on_lost=order.on_lost),
+        client=lambda order, caller: CountingClient(
+            caller, places=2, on_lost=order.on_lost
+        ),
         placement=lambda config: ExtraServer(key="counter"),
     )
     monkeypatch.setitem(ROLES, counter.name, counter)
@@ -81,15 +85,21 @@ def test_a_new_role_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         config,
         ["observe.console=none"],
         run_dir=run_dir,
-        on_step=lambda step, metrics: seen.append(render_status(run_dir, is_verbose=True)),
+        on_step=lambda step, metrics: seen.append(
+            render_status(run_dir, is_verbose=True)
+        ),
     )
 
     assert record.state == "done"
     assert [
-        line for line in check_lines(RunConfig.model_validate(config), single_node()) if "counter" in line
+        line
+        for line in check_lines(RunConfig.model_validate(config), single_node())
+        if "counter" in line
     ]
     assert len(seen) == 2
-    assert all(re.search(r"servers +counter (up|restarting)", text) for text in seen), seen
+    assert all(re.search(r"servers +counter (up|restarting)", text) for text in seen), (
+        seen
+    )
     assert [what for what, _ in job_runs.events(run_dir) if "counter" in what] == [
         "counter lost",
         "counter up",

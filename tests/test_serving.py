@@ -1,4 +1,6 @@
-"""Real `asyncrl serve` processes: agents tried by hand and from the config, and recorded."""
+"""Real `asyncrl serve` processes: agents tried by hand and from the config, and
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -64,21 +66,31 @@ def rest_of(process: subprocess.Popen[str]) -> list[str]:
 def shell(line: str, exports: str) -> Any:
     """Run the line in a shell after the exports; return its JSON output."""
     answer = subprocess.run(
-        ["bash", "-c", f"{exports}\n{line}"], capture_output=True, text=True, timeout=240, check=True
+        ["bash", "-c", f"{exports}\n{line}"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
     )
     return json.loads(answer.stdout)
 
 
 def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
-    config = write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2})
+    config = write_config(
+        tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2}
+    )
     file = tmp_path / "rollouts.jsonl"
-    process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
+    process = serve(
+        "gateway", config, "--record", file, "--run-dir", tmp_path / "served"
+    )
     said = lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
 
-    (url, *_), (key, *_) = (re.findall(rf"{name}=(\S+)", exports) for name in ("URL", "KEY"))
+    (url, *_), (key, *_) = (
+        re.findall(rf"{name}=(\S+)", exports) for name in ("URL", "KEY")
+    )
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "b 2"}]
         for _ in range(3):  # one more than gateway.max_calls
@@ -86,7 +98,9 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
             messages += [answer.choices[0].message, {"role": "user", "content": "a 1"}]
         assert answer.id == "chatcmpl-2"
         assert shell(outcome.replace("1.0", "0.5"), exports) == {}
-        assert shell(chat, exports)["id"] == "chatcmpl-0", "the key continues, in its own session"
+        assert shell(chat, exports)["id"] == "chatcmpl-0", (
+            "the key continues, in its own session"
+        )
         assert shell(outcome, exports) == {}
         assert "not one sampled token" in shell(outcome, exports)["error"]["message"]
         assert shell(chat, exports)["id"] == "chatcmpl-0"
@@ -100,16 +114,31 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
-    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"
+    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], (
+        "keys are never logged"
+    )
 
 
 def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:
     config, file = write_config(tmp_path, **AGENT), tmp_path / "rollouts.jsonl"
-    process = serve("gateway", config, "--rollouts", "4", "--record", file, "--run-dir", tmp_path / "served")
+    process = serve(
+        "gateway",
+        config,
+        "--rollouts",
+        "4",
+        "--record",
+        file,
+        "--run-dir",
+        tmp_path / "served",
+    )
     said = rest_of(process)
     last = next(place for place, line in enumerate(said) if "[4/4]" in line)
-    assert re.search(r"\[4/4\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", said[last])
-    assert "<|assistant|>" in said[last + 1], "what the model said, from its first token to its last"
+    assert re.search(
+        r"\[4/4\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", said[last]
+    )
+    assert "<|assistant|>" in said[last + 1], (
+        "what the model said, from its first token to its last"
+    )
     records = read_lines(file)
     mean = np.mean([record["reward"] for record in records])
     assert f"mean reward {mean:.4f} over 4 of 4 rollouts" in said
@@ -124,7 +153,9 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     process.communicate(timeout=240)
     assert all_gone(children)
 
-    process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "engine")
+    process = serve(
+        "engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "engine"
+    )
     said = lines_until(process, "curl")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
@@ -134,17 +165,32 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     (engine,) = children_of(process)
     engine.kill()
     _, stderr = process.communicate(timeout=240)
-    assert (process.returncode, stderr.split(" process")[0]) == (1, "ComponentError: engine-0:"), stderr
+    assert (process.returncode, stderr.split(" process")[0]) == (
+        1,
+        "ComponentError: engine-0:",
+    ), stderr
     assert "was killed by SIGKILL" in stderr
 
 
 def test_agent_evaluation_samples_one_version(tmp_path: Path) -> None:
     letters = {"python": "asyncrl.tasks.toy:Letters", "size": 6}
-    evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4, "engine": "rollout"}
+    evaluation = {
+        "task": letters,
+        "every": 2,
+        "num_prompts": 6,
+        "slots": 4,
+        "engine": "rollout",
+    }
     config = write_config(tmp_path, **AGENT, eval=evaluation, trainer={"num_steps": 4})
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
-    assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation"
+    assert "WARNING" not in answer.stdout, (
+        "a token of another version would end the evaluation"
+    )
     lines = read_lines(tmp_path / "run" / "eval.jsonl")
-    assert [(line["policy_version"], line["eval/failed"]) for line in lines] == [(0, 0), (2, 0), (4, 0)]
+    assert [(line["policy_version"], line["eval/failed"]) for line in lines] == [
+        (0, 0),
+        (2, 0),
+        (4, 0),
+    ]
     assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)

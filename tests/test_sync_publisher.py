@@ -18,7 +18,12 @@ from rollout_cases import virtual
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.base.http import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.engine_api import ChunkMemory, CommitResponse, MemoryHandle, PrepareRequest
+from asyncrl.messages.engine_api import (
+    ChunkMemory,
+    CommitResponse,
+    MemoryHandle,
+    PrepareRequest,
+)
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import PushLoop
@@ -27,7 +32,9 @@ EXPORT_S, PREPARE_S = 1.0, 2.0
 
 
 class Sync:
-    """A publisher over a fake trainer and fake engines. A lost engine is reported and not restarted."""
+    """A publisher over a fake trainer and fake engines. A lost engine is reported and
+    not restarted.
+    """
 
     def __init__(
         self,
@@ -47,7 +54,11 @@ class Sync:
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.served: list[tuple[int, float]] = []
         self.lost: list[str] = []
-        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": self.on_lost} | knobs
+        knobs = {
+            "timeout_s": 60,
+            "on_served": self._on_served,
+            "on_lost": self.on_lost,
+        } | knobs
         self.publisher = PushLoop(self.trainer, self.targets, **knobs)
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
@@ -55,7 +66,9 @@ class Sync:
         if not lost.is_told:
             self.lost.append(lost.component)
         self.publisher.down_nowait(lost.component)
-        next(target for target in self.targets if target.name == lost.component).disconnect_nowait()
+        next(
+            target for target in self.targets if target.name == lost.component
+        ).disconnect_nowait()
 
     def versions(self) -> list[int]:
         return [target.policy_version for target in self.targets]
@@ -69,7 +82,9 @@ class Sync:
 
     def _on_served(self, version: int) -> None:
         live = [fake for fake in self.fakes if fake.name not in self.lost]
-        assert all(fake.policy_version == version for fake in live), "announced only when every engine serves"
+        assert all(fake.policy_version == version for fake in live), (
+            "announced only when every engine serves"
+        )
         self.served.append((version, asyncio.get_running_loop().time()))
 
 
@@ -112,7 +127,10 @@ async def test_other_weights_after_a_swap_stop_the_publish() -> None:
         sync.targets[1].commit = AsyncMock(return_value=stale)  # type: ignore[method-assign]
 
     error = await failure(serve_stale, 1.0, 1.0, 1.0)
-    assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
+    assert (
+        "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1"
+        in error
+    )
 
 
 @virtual
@@ -173,7 +191,9 @@ async def test_export_limit_leaves_out_restarts() -> None:
     swaps_s=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=4),
     gaps_s=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
     export_s=st.floats(0.0, 2.0),
-    deaths=st.dictionaries(st.integers(0, 3), st.tuples(st.floats(0.0, 40.0), st.booleans()), max_size=3),
+    deaths=st.dictionaries(
+        st.integers(0, 3), st.tuples(st.floats(0.0, 40.0), st.booleans()), max_size=3
+    ),
 )
 @virtual
 async def test_living_engines_serve_the_newest_version_and_training_never_waits(
@@ -183,7 +203,9 @@ async def test_living_engines_serve_the_newest_version_and_training_never_waits(
     deaths: dict[int, tuple[float, bool]],
 ) -> None:
     loop = asyncio.get_running_loop()
-    async with publishing(*swaps_s, timeout_s=20, export_s=export_s, train_s=0.0) as sync:
+    async with publishing(
+        *swaps_s, timeout_s=20, export_s=export_s, train_s=0.0
+    ) as sync:
         for index, (at_s, is_frozen) in deaths.items():
             if index < len(sync.fakes):
                 fake = sync.fakes[index]
@@ -201,14 +223,20 @@ async def test_living_engines_serve_the_newest_version_and_training_never_waits(
     assert len(versions) + sync.publisher.num_skipped == len(gaps_s)
     assert set(sync.lost) <= {f"engine-{index}" for index in deaths}
     for index, target in enumerate(sync.targets):
-        assert target.policy_version == len(gaps_s) or target.name in sync.lost or index in deaths
+        assert (
+            target.policy_version == len(gaps_s)
+            or target.name in sync.lost
+            or index in deaths
+        )
 
 
 # ---- weights in the trainer's memory
 
 
 class SharingTrainer(FakeTrainer):
-    """Holds one version in memory that is lost with its process. Training again gives other bits."""
+    """Holds one version in memory that is lost with its process. Training again gives
+    other bits.
+    """
 
     held: tuple[int, int] | None = None
     """(restarts, version)."""
@@ -222,9 +250,14 @@ class SharingTrainer(FakeTrainer):
             if self.is_up and self.num_restarts == number:
                 break
         self.held = number, answer.version
-        memory = ChunkMemory(handles=[MemoryHandle(kind="file", name=str(number), num_bytes=1)], tensors=[])
+        memory = ChunkMemory(
+            handles=[MemoryHandle(kind="file", name=str(number), num_bytes=1)],
+            tensors=[],
+        )
         digest = f"{answer.digest} of trainer {number}"
-        return answer.model_copy(update={"path": "", "is_held": True, "memory": memory, "digest": digest})
+        return answer.model_copy(
+            update={"path": "", "is_held": True, "memory": memory, "digest": digest}
+        )
 
     def die(self) -> None:
         self.is_up, self.held = False, None
@@ -237,7 +270,9 @@ class SharingTrainer(FakeTrainer):
 
 
 class SharedSync(Sync):
-    """A publisher of weights in memory. `num_unread`: times that an engine did not find them there."""
+    """A publisher of weights in memory. `num_unread`: times that an engine did not find
+    them there.
+    """
 
     def __init__(self, *given: Any, **knobs: Any) -> None:
         super().__init__(*given, make_trainer=SharingTrainer, is_held=True, **knobs)
@@ -258,7 +293,10 @@ class SharedSync(Sync):
         def read(request: PrepareRequest) -> dict[str, bytes]:
             assert isinstance(self.trainer, SharingTrainer)
             assert request.memory is not None
-            if (int(request.memory.handles[0].name), request.version) != self.trainer.held:
+            if (
+                int(request.memory.handles[0].name),
+                request.version,
+            ) != self.trainer.held:
                 self.num_unread += 1
                 raise Refused(409, "these weights are not there")
             return {}
@@ -274,7 +312,9 @@ class SharedSync(Sync):
 @example(gaps_s=[0.0, 6.0], deaths_s=[(5.0, 1.0), (6.0, 0.0)], restarts=[(2.0, 0)])
 @virtual
 async def test_engines_read_whole_weights_from_a_living_trainer(
-    gaps_s: list[float], deaths_s: list[tuple[float, float]], restarts: list[tuple[float, int]]
+    gaps_s: list[float],
+    deaths_s: list[tuple[float, float]],
+    restarts: list[tuple[float, int]],
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         sync = SharedSync(tasks, [0.5, 1.0])

@@ -19,7 +19,9 @@ PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str, page: str = PAGE) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,9 @@ def test_python_of_the_page_runs(text: str) -> None:
 
 
 def with_marks(text: str) -> object:
-    return pytest.param(text, marks=pytest.mark.extras if "reasoning_gym" in text else ())
+    return pytest.param(
+        text, marks=pytest.mark.extras if "reasoning_gym" in text else ()
+    )
 
 
 @pytest.mark.parametrize("text", [with_marks(text) for text in blocks("yaml")])
@@ -44,13 +48,21 @@ def test_configs_of_the_page_make_tasks(text: str) -> None:
         config = TaskConfig(**one)
         if config.dataset is None:  # that one needs the network
             task = build_task(config, seed=0)
-            feed = PromptSource(TaskPrompts(task, seed=0, shuffle=True, system_prompt=config.system_prompt))
+            feed = PromptSource(
+                TaskPrompts(
+                    task, seed=0, shuffle=True, system_prompt=config.system_prompt
+                )
+            )
             assert feed.next_nowait().messages
 
 
 def test_page_shows_the_examples_as_they_are() -> None:
     for name in ("my_task.py", "my_reward.py"):
-        code = (ROOT / "examples" / name).read_text(encoding="utf-8").partition('"""\n\n')[2]
+        code = (
+            (ROOT / "examples" / name)
+            .read_text(encoding="utf-8")
+            .partition('"""\n\n')[2]
+        )
         assert code in PAGE, f"docs/tasks.md shows another examples/{name}"
 
 
@@ -63,8 +75,12 @@ def test_page_shows_the_examples_as_they_are() -> None:
         ("words_held_out", "examples.words:exact", "{}.", "It is {}."),
     ],
 )
-def test_example_data_can_be_answered(file: str, reward: str, right: str, wrong: str) -> None:
-    task = build_task(TaskConfig(files=[f"examples/data/{file}.jsonl"], reward=reward), seed=0)
+def test_example_data_can_be_answered(
+    file: str, reward: str, right: str, wrong: str
+) -> None:
+    task = build_task(
+        TaskConfig(files=[f"examples/data/{file}.jsonl"], reward=reward), seed=0
+    )
     feed = PromptSource(TaskPrompts(task, seed=0, shuffle=False))
     for prompt in [feed.next_nowait() for _ in range(len(task))]:
         said = (text.format(prompt.answer) for text in (right, wrong))

@@ -1,4 +1,6 @@
-"""Rows from JSONL, parquet and the datasets library become prompts; what cannot is refused with its place."""
+"""Rows from JSONL, parquet and the datasets library become prompts; what cannot is
+refused with its place.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from asyncrl.tasks.rewards import reward_function
 from asyncrl.tasks.sources import DataPin, record_code
 from asyncrl.tasks.task import RowTask
 
-ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
+ROWS = [
+    {"prompt": "2+2?", "answer": "4", "level": 1},
+    {"prompt": "3+3?", "answer": "6", "level": 2},
+]
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:
@@ -36,12 +41,17 @@ def task_of(*files: str, **settings: Any) -> Any:
 
 
 def test_jsonl_and_parquet_rows_become_the_same_prompts(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?", "name": None}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?", "name": None},
+    ]
     for rows, expected in (
         (ROWS, Item("2+2?", answer="4", info={"level": 1})),
         ([{"prompt": chat, "answer": "1"}], Item(chat, answer="1")),
     ):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet"
+        )
         assert task_of(str(tmp_path / "a.parquet")).prompt(0).answer == expected.answer
         assert task_of(write_jsonl(tmp_path / "a.jsonl", rows)).prompt(0) == expected
 
@@ -54,7 +64,11 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", QUESTION, "line 1 has no column prompt; its columns are question, answer"),
+        (
+            "a.jsonl",
+            QUESTION,
+            "line 1 has no column prompt; its columns are question, answer",
+        ),
         ("a.jsonl", TORN, "a.jsonl cannot be read: .*line 3 is no JSON object"),
         (
             "a.jsonl",
@@ -66,7 +80,11 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             b'[{"prompt": "x", "answer": "1"}, [["prompt", "x"]]]',
             "item 2 is no JSON object: .*list",
         ),
-        ("a.json", b'[{"prompt": "x", "answer": "1"}', "a.json cannot be read: .*Expecting"),
+        (
+            "a.json",
+            b'[{"prompt": "x", "answer": "1"}',
+            "a.json cannot be read: .*Expecting",
+        ),
         ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
         ("a.rows", QUESTION, "a.rows is not a file with rows"),
         ("a.parquet", b"not at all", "a.parquet cannot be read: .*not a parquet file"),
@@ -81,15 +99,22 @@ def test_file_without_rows_is_refused_with_the_place(
 
 
 def test_json_array_has_the_rows_of_its_lines(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]  # a list of pairs also makes a dict
+    # a list of pairs also makes a dict
+    rows = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
     def digest_of(path: str) -> str:
-        config = TaskConfig(files=[path], answer_column=None, reward="rewards_for_test:begins_with")
+        config = TaskConfig(
+            files=[path], answer_column=None, reward="rewards_for_test:begins_with"
+        )
         task: Any = build_task(config, seed=0)
         return str(task.digest)
 
     lines = digest_of(write_jsonl(tmp_path / "a.jsonl", rows))
-    for text in (json.dumps(rows), json.dumps(rows, indent=2), f"\ufeff \n{json.dumps(rows)}\n"):
+    for text in (
+        json.dumps(rows),
+        json.dumps(rows, indent=2),
+        f"\ufeff \n{json.dumps(rows)}\n",
+    ):
         (tmp_path / "a.json").write_text(text)
         assert digest_of(str(tmp_path / "a.json")) == lines
 
@@ -114,7 +139,17 @@ NUMBERS = [
     "-2.5E-3",
     "x #### 4",
 ]
-OTHERS = [None, True, ["7"], [], {"ground_truth": "7"}, b"7", math.nan, -math.inf, date(2026, 1, 1)]
+OTHERS = [
+    None,
+    True,
+    ["7"],
+    [],
+    {"ground_truth": "7"},
+    b"7",
+    math.nan,
+    -math.inf,
+    date(2026, 1, 1),
+]
 
 
 @pytest.mark.parametrize("answer", NUMBERS)
@@ -128,13 +163,19 @@ def test_math_reads_each_reference_as_its_number(answer: Any) -> None:
             if said.denominator == 1
             else f"\\frac{{{said.numerator}}}{{{said.denominator}}}"
         )
-        assert score(Prompt("0/0", (), answer=answer), f"It is $\\boxed{{{text}}}$.") == reward
+        assert (
+            score(Prompt("0/0", (), answer=answer), f"It is $\\boxed{{{text}}}$.")
+            == reward
+        )
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        *((other, "ValueError: .*neither a text nor a finite number") for other in OTHERS),
+        *(
+            (other, "ValueError: .*neither a text nor a finite number")
+            for other in OTHERS
+        ),
         (object(), "no digest"),
     ],
 )
@@ -142,12 +183,21 @@ def test_value_of_a_type_that_cannot_be_used_is_refused(value: Any, words: str) 
     rows = [{"prompt": "p", "answer": "1"}, {"prompt": "p", "answer": value}]
     reward = "math" if words != "no digest" else "x:y"
     with pytest.raises(ConfigError, match=f"^row 1 cannot be used: .*{words}"):
-        RowTask(rows, "row {}".format, lambda *_: 0.0, TaskConfig(files=["x"], reward=reward))
+        RowTask(
+            rows,
+            "row {}".format,
+            lambda *_: 0.0,
+            TaskConfig(files=["x"], reward=reward),
+        )
 
 
-@pytest.mark.parametrize("kind", [pyarrow.timestamp("us"), pyarrow.timestamp("us", tz="Mars/Phobos")])
+@pytest.mark.parametrize(
+    "kind", [pyarrow.timestamp("us"), pyarrow.timestamp("us", tz="Mars/Phobos")]
+)
 def test_column_that_python_cannot_hold_is_refused(tmp_path: Path, kind: Any) -> None:
-    table = pyarrow.table({"prompt": ["p"], "answer": ["1"], "when": pyarrow.array([2**62], kind)})
+    table = pyarrow.table(
+        {"prompt": ["p"], "answer": ["1"], "when": pyarrow.array([2**62], kind)}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a.parquet cannot be read: \S+: "):
         task_of(str(tmp_path / "a.parquet"))
@@ -157,16 +207,25 @@ BAD_MESSAGE = {"role": "user", "content": 3}
 
 
 @pytest.mark.parametrize("prompt", [7, "", [], [{"role": "x"}], [BAD_MESSAGE]])
-def test_prompt_without_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
-    with pytest.raises(ConfigError, match=f"a.jsonl line 2, column prompt is not a valid prompt{WAY_OUT}"):
+def test_prompt_without_text_is_named_by_its_place(
+    tmp_path: Path, prompt: object
+) -> None:
+    file = write_jsonl(
+        tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"a.jsonl line 2, column prompt is not a valid prompt{WAY_OUT}",
+    ):
         task_of(file)
 
 
 def test_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     def dataset_task(**settings: Any) -> Any:
         args = {"cache_dir": str(tmp_path / "cache")}
-        config = TaskConfig(dataset=str(tmp_path / "data"), reward="math", args=args, **settings)
+        config = TaskConfig(
+            dataset=str(tmp_path / "data"), reward="math", args=args, **settings
+        )
         return build_task(config, seed=0)
 
     (tmp_path / "data").mkdir()
@@ -175,23 +234,36 @@ def test_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
     import datasets
 
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
-    saved = build_task(TaskConfig(dataset=str(tmp_path / "saved"), reward="math"), seed=0)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(
+        tmp_path / "saved"
+    )
+    saved = build_task(
+        TaskConfig(dataset=str(tmp_path / "saved"), reward="math"), seed=0
+    )
     assert [saved.prompt(i).answer for i in range(len(saved))] == ["4", "6"]
-    with pytest.raises(ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"):
+    with pytest.raises(
+        ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"
+    ):
         dataset_task(prompt_column="q")
-    with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):
+    with pytest.raises(
+        ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"
+    ):
         dataset_task(split="test")
 
 
 def test_data_are_known_by_a_digest(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     known = task_of(path).digest
-    assert task_of(write_jsonl(tmp_path / "copy.jsonl", ROWS), digest=known).digest == known
+    assert (
+        task_of(write_jsonl(tmp_path / "copy.jsonl", ROWS), digest=known).digest
+        == known
+    )
     others = [[ROWS[0], {**ROWS[1], "level": 3}], ROWS[:1], [ROWS[1], ROWS[0]]]
     for rows in others:
         write_jsonl(tmp_path / "rows.jsonl", rows)
-        with pytest.raises(ConfigError, match=f"task.digest={known}, and the data have"):
+        with pytest.raises(
+            ConfigError, match=f"task.digest={known}, and the data have"
+        ):
             task_of(path, digest=known)
 
 
@@ -201,17 +273,23 @@ def test_digest_sees_undecoded_media(tmp_path: Path, kind: str) -> None:
 
     def digest_of(name: str, content: bytes) -> str:
         media = {"bytes": content, "path": None}
-        data = datasets.Dataset.from_list([{**ROWS[0], "one": media, "several": [media]}])
+        data = datasets.Dataset.from_list(
+            [{**ROWS[0], "one": media, "several": [media]}]
+        )
         feature = getattr(datasets, kind)()
         shape = data.features | {"one": feature, "several": datasets.List(feature)}
         data.cast(datasets.Features(shape)).save_to_disk(tmp_path / name)
-        task: Any = build_task(TaskConfig(dataset=str(tmp_path / name), reward="math"), seed=0)
+        task: Any = build_task(
+            TaskConfig(dataset=str(tmp_path / name), reward="math"), seed=0
+        )
         return str(task.digest)
 
     assert digest_of("1", b"a") == digest_of("2", b"a") != digest_of("3", b"b")
 
 
-def test_changed_code_is_recorded_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_is_recorded_with_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_code.py").write_text("from code_helpers import half")
     monkeypatch.syspath_prepend(tmp_path)
     config = RunConfig.model_validate(
@@ -221,7 +299,12 @@ def test_changed_code_is_recorded_with_its_step(tmp_path: Path, monkeypatch: pyt
         }
     )
     named = "code_helpers.py of my_code:half"
-    steps = [(1, "code_helpers.py"), (8, "code_helpers.py"), (9, "unrelated.py"), (11, "chat.jinja")]
+    steps = [
+        (1, "code_helpers.py"),
+        (8, "code_helpers.py"),
+        (9, "unrelated.py"),
+        (11, "chat.jinja"),
+    ]
     expected = [[], [named], [], [f"chat.jinja of {tmp_path}/chat.jinja"]]
     for (step, file), changed in zip(steps, expected, strict=True):
         (tmp_path / file).write_text(f"half = {step}")
@@ -238,6 +321,8 @@ def test_changed_code_is_recorded_with_its_step(tmp_path: Path, monkeypatch: pyt
 def test_run_refuses_other_data_and_names_the_task(tmp_path: Path) -> None:
     DataPin(tmp_path, {"sums": "11"}).write()
     DataPin(tmp_path, {"sums": "11", "words": "22"})
-    with pytest.raises(ConfigError, match=r"task.sums have changed(.|\n)*--allow-change task.digest"):
+    with pytest.raises(
+        ConfigError, match=r"task.sums have changed(.|\n)*--allow-change task.digest"
+    ):
         DataPin(tmp_path, {"sums": "33"})
     DataPin(tmp_path, {"sums": "33"}, is_free=True)

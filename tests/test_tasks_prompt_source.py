@@ -44,12 +44,18 @@ def ids(source: PromptSource, number: int) -> list[str]:
 
 def test_every_epoch_holds_each_prompt_once() -> None:
     drawn = ids(make_source(20), 40)
-    assert sorted(drawn) == sorted(f"{number}/{index}" for number in range(2) for index in range(20))
-    assert [name.split("/")[1] for name in drawn[:20]] != [name.split("/")[1] for name in drawn[20:]]
+    assert sorted(drawn) == sorted(
+        f"{number}/{index}" for number in range(2) for index in range(20)
+    )
+    assert [name.split("/")[1] for name in drawn[:20]] != [
+        name.split("/")[1] for name in drawn[20:]
+    ]
     assert ids(make_source(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
-TWO_MESSAGES = Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+TWO_MESSAGES = Item(
+    [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+)
 AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_prompt_source.py line \d+"
 
 
@@ -84,9 +90,14 @@ def test_task_stays_within_one_draw_of_its_share(shares: dict[str, int]) -> None
     for draw, (name, number) in enumerate(rota, 1):
         assert number == drawn[name]
         drawn[name] += 1
-        assert all(abs(drawn[task] - share * draw / len(rota)) < 1 for task, share in shares.items())
+        assert all(
+            abs(drawn[task] - share * draw / len(rota)) < 1
+            for task, share in shares.items()
+        )
     assert drawn == shares
-    assert rota == make_rota(dict(reversed(shares.items()))), "the order of the tasks does not matter"
+    assert rota == make_rota(dict(reversed(shares.items()))), (
+        "the order of the tasks does not matter"
+    )
 
 
 def difficult(size: int) -> Epochs:
@@ -95,7 +106,13 @@ def difficult(size: int) -> Epochs:
 
 def make_mixed_source(sizes: dict[str, int], by_difficulty: set[str]) -> PromptSource:
     tasks = [
-        TaskPrompts(Numbers(size), seed=3, shuffle=True, label=name, by_difficulty=name in by_difficulty)
+        TaskPrompts(
+            Numbers(size),
+            seed=3,
+            shuffle=True,
+            label=name,
+            by_difficulty=name in by_difficulty,
+        )
         for name, size in sizes.items()
     ]
     shares = {name: number + 1 for number, name in enumerate(sizes)}
@@ -127,9 +144,17 @@ def test_order_of_all_tasks_is_restored_exactly(
         for _ in range(min(-move, len(out))):
             prompt = out.pop(data.draw(st.integers(0, len(out) - 1)))
             if data.draw(st.booleans()):
-                source.requeue_nowait(replace(prompt, num_requeued=prompt.num_requeued + 1))
+                source.requeue_nowait(
+                    replace(prompt, num_requeued=prompt.num_requeued + 1)
+                )
             else:
-                observed.append((prompt.prompt_id, data.draw(st.sampled_from([0.0, 0.3, 1.0])), version))
+                observed.append(
+                    (
+                        prompt.prompt_id,
+                        data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+                        version,
+                    )
+                )
                 source.observed_nowait(*observed[-1])
     assert len(seed_ids) == len(set(seed_ids))
     assert len(seen) == len(set(seen)) == source.num_drawn
@@ -137,7 +162,9 @@ def test_order_of_all_tasks_is_restored_exactly(
     restored = make_mixed_source(*case)
     restored.check_order(json.loads(json.dumps(source.order)))
     shuffled = data.draw(st.permutations(observed))
-    restored.restore_nowait(len(seen), dict(reversed(back.items())), source.epochs(), shuffled)
+    restored.restore_nowait(
+        len(seen), dict(reversed(back.items())), source.epochs(), shuffled
+    )
     assert [restored.make_again(prompt_id, 0).prompt_id for prompt_id in seen] == seen
     expected = [source.next_nowait(version) for _ in range(30)]
     assert {prompt.prompt_id for prompt in expected[: len(back)]} <= back.keys()
@@ -160,8 +187,12 @@ def epochs_of(order: Epochs, rewards: Any, num: int) -> list[list[int]]:
 def test_useless_prompts_are_in_one_epoch_of_ten() -> None:
     rewards = [0.0] * 100 + [0.5] * 100 + [1.0] * 100
     epochs = epochs_of(difficult(300), rewards, 80)
-    assert sorted(epochs[0]) == list(range(300)), "the first one has all: nothing was observed"
-    assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "once an epoch at most"
+    assert sorted(epochs[0]) == list(range(300)), (
+        "the first one has all: nothing was observed"
+    )
+    assert all(len(set(epoch)) == len(epoch) for epoch in epochs), (
+        "once an epoch at most"
+    )
     counts = Counter(index for epoch in epochs[1:] for index in epoch)
     assert {counts[index] for index in range(100, 200)} == {79}
     useless = [counts[index] for index in (*range(100), *range(200, 300))]
@@ -193,5 +224,7 @@ def test_position_in_other_tasks_is_refused() -> None:
         ({"": 4}, set[str]()),
     ]
     for other in others:
-        with pytest.raises(TaskError, match=r"the saved order of the prompts is (.|\n)*Way out"):
+        with pytest.raises(
+            TaskError, match=r"the saved order of the prompts is (.|\n)*Way out"
+        ):
             make_mixed_source(*other).check_order(order)

@@ -1,4 +1,6 @@
-"""Rewards run off the loop and within a limit; an error is a failure, never a reward of 0."""
+"""Rewards run off the loop and within a limit; an error is a failure, never a reward of
+0.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ TOKENIZER: Any = FakeTokenizer()
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
 
-def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **settings: Any) -> TaskScorer:
+def make_scorer(
+    function: Any, pool: str = "inline", *, warn: Any = print, **settings: Any
+) -> TaskScorer:
     """A scorer in the thread or inline pool."""
     given = {"python": "x:y", "reward_pool": pool, "reward_timeout_s": 10.0} | settings
     config = TaskConfig.model_validate(given)
@@ -46,7 +50,9 @@ def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **set
 
 
 def sampled(text: str) -> Completion:
-    return completion_of([*map(ord, text)], [-0.5] * len(text), finish="length", prompt=[1, 2])
+    return completion_of(
+        [*map(ord, text)], [-0.5] * len(text), finish="length", prompt=[1, 2]
+    )
 
 
 class Stop(BaseException):
@@ -63,31 +69,52 @@ async def stops(*_: Any) -> float:
 
 
 RAISES: list[tuple[Any, str]] = [
-    (lambda *_: {}["no such thing"], "KeyError: 'no such thing' .test_tasks_scorer.py line"),
+    (
+        lambda *_: {}["no such thing"],
+        "KeyError: 'no such thing' .test_tasks_scorer.py line",
+    ),
     (lambda *_: sys.exit(3), "SystemExit: 3"),
     (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
     (stops, ".*Stop: enough"),
     (lambda *_: interrupts(), "KeyboardInterrupt"),
-    (lambda *_: interrupts("\ud800" + 9_000_000 * "x"), r"KeyboardInterrupt: .ud800x{1900,2000} .test_tasks"),
+    (
+        lambda *_: interrupts("\ud800" + 9_000_000 * "x"),
+        r"KeyboardInterrupt: .ud800x{1900,2000} .test_tasks",
+    ),
 ]
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 @pytest.mark.parametrize(("function", "words"), RAISES)
 @pytest.mark.asyncio
-async def test_raised_error_of_a_reward_is_a_failure(pool: str, function: Any, words: str) -> None:
+async def test_raised_error_of_a_reward_is_a_failure(
+    pool: str, function: Any, words: str
+) -> None:
     said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
     with pytest.raises(RewardFailure, match=said):
         await make_scorer(function, pool).score(PROMPT, sampled("an answer"))
 
 
-@pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
+@pytest.mark.parametrize(
+    "value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])]
+)
 def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
     assert as_reward(value) == float(np.asarray(value).item())
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", float("nan"), float("inf"), -1e19, 1j, [1.0], np.array([1.0, 2.0]), {}]
+    "value",
+    [
+        None,
+        "1.0",
+        float("nan"),
+        float("inf"),
+        -1e19,
+        1j,
+        [1.0],
+        np.array([1.0, 2.0]),
+        {},
+    ],
 )
 def test_value_that_is_no_finite_number_is_a_failure(value: Any) -> None:
     with pytest.raises(UserCodeFailed, match="^returned "):
@@ -101,10 +128,15 @@ async def test_async_rewards_run_together_within_the_limit() -> None:
         return 0.5
 
     scorer = make_scorer(waits, "inline", reward_workers=1)
-    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(100))) == [0.5] * 100
+    assert (
+        await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(100)))
+        == [0.5] * 100
+    )
     assert asyncio.get_running_loop().time() == 5.0
     scorer = make_scorer(waits, "inline", reward_timeout_s=4.0)
-    with pytest.raises(RewardFailure, match=r"did not return within 4.0 s .task.reward_timeout_s."):
+    with pytest.raises(
+        RewardFailure, match=r"did not return within 4.0 s .task.reward_timeout_s."
+    ):
         await scorer.score(PROMPT, sampled(""))
 
 
@@ -116,13 +148,17 @@ async def test_threads_run_at_most_reward_workers_at_once() -> None:
     def counts(*_: Any) -> float:
         assert free.acquire(blocking=False), "a fourth one at the same time"
         full.wait(60.0)
-        loop.call_soon_threadsafe(gate.set)  # the loop is free while three threads are blocked
+        # the loop is free while three threads are blocked
+        loop.call_soon_threadsafe(gate.set)
         goes_on = gate.wait(60.0)
         free.release()
         return float(goes_on)
 
     scorer = make_scorer(counts, "thread", reward_workers=3)
-    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(12))) == [1.0] * 12
+    assert (
+        await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(12)))
+        == [1.0] * 12
+    )
 
 
 @pytest.mark.asyncio
@@ -135,7 +171,10 @@ async def test_hung_thread_costs_only_its_own_rollout() -> None:
     scorer = make_scorer(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0)
     with pytest.raises(RewardFailure, match="did not return within"):
         await scorer.score(PROMPT, sampled("x"))
-    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("y")) for _ in range(5))) == [1.0] * 5
+    assert (
+        await asyncio.gather(*(scorer.score(PROMPT, sampled("y")) for _ in range(5)))
+        == [1.0] * 5
+    )
     assert scorer.num_abandoned == 1
     gate.set()
 
@@ -144,10 +183,14 @@ async def test_hung_thread_costs_only_its_own_rollout() -> None:
 async def test_hung_threads_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.base.user_code.MAX_HUNG", 1)
     gate = threading.Event()
-    scorer = make_scorer(lambda *_: float(gate.wait(60.0)), "thread", reward_timeout_s=0.01)
+    scorer = make_scorer(
+        lambda *_: float(gate.wait(60.0)), "thread", reward_timeout_s=0.01
+    )
     with pytest.raises(RewardFailure, match="did not return within"):
         await scorer.score(PROMPT, sampled("x"))
-    with pytest.raises(TaskError, match="1 calls of the reward function x:y are still running"):
+    with pytest.raises(
+        TaskError, match="1 calls of the reward function x:y are still running"
+    ):
         await scorer.score(PROMPT, sampled("x"))
     gate.set()
 
@@ -164,7 +207,9 @@ async def test_cancelled_score_leaves_no_unread_exception() -> None:
         gate.wait(60.0)
         return "1.0"
 
-    scoring = asyncio.create_task(make_scorer(fails, "thread").score(PROMPT, sampled("")))
+    scoring = asyncio.create_task(
+        make_scorer(fails, "thread").score(PROMPT, sampled(""))
+    )
     await asyncio.to_thread(begun.wait, 60.0)
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -204,8 +249,12 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def process_scorer(name: str, **settings: Any) -> AbstractAsyncContextManager[TaskScorer]:
-    config = TaskConfig(files=["rows.jsonl"], reward=name, reward_pool="process", **settings)
+def process_scorer(
+    name: str, **settings: Any
+) -> AbstractAsyncContextManager[TaskScorer]:
+    config = TaskConfig(
+        files=["rows.jsonl"], reward=name, reward_pool="process", **settings
+    )
     return aclosing(TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0))
 
 
@@ -216,21 +265,34 @@ async def test_reward_sees_the_logprobs_that_it_asks_for(rewards: Path) -> None:
 
     assert await make_scorer(longest).score(PROMPT, sampled("four")) == 4.0
     for pool in ("thread", "inline"):
-        config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:sure", reward_pool=pool)
+        config = TaskConfig(
+            files=["rows.jsonl"], reward="rewards_here:sure", reward_pool=pool
+        )
         scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
         assert await scorer.score(PROMPT, sampled("four")) == -2.0
 
 
-@pytest.mark.parametrize(("special_tokens", "text"), [("visible", "a<x>b"), ("stripped", "ab")])
+@pytest.mark.parametrize(
+    ("special_tokens", "text"), [("visible", "a<x>b"), ("stripped", "ab")]
+)
 @pytest.mark.asyncio
-async def test_reward_sees_special_tokens_but_no_end_of_turn(special_tokens: str, text: str) -> None:
+async def test_reward_sees_special_tokens_but_no_end_of_turn(
+    special_tokens: str, text: str
+) -> None:
     def decode(ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(("" if skip_special_tokens else "<x>") if one == 1 else chr(one) for one in ids)
+        return "".join(
+            ("" if skip_special_tokens else "<x>") if one == 1 else chr(one)
+            for one in ids
+        )
 
     tokenizer: Any = SimpleNamespace(end_ids={0}, decode=decode)
     seen: list[str] = []
-    task: Any = SimpleNamespace(score=lambda prompt, completion: seen.append(completion) or 1.0)
-    config = TaskConfig(python="x:y", reward_pool="inline", special_tokens=special_tokens)  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(
+        score=lambda prompt, completion: seen.append(completion) or 1.0
+    )
+    config = TaskConfig(
+        python="x:y", reward_pool="inline", special_tokens=special_tokens
+    )  # type: ignore[arg-type]
     scorer = TaskScorer(task, config, tokenizer, seed=0)
     for ids in ((97, 1, 98, 0), (97, 1, 98)):
         assert await scorer.score(PROMPT, completion_of(ids)) == 1.0
@@ -250,7 +312,10 @@ def test_only_a_further_parameter_gets_the_record() -> None:
     def named(*args: Any, sampled: Any) -> float:
         return 0.0
 
-    asks = [bool(optional(one, NO_COMPLETION, 3)) for one in (third, only, fourth, named, print)]
+    asks = [
+        bool(optional(one, NO_COMPLETION, 3))
+        for one in (third, only, fourth, named, print)
+    ]
     assert asks == [False, False, True, True, False]
 
 
@@ -264,9 +329,13 @@ MOODS = {
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None:
-    async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=60.0) as scorer:
+    async with process_scorer(
+        "rewards_here:moody", reward_workers=2, reward_timeout_s=60.0
+    ) as scorer:
         assert await scorer.score(PROMPT, sampled("fine")) == 1.0
-        assert await scorer.score(PROMPT, sampled("torch")) == 0.0, "torch was loaded into a reward process"
+        assert await scorer.score(PROMPT, sampled("torch")) == 0.0, (
+            "torch was loaded into a reward process"
+        )
         words = [*MOODS, "fine"]
         calls = (scorer.score(PROMPT, sampled(word)) for word in words)
         *found, last = await asyncio.gather(*calls, return_exceptions=True)
@@ -276,7 +345,9 @@ async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None
         assert last == 1.0
     async with process_scorer("rewards_here:sure", reward_workers=1) as scorer:
         assert await scorer.score(PROMPT, sampled("four")) == -2.0
-    async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0) as scorer:
+    async with process_scorer(
+        "rewards_here:moody", reward_workers=2, reward_timeout_s=1.0
+    ) as scorer:
         calls = (scorer.score(PROMPT, sampled("hang")) for _ in range(3))
         for error in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(error, BaseException)
@@ -294,7 +365,9 @@ async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None
         ("import os; os._exit(9)", "lost its process outside of any call"),
     ],
 )
-async def test_score_that_no_process_can_build_is_a_failure(rewards: Path, module: str, words: str) -> None:
+async def test_score_that_no_process_can_build_is_a_failure(
+    rewards: Path, module: str, words: str
+) -> None:
     async with process_scorer("rewards_here:moody", reward_workers=1) as scorer:
         (rewards / "rewards_here.py").write_text(module)
         with pytest.raises(RewardFailure, match=words):
@@ -324,7 +397,9 @@ KILLED_RUN = """
 @pytest.mark.slow
 def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED_RUN)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=rewards)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=rewards
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(timeout=60)
@@ -340,7 +415,9 @@ async def test_call_that_cancels_itself_is_a_failure() -> None:
         await asyncio.sleep(1.0)
         return 1.0
 
-    with pytest.raises(RolloutFailure, match="the reward function x:y raised CancelledError"):
+    with pytest.raises(
+        RolloutFailure, match="the reward function x:y raised CancelledError"
+    ):
         await make_scorer(cancels_its_task).score(PROMPT, sampled(""))
     assert not asyncio.current_task().cancelling(), "nobody cancelled its caller"  # type: ignore[union-attr]
 
@@ -358,13 +435,16 @@ async def test_abandoned_calls_are_named_once_and_end_the_run() -> None:
     told: list[str] = []
     scorer = make_scorer(swallows_until_the_gate_opens, warn=told.append)
     found = await asyncio.gather(
-        *(scorer.score(PROMPT, sampled("")) for _ in range(MAX_HUNG)), return_exceptions=True
+        *(scorer.score(PROMPT, sampled("")) for _ in range(MAX_HUNG)),
+        return_exceptions=True,
     )
     assert {type(error) for error in found} == {RewardFailure}
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
     (warning,) = told
     assert "x:y" in warning
-    with pytest.raises(TaskError, match="64 calls of the reward function x:y are still running"):
+    with pytest.raises(
+        TaskError, match="64 calls of the reward function x:y are still running"
+    ):
         await scorer.score(PROMPT, sampled(""))
     gate.set()
     await asyncio.sleep(0.1)
@@ -394,9 +474,15 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(("how", "code"), [([], 7), (["interrupted"], -2)])
-def test_a_process_ends_though_a_call_in_it_never_does(how: list[str], code: int) -> None:
-    """Hung coroutines and hung threads delay neither the end of the loop nor of the process."""
+def test_a_process_ends_though_a_call_in_it_never_does(
+    how: list[str], code: int
+) -> None:
+    """Hung coroutines and hung threads delay neither the end of the loop nor of the
+    process.
+    """
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == code, done.stderr
     assert not re.search("was never|ignored|destroyed", done.stderr)

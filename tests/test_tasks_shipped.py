@@ -1,4 +1,6 @@
-"""The tasks and rewards that come with the package: reasoning-gym by name, letters, and math."""
+"""The tasks and rewards that come with the package: reasoning-gym by name, letters, and
+math.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,24 @@ def test_gym_prompts_and_scores_follow_the_library() -> None:
 
     theirs = reasoning_gym.create_dataset("chain_sum", size=20, seed=1, **TWO_DIGITS)
     task = gym()
-    assert [task.prompt(i).content for i in range(20)] == [theirs[i]["question"] for i in range(20)]
+    assert [task.prompt(i).content for i in range(20)] == [
+        theirs[i]["question"] for i in range(20)
+    ]
     prompt = PromptSource(TaskPrompts(task, seed=0, shuffle=False)).next_nowait()
     answer = prompt.answer["answer"]
-    assert task.score(prompt, answer) == task.score(prompt, f"I <answer>{answer}</answer>") == 1.0
+    assert (
+        task.score(prompt, answer)
+        == task.score(prompt, f"I <answer>{answer}</answer>")
+        == 1.0
+    )
     assert task.score(prompt, f"It is {answer}") == len(answer) / len(f"It is {answer}")
 
 
 @pytest.mark.extras
 def test_unknown_gym_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="task.reasoning_gym=chain_sums .* not registered"):
+    with pytest.raises(
+        ConfigError, match="task.reasoning_gym=chain_sums .* not registered"
+    ):
         gym("chain_sums")
     with pytest.raises(ConfigError, match="task.args={'min_term': 2}: .* unexpected"):
         gym(args={"min_term": 2})
@@ -84,5 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
-def test_same_mathematics_is_right(answer: object, completion: str, reward: float) -> None:
+def test_same_mathematics_is_right(
+    answer: object, completion: str, reward: float
+) -> None:
     assert math_reward(Prompt("0/0", ()), completion, answer) == reward

@@ -1,4 +1,6 @@
-"""The tasks of a verifiers environment as prompts, and tasks whose rewards come from a harness."""
+"""The tasks of a verifiers environment as prompts, and tasks whose rewards come from a
+harness.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> PromptTask:
+def task_of(
+    name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any
+) -> PromptTask:
     config = TaskConfig(verifiers=True, **settings)
     return build_task(config, 0, load_taskset=lambda: load_taskset(name, args or {}))
 
@@ -44,7 +48,9 @@ def test_prompts_are_the_tasks_of_the_environment() -> None:
     first, second = (prompts_of(task_of(args=args), 40) for _ in range(2))
     assert first == second
     assert len({prompt.prompt_id for prompt in first}) == 40
-    assert {prompt.prompt_id for prompt in first[:20]} == {f"0/{index}" for index in range(20)}
+    assert {prompt.prompt_id for prompt in first[:20]} == {
+        f"0/{index}" for index in range(20)
+    }
     assert [message["role"] for message in first[0].messages] == ["system", "user"]
     assert first[0].messages[1]["content"].startswith("What is ")
 
@@ -52,10 +58,15 @@ def test_prompts_are_the_tasks_of_the_environment() -> None:
 def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
-    task, words = look_at_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
+    task, words = look_at_task(
+        config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args)
+    )
     assert task is None
     assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
-    with pytest.raises(ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more"):
+    with pytest.raises(
+        ConfigError,
+        match="task 3 of GuessingTaskset: making it raised LookupError: no more",
+    ):
         task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
     with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
         look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
@@ -65,5 +76,10 @@ def test_reward_that_nobody_gives_is_a_failure() -> None:
     task, config = task_of(), TaskConfig(verifiers=True)
     (prompt,) = prompts_of(task, 1)
     tokenizer: Any = FakeTokenizer()
-    with pytest.raises(RewardFailure, match=f"prompt {prompt.prompt_id}: no reward came with the rollout"):
-        asyncio.run(TaskScorer(task, config, tokenizer, seed=0).score(prompt, NO_COMPLETION))
+    with pytest.raises(
+        RewardFailure,
+        match=f"prompt {prompt.prompt_id}: no reward came with the rollout",
+    ):
+        asyncio.run(
+            TaskScorer(task, config, tokenizer, seed=0).score(prompt, NO_COMPLETION)
+        )

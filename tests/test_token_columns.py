@@ -1,4 +1,6 @@
-"""A new column reaches the loss: no part between the engine that makes it and its reader knows it."""
+"""A new column reaches the loss: no part between the engine that makes it and its
+reader knows it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from test_engines_pool import publish
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
+from asyncrl.journal.schema import (
+    decode_partial,
+    decode_trajectory,
+    encode_partial,
+    encode_trajectory,
+)
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import COLUMNS, Column, Ragged, Tokens
@@ -44,7 +51,11 @@ def values_at(column: Column, token: int, position: int) -> Any:
 
 def made(column: Column, ids: list[int], first: int) -> Any:
     values = [values_at(column, token, first + at) for at, token in enumerate(ids)]
-    return Ragged.of(values, column.dtype) if column.shape == "any" else np.array(values, column.dtype)
+    return (
+        Ragged.of(values, column.dtype)
+        if column.shape == "any"
+        else np.array(values, column.dtype)
+    )
 
 
 def plain(values: Any) -> list[Any]:
@@ -52,7 +63,9 @@ def plain(values: Any) -> list[Any]:
 
 
 class ColumnEngine(LetterEngine):
-    """Reports the column with each row, and with the first one the prompt if the column covers it."""
+    """Reports the column with each row, and with the first one the prompt if the column
+    covers it.
+    """
 
     def __init__(self, server: FakeEngineServer, column: Column) -> None:
         super().__init__(server)
@@ -71,10 +84,14 @@ class ColumnEngine(LetterEngine):
 
 
 def check(column: Column, tokens: Tokens) -> None:
-    """The sampled tokens have their values; context too if the column covers it and an engine has read it."""
+    """The sampled tokens have their values; context too if the column covers it and an
+    engine has read it.
+    """
     found = plain(tokens.column(column.name))
     num_checked = 0
-    for position, (token, value) in enumerate(zip(tokens.ids.tolist(), found, strict=True)):
+    for position, (token, value) in enumerate(
+        zip(tokens.ids.tolist(), found, strict=True)
+    ):
         if tokens.is_sampled[position] or column.covers == "all":
             assert value == values_at(column, token, position), position
             num_checked += 1
@@ -95,12 +112,17 @@ async def test_new_column_reaches_the_packed_batch(
     pool = EnginePool([EngineServer(fake)], slots=4)
 
     async def sample(prompt_ids: Any, name: str, **options: Any) -> Completion:
-        request = SamplingRequest(request_id=name, prompt_ids=prompt_ids, max_tokens=12, seed=len(name))
+        request = SamplingRequest(
+            request_id=name, prompt_ids=prompt_ids, max_tokens=12, seed=len(name)
+        )
         return await pool.generate(request, **options)
 
-    # One turn, with new weights in its middle; streamed chunks, or one answer a segment.
+    # One turn, with new weights in its middle; streamed chunks, or one answer a
+    # segment.
     segments = list[Completion]()
-    sampling = asyncio.create_task(sample((5, 6, 7), "single", on_segment=segments.append))
+    sampling = asyncio.create_task(
+        sample((5, 6, 7), "single", on_segment=segments.append)
+    )
     await asyncio.sleep(0.055)
     await publish(pool.servers[0], 1, interrupt=interrupt)
     whole = await sampling
@@ -117,14 +139,23 @@ async def test_new_column_reaches_the_packed_batch(
     for number, ids in enumerate(([1, 2, 3], [], [])):
         before = capture._nodes["turn-0"].all_ids().tolist() if number else []
         planned = capture.plan([*before, *ids, 40 + number])
-        answer = await sample(planned.prompt_ids, f"turn-{number}", on_tokens=lambda ids: None)
-        capture.record(planned, answer, {"role": "assistant", "content": ""}, f"turn-{number}")
+        answer = await sample(
+            planned.prompt_ids, f"turn-{number}", on_tokens=lambda ids: None
+        )
+        capture.record(
+            planned, answer, {"role": "assistant", "content": ""}, f"turn-{number}"
+        )
     rollout = capture.rollout(1, Outcome(reward=1.0), 1.0)
     assert len(rollout) == 2
 
     # Journal, batch and micro-batch.
-    single = decode_trajectory(encode_trajectory(0, make_trajectory(0, whole, 0.5)), 0, 0, 0)
-    branches = [decode_trajectory(encode_trajectory(0, one), 0, 1, one.branch) for one in rollout]
+    single = decode_trajectory(
+        encode_trajectory(0, make_trajectory(0, whole, 0.5)), 0, 0, 0
+    )
+    branches = [
+        decode_trajectory(encode_trajectory(0, one), 0, 1, one.branch)
+        for one in rollout
+    ]
     for trajectory in (single, *branches):
         check(column, trajectory.tokens)
     group = Group(GroupId(0), Prompt("0/0", ()), (single, *branches))

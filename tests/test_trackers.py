@@ -1,4 +1,6 @@
-"""Trackers get all calls in order and once, from a thread that neither delays nor ends the run."""
+"""Trackers get all calls in order and once, from a thread that neither delays nor ends
+the run.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def started(run_dir: Path, said: list[str], **logs: Path) -> Background:
     """Start trackers of trackers_for_test by class, each with its log."""
-    args = {f"trackers_for_test:{name}": {"path": str(path)} for name, path in logs.items()}
-    trackers = Background(ObserveConfig(trackers=[*args], tracker_args=args), said.append)
+    args = {
+        f"trackers_for_test:{name}": {"path": str(path)} for name, path in logs.items()
+    }
+    trackers = Background(
+        ObserveConfig(trackers=[*args], tracker_args=args), said.append
+    )
     trackers.start(TrackedRun(run_dir, "a run", "0123", {"seed": 1}))
     return trackers
 
@@ -47,7 +53,9 @@ def calls(path: Path) -> list[list[Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path) -> None:
+def test_a_tracker_gets_everything_in_order_and_once_over_resumes(
+    tmp_path: Path,
+) -> None:
     log, said = tmp_path / "log", list[str]()
     for first in (0, 1):
         trackers = started(tmp_path, said, Noting=log)
@@ -58,15 +66,26 @@ def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path
             trackers.tell("evaluation", step, {})
         trackers.tell("weights", first, "digest")
         finish(trackers)
-    step_calls = [[["samples", n], ["step", n, True], ["samples", n], ["evaluation", n]] for n in (0, 1, 2)]
+    step_calls = [
+        [["samples", n], ["step", n, True], ["samples", n], ["evaluation", n]]
+        for n in (0, 1, 2)
+    ]
     assert calls(log) == [
-        *(["start", "a run"], *step_calls[0], *step_calls[1], ["weights", 0], ["close", "done"]),
+        *(
+            ["start", "a run"],
+            *step_calls[0],
+            *step_calls[1],
+            ["weights", 0],
+            ["close", "done"],
+        ),
         *(["start", "a run"], *step_calls[2], ["weights", 1], ["close", "done"]),
     ]
     assert said == []
 
 
-def test_a_tracker_that_raises_is_turned_off_and_others_continue(tmp_path: Path, left: list[str]) -> None:
+def test_a_tracker_that_raises_is_turned_off_and_others_continue(
+    tmp_path: Path, left: list[str]
+) -> None:
     said, raises, continues = list[str](), tmp_path / "raises", tmp_path / "continues"
     trackers = started(tmp_path, said, Raising=raises, Noting=continues)
     for step in range(4):
@@ -93,7 +112,9 @@ def test_a_tracker_that_hangs_holds_up_no_call(
     assert len(said) == 1
     told: list[str] = []
     asyncio.run(trackers.wait_closed(1.5, told.append))
-    assert told == ["waiting up to 1.5 s for trackers_for_test:Hanging (Ctrl-C: stop waiting)"]
+    assert told == [
+        "waiting up to 1.5 s for trackers_for_test:Hanging (Ctrl-C: stop waiting)"
+    ]
     assert (len(said), left) == (2, ["trackers_for_test:Hanging"])
     let_go.set()
     trackers._thread.join()
@@ -108,29 +129,43 @@ def test_a_tracker_that_hangs_holds_up_no_call(
         ("wandb", {"projekt": "x"}, "projekt"),
     ],
 )
-def test_a_tracker_is_checked_before_a_run(name: str, args: dict[str, Any], says: str) -> None:
+def test_a_tracker_is_checked_before_a_run(
+    name: str, args: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         check_trackers(ObserveConfig(trackers=[name], tracker_args={name: args}))
 
 
-def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
     blocks = re.findall(r"```(yaml|python)\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "my_tracker.py").write_text("".join(text for kind, text in blocks if kind == "python"))
+    (tmp_path / "my_tracker.py").write_text(
+        "".join(text for kind, text in blocks if kind == "python")
+    )
     monkeypatch.syspath_prepend(tmp_path)
     settings = [yaml.safe_load(text) for kind, text in blocks if kind == "yaml"]
-    clients, own = (ObserveConfig.model_validate(one["observe"]) for one in settings if "observe" in one)
+    clients, own = (
+        ObserveConfig.model_validate(one["observe"])
+        for one in settings
+        if "observe" in one
+    )
     assert clients.trackers == ["tensorboard", "wandb"]
     check_trackers(own)
     said: list[str] = []
-    trackers = Background(own.model_copy(update={"trackers": ["my_tracker:Printer"]}), said.append)
+    trackers = Background(
+        own.model_copy(update={"trackers": ["my_tracker:Printer"]}), said.append
+    )
     trackers.start(TrackedRun(tmp_path, "a run", "0123", {"seed": 1}))
     trackers.tell("step", 0, {"reward/mean": 0.5})
     finish(trackers)
     assert said == []
 
 
-def test_a_missing_client_is_an_error_naming_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_is_an_error_naming_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r"asyncrl\[wandb\]"):
         check_trackers(ObserveConfig(trackers=["wandb"]))
@@ -143,12 +178,21 @@ def test_a_missing_client_is_an_error_naming_its_extra(monkeypatch: pytest.Monke
 def test_a_run_tells_its_trackers_and_serves_its_status(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     own = {"trackers_for_test:Noting": {"path": str(tmp_path / "log")}}
-    observe = {"console": "plain", "status_port": 0, "trackers": [*own], "tracker_args": own}
-    process = start(write_config(tmp_path, trainer={"num_steps": 100_000}, observe=observe), run_dir)
+    observe = {
+        "console": "plain",
+        "status_port": 0,
+        "trackers": [*own],
+        "tracker_args": own,
+    }
+    process = start(
+        write_config(tmp_path, trainer={"num_steps": 100_000}, observe=observe), run_dir
+    )
     wait_until(lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 2, process)
     url = json.loads((run_dir / "status.json").read_text())["status_url"]
     headers = {"Authorization": f"Bearer {(run_dir / 'status.key').read_text()}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/metrics", headers=headers)) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/metrics", headers=headers)
+    ) as answer:
         text = answer.read().decode()
     assert "\nasyncrl_engine_decode_seconds_total " in text
     process.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """The real clients of trackers, without a network, read back by their own readers.
 
-Clients leave threads and hooks behind, so this file is also a script for a separate process:
+Clients leave threads and hooks behind, so this file is also a script for a separate
+process:
 
     python test_trackers_clients.py NAME RUN_DIR [KEY=VALUE...]
 """
@@ -33,12 +34,21 @@ ODD = "task/100 % <b>"
 
 def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     """Report steps from `first` on, an evaluation and a sample."""
-    args = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
-    observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
+    args = {
+        key: yaml.safe_load(value)
+        for key, value in (setting.split("=", 1) for setting in settings)
+    }
+    observe = ObserveConfig.model_validate(
+        {"trackers": [name], "tracker_args": {name: args}}
+    )
     tracker = Background(observe, print)
     tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG, print))
     for step in range(first, first + NUM_STEPS):
-        tracker.tell("step", step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
+        tracker.tell(
+            "step",
+            step,
+            {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1},
+        )
     tracker.tell("samples", first + 1, [make_sample(step=first + 1)])
     tracker.tell("evaluation", first + 2, {"eval/reward_mean": first + 0.25})
     tracker.tell("close", "done")
@@ -46,13 +56,17 @@ def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
 
 
 def completions(tables: Iterable[dict[str, Any]]) -> list[str]:
-    rows = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
+    rows = [
+        dict(zip(table["columns"], row, strict=True))
+        for table in tables
+        for row in table["data"]
+    ]
     return [row["completion"] for row in rows]
 
 
 def read_wandb_records(path: Path) -> Iterable[Any]:
-    """Read W&B's file: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB with whole records
-    or parts of them), whose records are protocol buffers.
+    """Read W&B's file: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB
+    with whole records or parts of them), whose records are protocol buffers.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -74,7 +88,10 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
     """Read the records of two offline runs with one id."""
     paths = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
     lines = [
-        {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        {
+            item.key or ".".join(item.nested_key): item.value_json
+            for item in record.history.item
+        }
         for path in paths
         for record in read_wandb_records(path)
     ]
@@ -100,7 +117,9 @@ def read_mlflow(run_dir: Path) -> dict[str, Any]:
     runs = client.search_runs([experiment.experiment_id])
     run_id, history = runs[0].info.run_id, client.get_metric_history
     paths = [item.path for item in client.list_artifacts(run_id, "samples")]
-    tables = [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]
+    tables = [
+        Path(client.download_artifacts(run_id, path)).read_text() for path in paths
+    ]
     return {
         "ids": [run.data.tags["asyncrl.run_id"] for run in runs],
         "rewards": [metric.value for metric in history(run_id, "reward/mean")],
@@ -115,11 +134,15 @@ def read_trackio(run_dir: Path) -> dict[str, Any]:
 
     names = SQLiteStorage.get_runs("lm")
     lines = SQLiteStorage.get_logs("lm", names[0])
-    rows = [row for line in lines if "samples" in line for row in line["samples"]["_value"]]
+    rows = [
+        row for line in lines if "samples" in line for row in line["samples"]["_value"]
+    ]
     return {
         "ids": names,
         "rewards": [line["reward/mean"] for line in lines if "reward/mean" in line],
-        "evaluations": [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line],
+        "evaluations": [
+            line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line
+        ],
         "completions": [row["completion"] for row in rows],
     }
 
@@ -138,10 +161,19 @@ READERS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 def test_a_client_keeps_one_run_over_a_resume(
     name: str, settings: list[str], ids: list[str], tmp_path: Path
 ) -> None:
-    own = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    own = {
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HOME": str(tmp_path),
+        "WANDB_SILENT": "true",
+    }
     process = subprocess.run(
         [sys.executable, __file__, name, tmp_path, *settings],
-        env={name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own,
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("WANDB_")
+        }
+        | own,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -151,7 +183,9 @@ def test_a_client_keeps_one_run_over_a_resume(
     assert "turned off" not in process.stdout
     assert ("wandb is offline without a key" in process.stdout) == (name == "wandb")
     found = json.loads(process.stdout.splitlines()[-1])
-    assert (found["ids"], found["completions"]) == (ids, ["b 7\n\nb 7"] * 2), "one text per sampled part"
+    assert (found["ids"], found["completions"]) == (ids, ["b 7\n\nb 7"] * 2), (
+        "one text per sampled part"
+    )
     assert found["rewards"] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert found["evaluations"] == [0.25, 2.25]
 

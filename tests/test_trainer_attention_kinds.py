@@ -1,4 +1,6 @@
-"""Packed attention with windows, chunks, soft caps and sinks gives each sequence's plain values."""
+"""Packed attention with windows, chunks, soft caps and sinks gives each sequence's
+plain values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from asyncrl.trainer.tree import places_of
 
 CPU = torch.device("cpu")
 GROUPS = random_groups([[3, 9, 190], [70, 2, 2]], prompt=8)
-"""Lengths on both sides of windows of 12, chunks of 16, and blocks of 64; with shared prefixes."""
+"""Lengths on both sides of windows of 12, chunks of 16, and blocks of 64; with shared
+prefixes.
+"""
 NAMES = [
     "cohere2",
     "exaone4",
@@ -48,7 +52,9 @@ def test_models_with_windows_are_packed_at_any_length(name: str) -> None:
     assert_same(run(Policy(model, plan), GROUPS, 10**6, 0.8), expected, 1e-5)
 
 
-def plain(tensors: list[Tensor], place_T: Tensor, scale: float, kind: AttentionKind) -> Tensor:
+def plain(
+    tensors: list[Tensor], place_T: Tensor, scale: float, kind: AttentionKind
+) -> Tensor:
     """Return the output [H, T, D] of one sequence, with all its T x T scores."""
     query, key, value = (tensor[0, :, place_T] for tensor in tensors[:3])
     score_HTT = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
@@ -58,7 +64,9 @@ def plain(tensors: list[Tensor], place_T: Tensor, scale: float, kind: AttentionK
     behind_TT = position_T[:, None] - position_T
     is_seen_TT = (behind_TT >= 0) & (behind_TT < (kind.window or len(place_T)))
     chunk_T = position_T // (kind.chunk or len(place_T))
-    score_HTT = score_HTT.masked_fill(~is_seen_TT | (chunk_T[:, None] != chunk_T), -torch.inf)
+    score_HTT = score_HTT.masked_fill(
+        ~is_seen_TT | (chunk_T[:, None] != chunk_T), -torch.inf
+    )
     if kind.has_sinks:
         sink_HT1 = tensors[3][:, None, None].expand(-1, len(place_T), 1)
         score_HTT = torch.cat([score_HTT, sink_HT1], dim=-1)
@@ -67,26 +75,39 @@ def plain(tensors: list[Tensor], place_T: Tensor, scale: float, kind: AttentionK
 
 
 SIZES = st.none() | st.integers(1, 150)
-KINDS = st.builds(AttentionKind, SIZES, SIZES, st.none() | st.floats(0.5, 5.0), st.booleans())
+KINDS = st.builds(
+    AttentionKind, SIZES, SIZES, st.none() | st.floats(0.5, 5.0), st.booleans()
+)
 HEADS = st.sampled_from([(4, 2, 8, 8), (4, 4, 8, 4), (4, 1, 16, 16)])
 
 
 @settings(max_examples=60, deadline=None)
-@given(KINDS, HEADS, st.lists(st.integers(2, 200), min_size=1, max_size=5), st.integers(0, 2**16))
+@given(
+    KINDS,
+    HEADS,
+    st.lists(st.integers(2, 200), min_size=1, max_size=5),
+    st.integers(0, 2**16),
+)
 def test_any_kind_and_layout_give_a_plain_softmax(
     kind: AttentionKind, heads: tuple[int, ...], lengths: list[int], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, 9, length) for length in lengths]
-    for text, other in zip(texts, texts[1:], strict=False):  # each shares tokens with the one before
+    # each shares tokens with the one before
+    for text, other in zip(texts, texts[1:], strict=False):
         num_shared = rng.integers(0, min(len(text), len(other)))
         other[:num_shared] = text[:num_shared]
     layout = pack_texts(texts, CPU).layout
     torch.manual_seed(seed)
     num_heads, num_key_heads, size, value_size = heads
-    shapes = [(1, num_heads, layout.num_tokens, size), (1, num_key_heads, layout.num_tokens, size)]
+    shapes = [
+        (1, num_heads, layout.num_tokens, size),
+        (1, num_key_heads, layout.num_tokens, size),
+    ]
     shapes += [(*shapes[1][:3], value_size), (num_heads,)]
-    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes
+    ]
     options: dict[str, Any] = {"sliding_window": kind.window, "softcap": kind.softcap}
     options["s_aux"] = tensors[3] if kind.has_sinks else None
     module = nn.Module()
@@ -95,7 +116,9 @@ def test_any_kind_and_layout_give_a_plain_softmax(
     module.config.layer_types = ["chunked_attention"]
     module.config.attention_chunk_size = kind.chunk
     number = attention.number_of(layout)
-    found, _ = attention.attention(module, *tensors[:3], None, packed_layout=number, scaling=0.7, **options)
+    found, _ = attention.attention(
+        module, *tensors[:3], None, packed_layout=number, scaling=0.7, **options
+    )
     expected = torch.zeros_like(found)
     for runs in layout.rows:
         place_T = torch.from_numpy(places_of(runs))
@@ -104,6 +127,8 @@ def test_any_kind_and_layout_give_a_plain_softmax(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     used = tensors if kind.has_sinks else tensors[:3]
     grad = torch.randn_like(found)
-    gradients = [torch.autograd.grad(output, used, grad) for output in (found, expected)]
+    gradients = [
+        torch.autograd.grad(output, used, grad) for output in (found, expected)
+    ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)

@@ -1,4 +1,6 @@
-"""How batches are packed, what the trainer refuses, and credits against a plain computation."""
+"""How batches are packed, what the trainer refuses, and credits against a plain
+computation.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,29 @@ from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import build_model, tree
-from asyncrl.trainer.objective import check_any_loss, check_batch, find_units, loss_tokens
-from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
+from asyncrl.trainer.objective import (
+    check_any_loss,
+    check_batch,
+    find_units,
+    loss_tokens,
+)
+from asyncrl.trainer.packing import (
+    Costs,
+    PackRules,
+    find_allowed,
+    micro_batches,
+    mini_batches,
+)
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import pack_groups
 
-CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
+CREDITS = {
+    "no credits": ("none",),
+    "turns": ("turn",),
+    "all kinds": ("none", "turn", "branch"),
+}
 
 
 def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
@@ -62,11 +79,18 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
         ("versions", 1, "of version 1"),
     ],
 )
-def test_token_that_the_model_cannot_have_sampled_is_refused(name: str, value: float, message: str) -> None:
+def test_token_that_the_model_cannot_have_sampled_is_refused(
+    name: str, value: float, message: str
+) -> None:
     header, arrays = make_batch()
     check_batch(header, arrays, 0, vocab_size=52)
     with pytest.raises(Refused, match=message) as caught:
-        check_batch(header, changed(arrays, **{name: at(getattr(arrays, name), 7, value)}), 0, vocab_size=52)
+        check_batch(
+            header,
+            changed(arrays, **{name: at(getattr(arrays, name), 7, value)}),
+            0,
+            vocab_size=52,
+        )
     assert caught.value.status == 422
     with pytest.raises(Refused, match="no token that carries loss"):
         check_any_loss(header, arrays, arrays.is_sampled & False)
@@ -98,18 +122,25 @@ class OddTokens:
             raise GrammarError(f"{token_id} is even")
 
 
-def test_token_that_its_grammar_forbids_is_not_trained(caplog: pytest.LogCaptureFixture) -> None:
+def test_token_that_its_grammar_forbids_is_not_trained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """An engine with another llguidance may have sampled the token."""
     loss = [False, True, True, True, True]
     header, arrays = batch_of([[([5, 7, 7, 6, 7], loss), ([5, 6, 6, 6, 6], loss)]])
     first = header.trajectories[0]
-    arrays = replace(arrays, grammars=(GrammarSpan(first.start + 1, first.start + 5, "odd"),))
+    arrays = replace(
+        arrays, grammars=(GrammarSpan(first.start + 1, first.start + 5, "odd"),)
+    )
     has_loss = arrays.is_sampled.copy()
     allowed = find_allowed(arrays, has_loss, OddTokens)
     assert has_loss.tolist() == [False, True, True, False, False, *loss]
     assert allowed.set_N.tolist() == [-1, 0, 0, -1, -1] + [-1] * 5
     assert allowed.bits_KB.tolist() == [[0xAA]]
-    assert "2 tokens are not trained: their grammar does not allow them here (6 is even)" in caplog.text
+    assert (
+        "2 tokens are not trained: their grammar does not allow them here (6 is even)"
+        in caplog.text
+    )
 
 
 # ---- branches and credits
@@ -133,7 +164,11 @@ def assert_same(found: Found, expected: Found) -> None:
 
 @pytest.mark.parametrize(
     ("credits", "aggregate", "is_packed"),
-    [("no credits", "token", True), ("turns", "sequence", False), ("all kinds", "token", True)],
+    [
+        ("no credits", "token", True),
+        ("turns", "sequence", False),
+        ("all kinds", "token", True),
+    ],
 )
 def test_loss_and_gradient_match_a_plain_computation(
     make_step: MakeStep,
@@ -150,20 +185,34 @@ def test_loss_and_gradient_match_a_plain_computation(
     advantages = plain_advantages(header, len(arrays.ids))
     loss = plain_loss(model, header, arrays, advantages, aggregate=aggregate)
     loss.backward()
-    expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
+    expected = (
+        float(loss.detach()),
+        {name: one.grad for name, one in model.named_parameters()},
+    )
     trainer = {"micro_batch_tokens": 150, "max_grad_norm": 1e-3}
     plan = ForwardPlan(is_packed, True, reason="asked for")
     monkeypatch.setattr(build_model, "plan_of", lambda *_: plan)
     step = make_step(algorithm={"aggregate": aggregate}, trainer=trainer)
     assert step.policy.plan is plan
     assert_same(loss_and_gradients(step, header, arrays), expected)
-    norm = torch.stack([gradient.norm() for gradient in expected[1].values()]).norm().item()
+    norm = (
+        torch.stack([gradient.norm() for gradient in expected[1].values()])
+        .norm()
+        .item()
+    )
     metrics = step.optimizer_step()
-    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), "that before it is clipped"
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), (
+        "that before it is clipped"
+    )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([*CREDITS.values()]), st.integers(1, 4), st.integers(20, 200))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([*CREDITS.values()]),
+    st.integers(1, 4),
+    st.integers(20, 200),
+)
 def test_every_sampled_token_is_in_one_unit_and_step(
     seed: int, credits: tuple[str, ...], count: int, max_tokens: int
 ) -> None:
@@ -182,11 +231,24 @@ def test_every_sampled_token_is_in_one_unit_and_step(
         for rank in range(count):
             ranks, cpu = Ranks(rank, shard=count), torch.device("cpu")
             micros = micro_batches(
-                header, arrays, chosen, PackRules(max_tokens), cpu, ranks, Costs(0.01, 0.1)
+                header,
+                arrays,
+                chosen,
+                PackRules(max_tokens),
+                cpu,
+                ranks,
+                Costs(0.01, 0.1),
             )
             num_micros.add(len(micros))
-            found += [place for micro, counts in micros if counts for place in micro.source_M.tolist()]
-            assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)
+            found += [
+                place
+                for micro, counts in micros
+                if counts
+                for place in micro.source_M.tolist()
+            ]
+            assert all(
+                len(micro.source_M) == 1 for micro, counts in micros if not counts
+            )
         assert sorted(found) == np.flatnonzero(chosen).tolist()
         assert len(num_micros) == 1, "or FSDP's collectives would not match"
 
@@ -194,12 +256,16 @@ def test_every_sampled_token_is_in_one_unit_and_step(
 def make_trajectory(sample_index: int) -> Trajectory:
     mask = [False, False, True, True, True]
     spans = (VersionSpan(2, 4, 3, 1), VersionSpan(4, 5, 4))
-    tokens = masked_tokens(np.arange(10, 15) + sample_index, mask, [0, 0, -1, -2, -3], spans)
+    tokens = masked_tokens(
+        np.arange(10, 15) + sample_index, mask, [0, 0, -1, -2, -3], spans
+    )
     return Trajectory(sample_index, tokens, reward=0.5 + sample_index)
 
 
 def make_types_batch() -> Batch:
-    main = replace(make_trajectory(0), credits=(Credit(2, 4, 1.0, 0), Credit(4, 5, 0.25, 1)))
+    main = replace(
+        make_trajectory(0), credits=(Credit(2, 4, 1.0, 0), Credit(4, 5, 0.25, 1))
+    )
     fork = replace(main, branch=1, credits=(Credit(0, 5, 0.25, 1),))
     groups = (
         Group(GroupId(7), Prompt("0-7", ()), (main, fork, make_trajectory(2))),
@@ -213,7 +279,16 @@ def test_groups_are_packed_with_version_and_engine_per_token() -> None:
     header, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
     assert (header.version, header.min_version, header.mask_older) == (4, 3, True)
     assert [
-        (t.group_index, t.group_id, t.prompt_id, t.sample_index, t.branch, t.start, t.end, t.reward)
+        (
+            t.group_index,
+            t.group_id,
+            t.prompt_id,
+            t.sample_index,
+            t.branch,
+            t.start,
+            t.end,
+            t.reward,
+        )
         for t in header.trajectories
     ] == [
         (0, 7, "0-7", 0, 0, 0, 5, 0.5),
@@ -221,8 +296,18 @@ def test_groups_are_packed_with_version_and_engine_per_token() -> None:
         (0, 7, "0-7", 2, 0, 10, 15, 2.5),
         (1, 9, "0-9", 0, 0, 15, 20, 0.5),
     ]
-    rollouts = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    assert [tuple(t.credits) for t in header.trajectories] == [rollout.credits for rollout in rollouts]
+    rollouts = [
+        trajectory for group in batch.groups for trajectory in group.trajectories
+    ]
+    assert [tuple(t.credits) for t in header.trajectories] == [
+        rollout.credits for rollout in rollouts
+    ]
     assert arrays.ids[8:].tolist() == [13, 14, 12, 13, 14, 15, 16, 10, 11, 12, 13, 14]
-    assert (arrays.versions.tolist(), arrays.versions.dtype) == ([-1, -1, 3, 3, 4] * 4, np.int32)
-    assert (arrays.engines.tolist(), arrays.engines.dtype) == ([-1, -1, 1, 1, -1] * 4, np.int16)
+    assert (arrays.versions.tolist(), arrays.versions.dtype) == (
+        [-1, -1, 3, 3, 4] * 4,
+        np.int32,
+    )
+    assert (arrays.engines.tolist(), arrays.engines.dtype) == (
+        [-1, -1, 1, 1, -1] * 4,
+        np.int16,
+    )

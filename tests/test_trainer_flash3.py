@@ -1,4 +1,6 @@
-"""The call of FlashAttention 3: torch's code between our operators and the installed package."""
+"""The call of FlashAttention 3: torch's code between our operators and the installed
+package.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CONFIG = "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': True}}"
 def test_a_flash_attention_without_backward_is_left_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "flash_attn_interface.py").write_text("raise RuntimeError('it was imported')")
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "raise RuntimeError('it was imported')"
+    )
     (tmp_path / "flash_attn_config.py").write_text(CONFIG)
     monkeypatch.syspath_prepend(tmp_path)
     with caplog.at_level(logging.WARNING, "asyncrl.trainer"):
@@ -29,7 +33,9 @@ def test_a_flash_attention_without_backward_is_left_unused(
 
 
 @pytest.mark.extras
-def test_torch_passes_each_argument_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_passes_each_argument_under_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     try:
         import flash_attn_interface  # noqa: F401
     except (ImportError, OSError) as error:
@@ -42,26 +48,75 @@ def test_torch_passes_each_argument_under_its_name(monkeypatch: pytest.MonkeyPat
         seen: dict[str, Any] = {}
 
         def call(*values: Any) -> tuple[torch.Tensor, ...]:
-            assert all(argument.has_default_value() for argument in arguments[len(values) :])
-            seen.update(zip([argument.name for argument in arguments], values, strict=False))
+            assert all(
+                argument.has_default_value() for argument in arguments[len(values) :]
+            )
+            seen.update(
+                zip([argument.name for argument in arguments], values, strict=False)
+            )
             return (values[0],) * 4
 
         monkeypatch.setattr(_fa3, f"_FA3_CUDA_{name.upper()}", call)
         return seen
 
     query, key, value, out, grad = (torch.zeros(4, 2, 64) for _ in range(5))
-    ends_q, ends_k, logsum = torch.tensor([0, 4]), torch.tensor([0, 4]), torch.zeros(2, 4)
-    lengths = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "max_seqlen_q": 3, "max_seqlen_k": 4}
-    common = lengths | {"q": query, "k": key, "v": value, "softmax_scale": 0.5, "is_causal": True}
+    ends_q, ends_k, logsum = (
+        torch.tensor([0, 4]),
+        torch.tensor([0, 4]),
+        torch.zeros(2, 4),
+    )
+    lengths = {
+        "cu_seqlens_q": ends_q,
+        "cu_seqlens_k": ends_k,
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+    }
+    common = lengths | {
+        "q": query,
+        "k": key,
+        "v": value,
+        "softmax_scale": 0.5,
+        "is_causal": True,
+    }
     common |= {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 
     forward, backward = record("fwd"), record("bwd")
-    _fa3._fa3_run_forward(query, key, value, ends_q, ends_k, 3, 4, 0.5, True, None, None, None)
-    _fa3._fa3_run_backward(
-        grad, query, key, value, out, logsum, ends_q, ends_k, 3, 4, 0.5, True, -1, -1, deterministic=True
+    _fa3._fa3_run_forward(
+        query, key, value, ends_q, ends_k, 3, 4, 0.5, True, None, None, None
     )
-    of_forward = {"attention_chunk": 0, "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0}
-    of_backward = {"dout": grad, "out": out, "softmax_lse": logsum, "deterministic": True, "sm_margin": 0}
-    for seen, expected in ((forward, common | of_forward), (backward, common | of_backward)):
+    _fa3._fa3_run_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        logsum,
+        ends_q,
+        ends_k,
+        3,
+        4,
+        0.5,
+        True,
+        -1,
+        -1,
+        deterministic=True,
+    )
+    of_forward = {
+        "attention_chunk": 0,
+        "is_rotary_interleaved": True,
+        "num_splits": 0,
+        "sm_margin": 0,
+    }
+    of_backward = {
+        "dout": grad,
+        "out": out,
+        "softmax_lse": logsum,
+        "deterministic": True,
+        "sm_margin": 0,
+    }
+    for seen, expected in (
+        (forward, common | of_forward),
+        (backward, common | of_backward),
+    ):
         for name, wanted in expected.items():
             assert seen[name] is wanted or seen[name] == wanted, name

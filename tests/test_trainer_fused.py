@@ -1,4 +1,6 @@
-"""Layers in fewer passes, exchanged in part or compiled as a whole: the same function as transformers'."""
+"""Layers in fewer passes, exchanged in part or compiled as a whole: the same function
+as transformers'.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +64,13 @@ def results(model: torch.nn.Module, ids_BT: Tensor, grad_BTV: Tensor) -> list[Te
         ("nanochat", set()),  # it rotates the other way
     ],
 )
-def test_fused_model_gives_the_same_logits_and_gradients(model_type: str, exchanged: set[str]) -> None:
+def test_fused_model_gives_the_same_logits_and_gradients(
+    model_type: str, exchanged: set[str]
+) -> None:
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES)).eval()
+    plain = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **SIZES)
+    ).eval()
     for name, weight in plain.named_parameters():
         if weight.ndim == 1:
             torch.nn.init.normal_(weight, 1.0, 0.3)
@@ -73,13 +79,17 @@ def test_fused_model_gives_the_same_logits_and_gradients(model_type: str, exchan
     fused = copy.deepcopy(plain)
     fuse(fused)
     fused = copy.deepcopy(fused)  # as a frozen reference is made
-    assert {type(one).__name__ for one in fused.modules() if "forward" in vars(one)} == exchanged
+    assert {
+        type(one).__name__ for one in fused.modules() if "forward" in vars(one)
+    } == exchanged
     given = torch.randint(0, 99, (2, 40)), torch.randn(2, 40, 99)
     for one, other in zip(results(fused, *given), results(plain, *given), strict=True):
         assert float((one - other).norm() / other.norm()) < 1e-5
     for module in fused.modules():
         if "forward" in vars(module):
-            assert module.forward.__self__ is module, "a copy computes with its own weights"
+            assert module.forward.__self__ is module, (
+                "a copy computes with its own weights"
+            )
 
 
 # ---- compiled layers
@@ -117,7 +127,12 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
     settings |= {"lora": {"rank": 2}, "gradient_checkpointing": True}
     with mesh_of_one(tmp_path) as ranks:
         eager, compiled = (
-            TrainerRank(make_spec(tiny_model_dir, tmp_path, trainer=settings | {"compile": is_on}), ranks)
+            TrainerRank(
+                make_spec(
+                    tiny_model_dir, tmp_path, trainer=settings | {"compile": is_on}
+                ),
+                ranks,
+            )
             for is_on in ("auto", True)
         )
         assert not eager.policy.is_compiled, "auto is for CUDA"
@@ -135,18 +150,29 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
 
 
 def test_compilation_after_the_first_step_warns_of_its_cause(
-    compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: CompileCounterWithBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(step_metrics, "COMPILE_WARNING_S", 0.0)
-    double, root = (fused.compiled(function) for function in (lambda x_N: 2 * x_N, torch.sqrt))
+    double, root = (
+        fused.compiled(function) for function in (lambda x_N: 2 * x_N, torch.sqrt)
+    )
     meter = StepMeter(ONE_RANK, "float32", None, fused.compilations)
     found = list[list[str]]()
-    for function, dtype in ((double, "float32"), (double, "float32"), (double, "float64"), (root, "float32")):
+    for function, dtype in (
+        (double, "float32"),
+        (double, "float32"),
+        (double, "float64"),
+        (root, "float32"),
+    ):
         caplog.clear()
         meter.start()
         function(torch.ones(2, dtype=getattr(torch, dtype)))
         assert (meter.numbers()["perf/compile_s"] > 0) == (len(found) != 1)
-        warned = (one.getMessage() for one in caplog.records if one.name == "asyncrl.trainer")
+        warned = (
+            one.getMessage() for one in caplog.records if one.name == "asyncrl.trainer"
+        )
         found.append([message.partition("compilation: ")[2] for message in warned])
     assert found[:2] == [[], []]
     assert "tensor 'x_N' dtype mismatch. expected Float, actual Double" in found[2][0]
@@ -163,23 +189,35 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     """Layers without experts add one graph; replay adds none."""
     counters.clear()
     heads = {"qk_nope_head_dim": 8}  # 12, and 8 of a value
-    folder = make_tiny_moe(tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"] | heads)
+    folder = make_tiny_moe(
+        tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"] | heads
+    )
     settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60}
     values: dict[str, Any] = {"algorithm": {"router_replay": True}}
     eager, compiled = (
-        TrainerRank(make_spec(folder, tmp_path, trainer=settings | {"compile": is_on}, **values))
+        TrainerRank(
+            make_spec(folder, tmp_path, trainer=settings | {"compile": is_on}, **values)
+        )
         for is_on in (False, True)
     )
     assert compiled.policy.is_compiled
     width = sum(router.top_k for router in routers_of(compiled.policy.model))
     for version in range(3):
-        header, arrays = make_batch(version=version, seed=version, num_groups=2 + version)
-        drawn = np.random.default_rng(version).integers(0, 4, (len(arrays.is_sampled), width))
+        header, arrays = make_batch(
+            version=version, seed=version, num_groups=2 + version
+        )
+        drawn = np.random.default_rng(version).integers(
+            0, 4, (len(arrays.is_sampled), width)
+        )
         arrays = changed(arrays, routing=drawn.astype(np.uint16))
-        wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
+        wanted, found = (
+            learned(one.train(header, arrays)) for one in (eager, compiled)
+        )
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     # the compiler's own count includes restarted graphs
-    assert counters["stats"]["unique_graphs"] == 2 + 2, "layers, and both passes of the head"
+    assert counters["stats"]["unique_graphs"] == 2 + 2, (
+        "layers, and both passes of the head"
+    )
 
 
 @GUARDED
@@ -191,7 +229,8 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")  # with Inductor's partitioner
+    # with Inductor's partitioner
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")
     digests, saved = list[str](), list[int]()
 
     def save(tensor: Tensor) -> Tensor:
@@ -201,7 +240,11 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     for kept in (False, 0.3):
         torch._dynamo.reset()
         fused.compiled.cache_clear()
-        trainer = {"compile": True, "gradient_checkpointing": kept, "learning_rate": 1e-3}
+        trainer = {
+            "compile": True,
+            "gradient_checkpointing": kept,
+            "learning_rate": 1e-3,
+        }
         step = TrainerRank(make_spec(tiny_model_dir, tmp_path, trainer=trainer))
         saved.append(0)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
@@ -212,12 +255,20 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     assert saved[0] > 1.2 * saved[1], saved
 
 
-WIDE: dict[str, Any] = SIZES | {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 8}
+WIDE: dict[str, Any] = SIZES | {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 8,
+}
 WIDE |= {"num_attention_heads": 8, "head_dim": 96, "max_position_embeddings": 4096}
 COUNTED: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 4},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 320,
+    },
     "llama": {},
     "gemma3_text": {"sliding_window": 4096, "query_pre_attn_scalar": 96},
 }
@@ -225,8 +276,12 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 
 def count_saved_bytes(policy: Policy, micro: MicroBatch) -> int:
-    """Run the trainer's forward pass; return the bytes of all storages saved for its backward pass."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    """Run the trainer's forward pass; return the bytes of all storages saved for its
+    backward pass.
+    """
+    weights = {
+        parameter.untyped_storage().data_ptr() for parameter in policy.parameters()
+    }
     saved = dict[int, torch.UntypedStorage]()
 
     def save(tensor: Tensor) -> Tensor:
@@ -236,7 +291,9 @@ def count_saved_bytes(policy: Policy, micro: MicroBatch) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         policy(micro)
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+    return sum(
+        storage.nbytes() for address, storage in saved.items() if address not in weights
+    )
 
 
 @GUARDED
@@ -260,7 +317,9 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     # The plan counts layers with windows as uncompiled, twice their compiled size.
     is_compiled = model_type != "gemma3_text"
     policy = Policy(model, plan, is_compiled=is_compiled)
-    micro = pack_texts([np.arange(length) % 99 for length in (113, 400)], torch.device("cpu"))
+    micro = pack_texts(
+        [np.arange(length) % 99 for length in (113, 400)], torch.device("cpu")
+    )
 
     def planned(kept: float) -> int:
         return shape.saved_bytes(micro.layout.num_tokens, item=2, kept=kept)
@@ -294,8 +353,13 @@ def test_slow_kernels_on_cuda_are_reported(
     is_compiled = build_model.should_compile(spec, model, ForwardPlan(True, True), cuda)
     kernels = build_model.choose_kernels(cuda, is_compiled=is_compiled)
     assert kernels == {"trainer/compiled": 0.0, "trainer/flash_attention": 2.0}
-    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert [words.rpartition("install ")[2].rstrip(")") for words in warned] == ["gcc", "flash-attn-3"]
+    warned = [
+        record.message for record in caplog.records if record.levelname == "WARNING"
+    ]
+    assert [words.rpartition("install ")[2].rstrip(")") for words in warned] == [
+        "gcc",
+        "flash-attn-3",
+    ]
 
 
 def test_uncompilable_model_is_left_or_refused(
@@ -303,12 +367,20 @@ def test_uncompilable_model_is_left_or_refused(
 ) -> None:
     cpu = torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    packed, by_rows = ForwardPlan(True, True), ForwardPlan(True, True, mixers=(torch.nn.Linear,))
-    auto, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
+    packed, by_rows = (
+        ForwardPlan(True, True),
+        ForwardPlan(True, True, mixers=(torch.nn.Linear,)),
+    )
+    auto, asked = (
+        make_spec(tiny_model_dir, tmp_path, trainer={"compile": one})
+        for one in ("auto", True)
+    )
     for spec, plan, expected in ((auto, packed, False), (asked, packed, True)):
         assert build_model.should_compile(spec, model, plan, cpu) == expected
     kept = make_spec(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": 0.5})
-    with pytest.raises(ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"):
+    with pytest.raises(
+        ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"
+    ):
         build_model.should_compile(kept, model, packed, cpu)
     with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens alone"):
         build_model.should_compile(asked, model, by_rows, cpu)
@@ -324,11 +396,17 @@ def test_inductor_learns_the_same_on_a_cpu(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler of CUDA, in shards as there; layers and head."""
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it for good
+    # Inductor sets it for good
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
     with mesh_of_one(tmp_path) as ranks:
         eager, compiled = (
             TrainerRank(
-                make_spec(tiny_model_dir, tmp_path, trainer={"learning_rate": 1e-3, "compile": is_on}), ranks
+                make_spec(
+                    tiny_model_dir,
+                    tmp_path,
+                    trainer={"learning_rate": 1e-3, "compile": is_on},
+                ),
+                ranks,
             )
             for is_on in (False, True)
         )

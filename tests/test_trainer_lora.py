@@ -41,8 +41,12 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
     step = make_step(trainer=LORA, dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
     before = logprobs(step)
     trained(step)
-    assert len(step.masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).state_dict()
+    assert len(step.masters.named) == 2 * 14, (
+        "A and B of seven linear layers in each of two decoder layers"
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        tiny_model_dir, dtype=torch.float32
+    ).state_dict()
     for name, parameter in step.policy.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert parameter.requires_grad == (".lora_" in name)
@@ -50,26 +54,42 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
             assert step.masters.named[name].dtype == torch.float32
             assert parameter.any(), f"{name} is still 0"
         else:
-            assert torch.equal(parameter, base[name.replace(".base_layer", "")].bfloat16())
-    assert np.array_equal(step._numbers(BatchNumbers(*BATCH, BATCH[1].is_sampled)).reference_N, before)
-    assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
+            assert torch.equal(
+                parameter, base[name.replace(".base_layer", "")].bfloat16()
+            )
+    assert np.array_equal(
+        step._numbers(BatchNumbers(*BATCH, BATCH[1].is_sampled)).reference_N, before
+    )
+    assert not np.array_equal(logprobs(step), before), (
+        "and the adapters are on again afterwards"
+    )
 
 
-@pytest.mark.parametrize(("name", "passive"), [("mamba", "dt_proj"), ("llama4_text", "router")])
+@pytest.mark.parametrize(
+    ("name", "passive"), [("mamba", "dt_proj"), ("llama4_text", "router")]
+)
 def test_layers_that_are_not_called_get_no_adapters(name: str, passive: str) -> None:
-    """The model reads the weight of dt_proj; a router is a linear layer with another forward."""
+    """The model reads the weight of dt_proj; a router is a linear layer with another
+    forward.
+    """
     model = random_model(make_config(name))
     assert any(one.endswith(f"{passive}.weight") for one in linear_parameters(model))
     assert not any(one.endswith(passive) for one in find_targets(model, LoraConfig()))
 
 
-def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep) -> None:
-    """With W + s B A as the weight, dB = s dW A^T, and dA = s B^T dW, which is 0 while B is."""
+def test_gradient_of_an_adapter_follows_from_the_full_weight(
+    make_step: MakeStep,
+) -> None:
+    """With W + s B A as the weight, dB = s dW A^T, and dA = s B^T dW, which is 0 while
+    B is.
+    """
     header, arrays = make_batch()
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
         step.forward_backward(header, arrays)
-        gradients.append({name: master.grad for name, master in step.masters.named.items()})
+        gradients.append(
+            {name: master.grad for name, master in step.masters.named.items()}
+        )
     with_adapters, full = gradients
     weights = dict(make_step(trainer=LORA).masters.named)
     for name, gradient in with_adapters.items():
@@ -77,7 +97,11 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep
         if kind.startswith("A"):
             assert not gradient.any()
         else:
-            expected = 2.0 * full[f"{module}.weight"] @ weights[f"{module}.lora_A.default.weight"].T
+            expected = (
+                2.0
+                * full[f"{module}.weight"]
+                @ weights[f"{module}.lora_A.default.weight"].T
+            )
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -88,19 +112,28 @@ def test_merge_once_a_step_is_merge_in_each_pass(
     for when in ("pass", "step"):
         monkeypatch.setattr(TrainerConfig, "keeps_merged", when == "step")
         settings = {**LORA, "micro_batch_tokens": 40}
-        step = make_step(trainer=settings, dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
+        step = make_step(
+            trainer=settings, dtype="bfloat16", algorithm={"kl_coefficient": 0.1}
+        )
         trained(step)
         step.begin_save_state(tmp_path / when).result()
         step.offload(["optimizer"])
         step.offload(["weights"])
-        assert all(layer.kept is None for layer in step.adapters.layers.values()), "copies do not move"
+        assert all(layer.kept is None for layer in step.adapters.layers.values()), (
+            "copies do not move"
+        )
         step.onload(["weights", "optimizer"])
         before = logprobs(step)
         step.train(*make_batch(version=step.policy_version))
         assert not np.array_equal(logprobs(step), before)
         step.load_state(tmp_path / "pass")
         assert np.array_equal(logprobs(step), before)
-        digests.append((step.weights_digest(), step.export(tmp_path / f"{when}.safetensors").digest))
+        digests.append(
+            (
+                step.weights_digest(),
+                step.export(tmp_path / f"{when}.safetensors").digest,
+            )
+        )
         digests[-1] += (before.tobytes(),)
     assert digests[0] == digests[1]
 
@@ -112,7 +145,9 @@ def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> Non
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapters = Adapters(model, LoraConfig(rank=2), torch.float32)
-    linear = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)]
+    linear = [
+        name for name, module in base.named_modules() if isinstance(module, nn.Linear)
+    ]
     assert [*adapters.layers, "lm_head"] == linear
     for layer in adapters.layers.values():
         nn.init.normal_(layer.lora_B[ADAPTER].weight)
@@ -123,18 +158,26 @@ def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> Non
         weights, merges = adapters.merging()
         exported = weights | {name: merged() for name, merged in merges.items()}
         missing, unexpected = base.load_state_dict(exported, strict=False)
-        assert (missing, unexpected) == (["lm_head.weight"], []), "the head is the embedding"
-        assert torch.allclose(base(ids).logits, changed, atol=1e-5), "the export holds the trained weights"
+        assert (missing, unexpected) == (["lm_head.weight"], []), (
+            "the head is the embedding"
+        )
+        assert torch.allclose(base(ids).logits, changed, atol=1e-5), (
+            "the export holds the trained weights"
+        )
 
 
 def test_saved_model_has_the_adapters(make_step: MakeStep, tmp_path: Path) -> None:
     step = trained(make_step(trainer=LORA))
     step.save(tmp_path / "final")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "final", dtype=torch.float32
+    )
     assert np.abs(naive_logprobs(merged, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
 
 
 def test_targets_without_adapters_are_refused(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match="no layer q_projection, embed_tokens"):
-        find_targets(model, LoraConfig(targets=["q_proj", "q_projection", "embed_tokens"]))
+        find_targets(
+            model, LoraConfig(targets=["q_proj", "q_projection", "embed_tokens"])
+        )

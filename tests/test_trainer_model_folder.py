@@ -42,7 +42,9 @@ def test_run_refuses_another_model_until_it_is_accepted(tmp_path: Path) -> None:
     (model / "config.json").unlink()
     (model / "chat_template.jinja").write_bytes(b"new")
     accepted = begin(tmp_path, model, is_free=True)
-    with pytest.raises(ConfigError, match="chat_template.jinja, config.json, model.safetensors;") as caught:
+    with pytest.raises(
+        ConfigError, match="chat_template.jinja, config.json, model.safetensors;"
+    ) as caught:
         begin(tmp_path, model)  # the start that accepts it may still be refused
     assert "--allow-change model.path" in caught.value.way_out
     accepted.write()
@@ -51,7 +53,10 @@ def test_run_refuses_another_model_until_it_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [None, "v1"])
 def test_commit_of_the_hub_is_kept(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
 ) -> None:
     asked: list[str | None] = []
 
@@ -62,15 +67,23 @@ def test_commit_of_the_hub_is_kept(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     config = load_config(
-        write_config(tmp_path, model={"path": "some/model", "scratch": None, "revision": given})
+        write_config(
+            tmp_path, model={"path": "some/model", "scratch": None, "revision": given}
+        )
     )
     for _ in range(2):
         pin = ModelPin(tmp_path, config.model.source)
-        pin.read(asyncio.run(make_model_folder(config, tmp_path, run_module, commit=pin.revision)))
+        pin.read(
+            asyncio.run(
+                make_model_folder(config, tmp_path, run_module, commit=pin.revision)
+            )
+        )
         pin.write()
     assert asked == [given, given or "commit1"]
     assert pin.revision == asked[1]
-    assert ModelPin(tmp_path, "some/model@v2").revision is None, "it is fetched, and its files are compared"
+    assert ModelPin(tmp_path, "some/model@v2").revision is None, (
+        "it is fetched, and its files are compared"
+    )
 
 
 # ---- a model from nothing
@@ -81,7 +94,11 @@ def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     assert len(tokenizer) == len(make_character_tokenizer(TINY_CHARACTERS)) + 1
     tokenizer.save_pretrained(tmp_path)
     chats = HFChatTokenizer(tmp_path)
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1}'},
+    }
     text = chats.render(
         [
             {"role": "user", "content": "1+2"},
@@ -89,7 +106,10 @@ def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
             {"role": "tool", "content": "3", "tool_call_id": "c1"},
         ]
     )
-    assert text == "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>"
+    assert (
+        text
+        == "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>"
+    )
     assert len(chats.encode(text)) == 7 + 4, "one token a character, one a mark"
 
 
@@ -109,13 +129,19 @@ def test_shards_are_the_stored_weights(
     tmp_path: Path, architecture: dict[str, Any] | str, values: dict[str, Any]
 ) -> None:
     if isinstance(architecture, str):
-        folder = make_tiny_moe(tmp_path / "model", architecture, **STACKED[architecture])
+        folder = make_tiny_moe(
+            tmp_path / "model", architecture, **STACKED[architecture]
+        )
     else:
         folder = make_tiny_model(tmp_path / "model", **architecture)
     with mesh_of_one(tmp_path) as ranks:
-        made = TrainedModel(make_spec(folder, tmp_path, **values), ranks, needs_reference=True)
+        made = TrainedModel(
+            make_spec(folder, tmp_path, **values), ranks, needs_reference=True
+        )
     model = made.policy.model
-    found = {name.replace(".base_layer.", "."): one for name, one in model.named_parameters()}
+    found = {
+        name.replace(".base_layer.", "."): one for name, one in model.named_parameters()
+    }
     dtype = torch.float32 if made.adapters is None else torch.bfloat16
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     wanted = dict(expected.named_parameters())
@@ -124,12 +150,15 @@ def test_shards_are_the_stored_weights(
         assert isinstance(found[name], DTensor)
         assert torch.equal(found[name].to_local(), tensor), name
     buffers = dict(model.named_buffers())
-    assert all(torch.equal(buffers[name], one) for name, one in expected.named_buffers())
+    assert all(
+        torch.equal(buffers[name], one) for name, one in expected.named_buffers()
+    )
     is_tied = model.lm_head.weight is model.get_input_embeddings().weight
     assert is_tied is model.config.tie_word_embeddings
 
 
-UP, EXPERT = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -140,10 +169,16 @@ UP, EXPERT = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.2.
         (lambda found: {EXPERT: None}, "1 lack|cannot load the model"),
     ],
 )
-def test_wrong_tensor_of_a_model_is_named(tmp_path: Path, change: Any, words: str) -> None:
-    folder = (make_tiny_moe if "cannot" in words else make_tiny_model)(tmp_path / "model")
+def test_wrong_tensor_of_a_model_is_named(
+    tmp_path: Path, change: Any, words: str
+) -> None:
+    folder = (make_tiny_moe if "cannot" in words else make_tiny_model)(
+        tmp_path / "model"
+    )
     found = load_file(folder / "model.safetensors")
-    tensors = {name: one for name, one in {**found, **change(found)}.items() if one is not None}
+    tensors = {
+        name: one for name, one in {**found, **change(found)}.items() if one is not None
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=words):
         load_model(make_spec(folder, tmp_path), torch.float32)

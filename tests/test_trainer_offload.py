@@ -32,7 +32,9 @@ def make_step(make_step: MakeStep, paged_model_dir: Path) -> MakeStep:
 
 
 def are_gone(tensors: Sequence[Tensor]) -> bool:
-    return not any(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.ndim)
+    return not any(
+        tensor.untyped_storage().nbytes() for tensor in tensors if tensor.ndim
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +52,18 @@ def test_offloaded_trainer_takes_the_same_steps(
     weights, optimizer = ("weights",), ("optimizer",)
     between: list[list[tuple[str, tuple[str, ...]]]] = [
         [("offload", ALL), ("onload", ALL)],  # before there is any optimizer state
-        [("offload", ("gradients", "optimizer")), ("offload", weights), ("onload", ALL)],
-        [("offload", optimizer), ("offload", ALL), ("offload", ALL), ("onload", optimizer), ("onload", ALL)],
+        [
+            ("offload", ("gradients", "optimizer")),
+            ("offload", weights),
+            ("onload", ALL),
+        ],
+        [
+            ("offload", optimizer),
+            ("offload", ALL),
+            ("offload", ALL),
+            ("onload", optimizer),
+            ("onload", ALL),
+        ],
     ]
     for version, moves in enumerate(between):
         for move, parts in moves:
@@ -59,7 +71,9 @@ def test_offloaded_trainer_takes_the_same_steps(
         batch = make_batch(version=version, seed=version)
         expected, actual = plain.train(*batch), step.train(*batch)
         assert learned(actual) == learned(expected)
-    assert step.export(tmp_path / "one").digest == plain.export(tmp_path / "other").digest
+    assert (
+        step.export(tmp_path / "one").digest == plain.export(tmp_path / "other").digest
+    )
     step.offload(ALL)
     step.begin_save_state(tmp_path / "state").result()
     step.onload(ALL)
@@ -97,7 +111,9 @@ def test_offloaded_parts_have_no_memory(make_step: MakeStep) -> None:
     weights, optimizer = step._tensors_of("weights"), step._tensors_of("optimizer")
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     moved = step.offload(("optimizer",))
-    assert moved.num_bytes / (num_parameters * 12) >= 0.8, "float32 masters and two moments"
+    assert moved.num_bytes / (num_parameters * 12) >= 0.8, (
+        "float32 masters and two moments"
+    )
     assert are_gone(optimizer)
     assert not are_gone(weights), "an export needs no more than these"
     step.offload(ALL)
@@ -107,7 +123,9 @@ def test_offloaded_parts_have_no_memory(make_step: MakeStep) -> None:
     assert step.onload(("optimizer",)).num_bytes == moved.num_bytes
 
 
-def test_call_that_needs_an_offloaded_part_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
+def test_call_that_needs_an_offloaded_part_is_refused(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     step.offload(("optimizer",))
     with pytest.raises(Refused, match="cannot train: optimizer offloaded") as refused:

@@ -30,13 +30,22 @@ from asyncrl.trainer.tree import TokenRange, places_of
 
 @settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(1, 120), st.sampled_from([-math.inf, 0, 8, 20]))
-def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: float) -> None:
+def test_every_loss_token_is_packed_once(
+    groups: Rows, max_tokens: int, min_shared: float
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", min_shared)
         header, arrays = batch_of(groups)
         given_costs = (ONE_RANK, Costs(0.0, 0.0))
         device = torch.device("cpu")
-        made = micro_batches(header, arrays, arrays.is_sampled, PackRules(max_tokens), device, *given_costs)
+        made = micro_batches(
+            header,
+            arrays,
+            arrays.is_sampled,
+            PackRules(max_tokens),
+            device,
+            *given_costs,
+        )
     micros = [micro for micro, _ in made]
     source = [place for micro in micros for place in micro.source_M.tolist()]
     assert sorted(source) == np.flatnonzero(arrays.is_sampled).tolist()
@@ -46,8 +55,15 @@ def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shar
         assert len(layout.passes) <= 1 + math.log2(layout.num_tokens)
         pairs = torch.stack([micro.predict_U, micro.target_U])
         assert len(np.unique(pairs, axis=1)[0]) == len(micro.predict_U)
-        ends = ((runs, end) for runs in layout.rows for end in range(sum(n for _, n in runs)))
-        texts = {tuple(micro.token_ids_N[places_of(runs)[: end + 1]].tolist()) for runs, end in ends}
+        ends = (
+            (runs, end)
+            for runs in layout.rows
+            for end in range(sum(n for _, n in runs))
+        )
+        texts = {
+            tuple(micro.token_ids_N[places_of(runs)[: end + 1]].tolist())
+            for runs, end in ends
+        }
         if min_shared == -math.inf and len(micros) == 1:
             assert len(texts) == layout.num_tokens, "no node of the tree is there twice"
 
@@ -68,7 +84,9 @@ def tree_cost(sequences: list[TokenRange], arrays: Tokens) -> float:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=30), st.integers(2, 8))
-def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int) -> None:
+def test_no_rank_is_a_sequence_above_the_mean(
+    lengths: list[int], num_ranks: int
+) -> None:
     """Graham's bound, for sequences that share nothing."""
     header, arrays = batch_of(random_groups([[length] for length in lengths], prompt=2))
     sequences = token_ranges(header, arrays.is_sampled)
@@ -79,7 +97,12 @@ def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int
     assert max(loads) <= np.mean(loads) + longest * (1 - 1 / num_ranks) + 1e-9
 
 
-MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+}
 
 
 @pytest.mark.parametrize("trains", ["all", "nothing but the embedding"])
@@ -92,6 +115,9 @@ def test_model_flops_match_those_of_torch(trains: str) -> None:
     model.requires_grad_(trains == "all").get_input_embeddings().requires_grad_(True)
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(2, 32)[None]).logits.sum().backward()
-    expected = costs_of(model).flops(30, num_pairs=30 * 30, num_targets=30, has_backward=True)
-    # Some versions of transformers make the angles of rotary embeddings by a matrix product.
+    expected = costs_of(model).flops(
+        30, num_pairs=30 * 30, num_targets=30, has_backward=True
+    )
+    # Some versions of transformers make the angles of rotary embeddings by a matrix
+    # product.
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)

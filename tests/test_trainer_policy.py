@@ -26,18 +26,40 @@ from asyncrl.trainer.policy import ForwardPlan, Policy, head_scores
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
-COMMON: dict[str, Any] = {**TINY_ARCHITECTURE, "vocab_size": 52, "initializer_range": 0.1}
+COMMON: dict[str, Any] = {
+    **TINY_ARCHITECTURE,
+    "vocab_size": 52,
+    "initializer_range": 0.1,
+}
 COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 del COMMON["model_type"], COMMON["tie_word_embeddings"]
 PACKED: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
-    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "gemma2": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 8,
+    },
     "olmo2": {},
     "phi3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "deepseek_v3": {  # queries and keys of 12, values of 8; without experts
-        **{"q_lora_rank": 8, "kv_lora_rank": 8, "num_key_value_heads": 4, "first_k_dense_replace": 9},
-        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8},
+        **{
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 9,
+        },
+        **{
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "head_dim": 4,
+            "v_head_dim": 8,
+        },
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
@@ -46,7 +68,9 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def make_model(
+    kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     torch.manual_seed(0)
     settings = {**COMMON, **PACKED.get(kind, ALONE.get(kind, {})), **changes}
     config = AutoConfig.for_model(kind, **settings)
@@ -61,16 +85,30 @@ Found = tuple[Tensor, dict[str, Tensor]]
 
 
 def run(
-    policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0, num_ranks: int = 1
+    policy: Policy,
+    groups: Rows,
+    max_tokens: int = 10**6,
+    temperature: float = 1.0,
+    num_ranks: int = 1,
 ) -> Found:
-    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ..."""
+    """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3,
+    ...
+    """
     header, arrays = batch_of(groups)
     policy.zero_grad()
     places = np.cumsum(arrays.is_sampled)
     found_N = torch.zeros(len(places), dtype=torch.float64)
-    given = (header, arrays, arrays.is_sampled, policy.plan.rules(max_tokens), torch.device("cpu"))
+    given = (
+        header,
+        arrays,
+        arrays.is_sampled,
+        policy.plan.rules(max_tokens),
+        torch.device("cpu"),
+    )
     ranks = [Ranks(rank, shard=num_ranks) for rank in range(num_ranks)]
-    for micro, counts in (one for rank in ranks for one in micro_batches(*given, rank, policy.costs)):
+    for micro, counts in (
+        one for rank in ranks for one in micro_batches(*given, rank, policy.costs)
+    ):
         logprob_M, *_ = policy(micro, temperature)
         if not counts:
             continue
@@ -88,15 +126,26 @@ def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> Found:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
 
 
 def assert_same(found: Found, expected: Found, limit: float) -> None:
-    """Logprobs to 10 * limit, in nats; each parameter's gradient to 10 * limit, relative."""
-    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=10 * limit)
+    """Logprobs to 10 * limit, in nats; each parameter's gradient to 10 * limit,
+    relative.
+    """
+    torch.testing.assert_close(
+        found[0].double(), expected[0].double(), rtol=0, atol=10 * limit
+    )
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        assert float((found[1][name] - gradient).norm()) <= 10 * limit * float(gradient.norm()) + 1e-9, name
+        assert (
+            float((found[1][name] - gradient).norm())
+            <= 10 * limit * float(gradient.norm()) + 1e-9
+        ), name
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -111,12 +160,16 @@ def test_usual_architectures_run_packed(kind: str) -> None:
 
 
 def test_soft_cap_is_found_whatever_the_logits() -> None:
-    model = make_model("gemma2", hidden_size=64, initializer_range=0.0, final_logit_softcapping=30.0)
+    model = make_model(
+        "gemma2", hidden_size=64, initializer_range=0.0, final_logit_softcapping=30.0
+    )
     assert not find_plan(model).has_plain_head
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_other_architectures_run_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_architectures_run_alone(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_model(kind)
     expected = run_plain(model, GROUPS)
     with caplog.at_level(logging.WARNING, "asyncrl.trainer"):
@@ -130,7 +183,9 @@ BLOCKS = st.sampled_from([0, 2, 8, banded_attention.BLOCK])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), BLOCKS)
+@given(
+    trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), BLOCKS
+)
 def test_any_tree_cut_and_ranks_give_plain_gradients(
     groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool, block: int
 ) -> None:
@@ -143,18 +198,25 @@ def test_any_tree_cut_and_ranks_give_plain_gradients(
         if shares_all:
             patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
         policy = Policy(model, ForwardPlan(True, True))
-        assert_same(run(policy, groups, max_tokens, num_ranks=num_ranks), expected, 1e-6)
+        assert_same(
+            run(policy, groups, max_tokens, num_ranks=num_ranks), expected, 1e-6
+        )
 
 
 MANY_LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {}),
     ("gpt_oss", {}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 6}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 6},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "changes"), MANY_LAYERS)
-def test_small_random_model_has_the_plan_of_the_whole(kind: str, changes: dict[str, Any]) -> None:
+def test_small_random_model_has_the_plan_of_the_whole(
+    kind: str, changes: dict[str, Any]
+) -> None:
     whole = make_model(kind, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
     state = torch.get_rng_state()
     small = probe_model(whole.config, torch.device("cpu"), torch.float32)
@@ -167,18 +229,32 @@ def test_small_random_model_has_the_plan_of_the_whole(kind: str, changes: dict[s
 
 
 def whole(
-    hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, is_allowed_MV: Tensor
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_M: Tensor,
+    is_allowed_MV: Tensor,
 ) -> tuple[Tensor, ...]:
     logits_MV = functional.linear(hidden_MD, weight_VD, bias_V) / 0.7
-    logprob_MV = torch.log_softmax(logits_MV.masked_fill(~is_allowed_MV, -torch.inf), dim=-1)
+    logprob_MV = torch.log_softmax(
+        logits_MV.masked_fill(~is_allowed_MV, -torch.inf), dim=-1
+    )
     entropy_M = torch.special.entr(logprob_MV.exp()).sum(-1)
-    return logprob_MV.gather(-1, target_M[:, None])[:, 0], entropy_M, logprob_MV.amax(-1)
+    return (
+        logprob_MV.gather(-1, target_M[:, None])[:, 0],
+        entropy_M,
+        logprob_MV.amax(-1),
+    )
 
 
 @pytest.mark.parametrize("has_grammar", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "limit", "gradient_limit"),
-    [(torch.float64, 1e-10, 1e-10), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 0.01)],
+    [
+        (torch.float64, 1e-10, 1e-10),
+        (torch.float32, 1e-5, 1e-5),
+        (torch.bfloat16, 2e-5, 0.01),
+    ],
 )
 def test_sliced_head_is_a_log_softmax(
     monkeypatch: pytest.MonkeyPatch,
@@ -192,8 +268,14 @@ def test_sliced_head_is_a_log_softmax(
     monkeypatch.setattr(policy_module, "MIN_SLICE", 1)
     random = torch.Generator().manual_seed(1)
     shapes = ((70, 24), (600, 24), (600,)) if has_grammar else ((70, 24), (600, 24))
-    narrow = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
-    target_M, grad_M = torch.randint(0, 600, (70,), generator=random), torch.randn(70, generator=random)
+    narrow = [
+        torch.randn(shape, generator=random).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
+    target_M, grad_M = (
+        torch.randint(0, 600, (70,), generator=random),
+        torch.randn(70, generator=random),
+    )
     is_allowed = torch.ones(70, 600, dtype=torch.bool)
     rows = None
     if has_grammar:  # the second half of rows has one set, with nothing in some slices
@@ -202,9 +284,15 @@ def test_sliced_head_is_a_log_softmax(
         is_allowed[35:] = set_V
         bits = np.packbits(set_V.numpy()[None], axis=1, bitorder="little")
         rows = AllowedRows.of(bits, np.repeat([-1, 0], 35), torch.device("cpu"))
-    wide = [part.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for part in narrow]
+    wide = [
+        part.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        for part in narrow
+    ]
     found, expected = [*narrow, None][:3], [*wide, None][:3]
-    scores = head_scores(*found, target_M, 0.7, rows), whole(*expected, target_M, is_allowed)
+    scores = (
+        head_scores(*found, target_M, 0.7, rows),
+        whole(*expected, target_M, is_allowed),
+    )
     assert_all_close(scores[0], scores[1], limit)
     gradients = [
         torch.autograd.grad(of_side[0], inputs, grad_M.to(of_side[0].dtype))
@@ -212,4 +300,7 @@ def test_sliced_head_is_a_log_softmax(
     ]
     for gradient, wide_gradient in zip(*gradients, strict=True):
         assert gradient.dtype == dtype
-        assert float((gradient - wide_gradient).norm() / wide_gradient.norm()) < gradient_limit
+        assert (
+            float((gradient - wide_gradient).norm() / wide_gradient.norm())
+            < gradient_limit
+        )

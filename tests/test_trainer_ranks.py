@@ -1,4 +1,6 @@
-"""Several trainer processes do what one does: the same losses and weights, and they end together."""
+"""Several trainer processes do what one does: the same losses and weights, and they end
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import pytest
 import torch
 from rank_processes import TIMEOUT_S, Group, running, save_state
 from safetensors.torch import load_file
-from trainer_cases import changed, halves_of, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import (
+    changed,
+    halves_of,
+    learned,
+    make_batch,
+    make_spec,
+    mesh_of_one,
+)
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
@@ -43,9 +52,9 @@ def aged(header: BatchHeader, arrays: Tokens) -> tuple[BatchHeader, Tokens]:
         versions[entry.start : entry.end] = np.where(
             arrays.is_sampled[entry.start : entry.end], max(header.version - 1, 0), -1
         )
-    return header.model_copy(update={"min_version": max(header.version - 1, 0)}), changed(
-        arrays, versions=versions
-    )
+    return header.model_copy(
+        update={"min_version": max(header.version - 1, 0)}
+    ), changed(arrays, versions=versions)
 
 
 def compare(
@@ -57,35 +66,65 @@ def compare(
     only_ranks: dict[str, Any] | None = None,
     **values: Any,
 ) -> None:
-    """Train one process and several on the same batches: metrics and exported weights agree."""
+    """Train one process and several on the same batches: metrics and exported weights
+    agree.
+    """
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
-    alone = TrainerRank(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
+    alone = TrainerRank(
+        make_spec(model_dir, folder / "alone", trainer=trainer, **values)
+    )
     of_ranks = trainer | (only_ranks or {})
     values |= {"chunks": "memories"}
-    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
+    with running(
+        model_dir, folder / "ranks", world_size, trainer=of_ranks, **values
+    ) as group:
         for version in range(3):
-            header, arrays = aged(*make_batch(version=version, seed=version, num_groups=4))
-            expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
-            assert learned(actual) == pytest.approx(learned(expected), rel=1e-4, abs=1e-4)
+            header, arrays = aged(
+                *make_batch(version=version, seed=version, num_groups=4)
+            )
+            expected, actual = (
+                alone.train(header, arrays),
+                group.train(header, arrays).metrics,
+            )
+            assert learned(actual) == pytest.approx(
+                learned(expected), rel=1e-4, abs=1e-4
+            )
         begun = group.begin_export()
-        export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
+        export, expected_export = (
+            group.export(),
+            alone.export(folder / "alone.safetensors"),
+        )
         assert export.digest == digest_tensors(load_file(export.path))
         assert export.version == begun == 3
         assert_close(export.path, expected_export.path, 1e-5)
         assert export.canary is not None
-        assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=1e-4)
+        assert export.canary.logprobs == pytest.approx(
+            expected_export.canary.logprobs, abs=1e-4
+        )
         read: list[ExportChunkResponse] = []
         while not read or not read[-1].is_last:
             read.append(read_chunk(group, 3, len(read)))
-        assert (read[-1].whole_digest, read[-1].canary) == (export.digest, export.canary)
+        assert (read[-1].whole_digest, read[-1].canary) == (
+            export.digest,
+            export.canary,
+        )
         group.save(folder / "saved")
-        saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
-        assert digest_tensors({name: weight.detach() for name, weight in saved.items()}) == export.digest
-        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
+        saved = dict(
+            AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters()
+        )
+        assert (
+            digest_tensors({name: weight.detach() for name, weight in saved.items()})
+            == export.digest
+        )
+        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, (
+            "one line a batch, not a rank"
+        )
         # One process loads a state of several, and several load a state of one.
         save_state(group, folder / "several")
         alone.load_state(folder / "several")
-        assert_close(alone.export(folder / "loaded.safetensors").path, export.path, 1e-7)
+        assert_close(
+            alone.export(folder / "loaded.safetensors").path, export.path, 1e-7
+        )
         alone.train(*make_batch(version=3))
         alone.begin_save_state(folder / "one").result()
         group.post("/load_state", StateRequest(path=folder / "one"), TrainerHealth)
@@ -98,7 +137,9 @@ def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
     message = ExportChunkRequest(version=version, index=index)
     chunk = group.post("/export_chunk", message, ExportChunkResponse)
     if chunk.memory is not None:
-        assert len({handle.name for handle in chunk.memory.handles}) == len(group.processes)
+        assert len({handle.name for handle in chunk.memory.handles}) == len(
+            group.processes
+        )
         for handle in chunk.memory.handles:
             data = open_memory(handle, torch.device("cpu")).data
             assert digest_tensors(views(chunk.memory.tensors, data)) == chunk.digest
@@ -120,25 +161,40 @@ def held_bytes(step: TrainerRank) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [None, {"rank": 2, "alpha": 4}], ids=["all weights", "adapters"]
+)
 def test_mesh_of_one_rank_learns_what_masters_do(
     tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    trainer = {"lora": lora, "gradient_checkpointing": lora is None, "learning_rate": 1e-3}
+    trainer = {
+        "lora": lora,
+        "gradient_checkpointing": lora is None,
+        "learning_rate": 1e-3,
+    }
     values = {"trainer": trainer, "dtype": "bfloat16"}
     alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone", **values))
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainerRank(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
+        step = TrainerRank(
+            make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks
+        )
         for version in range(2):
             batch = aged(*make_batch(version=version, seed=version))
             wanted, found = (learned(one.train(*batch)) for one in (alone, step))
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         if lora is None:
             num = sum(one.numel() for one in step.policy.parameters())
-            assert 12 * num <= held_bytes(step) < 12.5 * num, "only float32 weights and moments"
-        exports = [one.export(tmp_path / f"{name}.safetensors") for name, one in (("a", alone), ("m", step))]
+            assert 12 * num <= held_bytes(step) < 12.5 * num, (
+                "only float32 weights and moments"
+            )
+        exports = [
+            one.export(tmp_path / f"{name}.safetensors")
+            for name, one in (("a", alone), ("m", step))
+        ]
         for name, tensor in load_file(exports[0].path).items():
-            torch.testing.assert_close(load_file(exports[1].path)[name], tensor, rtol=1e-2, atol=1e-5)
+            torch.testing.assert_close(
+                load_file(exports[1].path)[name], tensor, rtol=1e-2, atol=1e-5
+            )
         digest = step.weights_digest()
         step.begin_save_state(tmp_path / "state").result()
         step.offload(["weights", "optimizer"])
@@ -158,26 +214,40 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
         "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
     # of rank 1, so that one of the processes has no share of an A
-    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
+    "adapters": {
+        "trainer": {"lora": {"rank": 1}},
+        "algorithm": {"kl_coefficient": 0.1},
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKE_ONE)
-def test_several_ranks_do_what_one_does(tiny_model_dir: Path, tmp_path: Path, name: str) -> None:
+def test_several_ranks_do_what_one_does(
+    tiny_model_dir: Path, tmp_path: Path, name: str
+) -> None:
     compare(tiny_model_dir, tmp_path, **LIKE_ONE[name])
 
 
 @pytest.mark.slow
-def test_ranks_survive_a_refusal_and_end_with_the_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_ranks_survive_a_refusal_and_end_with_the_parent(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 30}) as group:
-        with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
+        with pytest.raises(
+            CallRefused, match="batch 7 came while the trainer is at policy_version 0"
+        ):
             group.train(*make_batch(version=7))
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
         ready = TrainerHealth(policy_version=1, device="cpu")
         assert [group.health(rank) for rank in range(2)] == [ready] * 2
         with pytest.raises(CallRefused, match="answered 404"):
-            group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
+            group.ask(
+                lambda caller: caller.post(
+                    "/export", b"", ExportResponse, timeout_s=TIMEOUT_S
+                ),
+                rank=1,
+            )
         group.processes[1].send_signal(signal.SIGSTOP)
         with pytest.raises(CallRefused, match="Timed out"):
             group.train(*make_batch(version=1))
@@ -199,11 +269,15 @@ def loss(tokens, settings):
 
 
 @pytest.mark.slow
-def test_error_on_one_rank_ends_it_with_its_reason(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_error_on_one_rank_ends_it_with_its_reason(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "w"
     folder.mkdir()
     (folder / "planted_loss.py").write_text(ONE_BREAKS)
-    with running(tiny_model_dir, folder, algorithm={"loss": "planted_loss:loss"}) as group:
+    with running(
+        tiny_model_dir, folder, algorithm={"loss": "planted_loss:loss"}
+    ) as group:
         with pytest.raises(CallRefused) as caught:
             group.train(*make_batch())
         assert caught.value.status == LOST_STATUS
@@ -212,7 +286,9 @@ def test_error_on_one_rank_ends_it_with_its_reason(tiny_model_dir: Path, tmp_pat
         assert fatal is not None
         assert fatal.error == "ArithmeticError: planted"
         for ask in (group.health, lambda: group.train(*make_batch())):
-            with pytest.raises(CallRefused, match=r"rank 0 \(127.0.0.1\) has lost the other ranks"):
+            with pytest.raises(
+                CallRefused, match=r"rank 0 \(127.0.0.1\) has lost the other ranks"
+            ):
                 ask()
 
 
@@ -224,14 +300,23 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
         store = f"127.0.0.1:{mute.getsockname()[1]}"
         if rank == 0:
             mute.close()
-        values = {"rank": rank, "store": store, "meet_s": 3.0, "trainer": {"world_size": 2}}
-        with pytest.raises(ConfigError, match=f"{store} within 3 s: .*{missing}") as caught:
+        values = {
+            "rank": rank,
+            "store": store,
+            "meet_s": 3.0,
+            "trainer": {"world_size": 2},
+        }
+        with pytest.raises(
+            ConfigError, match=f"{store} within 3 s: .*{missing}"
+        ) as caught:
             meet(make_spec(tiny_model_dir, tmp_path, **values), lambda _: None)
     assert "every TCP port" in caught.value.way_out
 
 
 @pytest.mark.slow
-def test_halves_make_a_step_that_dies_with_its_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_halves_make_a_step_that_dies_with_its_process(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone"))
     batch = make_batch(num_groups=4)
     state = StateRequest(path=tmp_path / "state")
@@ -244,7 +329,9 @@ def test_halves_make_a_step_that_dies_with_its_process(tiny_model_dir: Path, tmp
         assert lost.value.status == LOST_STATUS
     with running(tiny_model_dir, tmp_path / "second") as group:
         group.post("/load_state", state, TrainerHealth)
-        with pytest.raises(CallRefused, match="policy_version 0 has no gradient for an optimizer step"):
+        with pytest.raises(
+            CallRefused, match="policy_version 0 has no gradient for an optimizer step"
+        ):
             group.optimizer_step()
         for half in halves_of(*batch):
             assert group.forward_backward(*half).policy_version == 0
@@ -252,8 +339,11 @@ def test_halves_make_a_step_that_dies_with_its_process(tiny_model_dir: Path, tmp
         assert answer.policy_version == 1
         expected = learned(alone.train(*batch))
         assert learned(answer.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows its rounding.
-        assert_close(group.export().path, alone.export(tmp_path / "alone.safetensors").path, 1e-3)
+        # AdamW divides a gradient by its size, so a weight whose gradient is near 0
+        # shows its rounding.
+        assert_close(
+            group.export().path, alone.export(tmp_path / "alone.safetensors").path, 1e-3
+        )
 
 
 def test_context_ranks_share_data_and_others_do_not() -> None:
@@ -266,8 +356,13 @@ def test_context_ranks_share_data_and_others_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path: Path) -> None:
-    here, state = TrainerRank(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
+def test_worker_is_bit_for_bit_a_step_in_process(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    here, state = (
+        TrainerRank(make_spec(tiny_model_dir, tmp_path)),
+        StateRequest(path=str(tmp_path / "state")),
+    )
     expected = []
     with running(tiny_model_dir, tmp_path / "w", 1) as worker:
         for version in range(4):
@@ -275,17 +370,35 @@ def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path:
             there, metrics = worker.train(header, arrays), here.train(header, arrays)
             assert learned(there.metrics) == learned(metrics)
             export = worker.export()
-            assert export.digest == here.weights_digest() == digest_tensors(load_file(export.path))
+            assert (
+                export.digest
+                == here.weights_digest()
+                == digest_tensors(load_file(export.path))
+            )
             expected.append(export.digest)
             if version == 1:
-                assert worker.post("/begin_save_state", state, TrainerHealth).policy_version == 2
+                assert (
+                    worker.post(
+                        "/begin_save_state", state, TrainerHealth
+                    ).policy_version
+                    == 2
+                )
         worker.post("/wait_save_state", b"", TrainerHealth)
         assert stat.S_IMODE((worker.folder / "staging").stat().st_mode) == 0o700
     with running(tiny_model_dir, tmp_path / "w", 1) as second:
         with pytest.raises(CallRefused, match="/no/such/state"):
-            second.post("/load_state", StateRequest(path="/no/such/state"), TrainerHealth)
+            second.post(
+                "/load_state", StateRequest(path="/no/such/state"), TrainerHealth
+            )
         assert second.post("/load_state", state, TrainerHealth).policy_version == 2
         second.train(*make_batch(version=2, seed=2))
         assert second.export().digest == expected[2]
         lines = job_runs.read_lines(second.folder / "trained.jsonl")
-        assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 3, 2, 2]
+        assert [line.get("restored", line.get("version")) for line in lines] == [
+            0,
+            1,
+            2,
+            3,
+            2,
+            2,
+        ]

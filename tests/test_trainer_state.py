@@ -34,7 +34,9 @@ def train(step: TrainerRank, first: int, last: int) -> None:
     ],
     ids=["lora", "schedule and reference", "deterministic"],
 )
-def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path: Path, values: Any) -> None:
+def test_loaded_trainer_continues_to_the_same_bits(
+    make_step: MakeStep, tmp_path: Path, values: Any
+) -> None:
     whole = make_step(**values)
     train(whole, 0, 3)
     torch.manual_seed(123)
@@ -48,21 +50,33 @@ def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path
     train(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
     exports = [one.export(tmp_path / "weights").digest for one in (step, whole)]
-    assert exports[0] == exports[1], "the weights that the model computes with are those of the masters"
-    assert step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
+    assert exports[0] == exports[1], (
+        "the weights that the model computes with are those of the masters"
+    )
+    assert (
+        step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
+    )
 
 
 def test_deterministic_kernels_change_no_bit_on_a_cpu(make_step: MakeStep) -> None:
     digests = set[str]()
     for is_on in (False, True):
-        step = make_step(trainer={"deterministic": is_on, "micro_batch_tokens": 60, "mini_batches": 2})
+        step = make_step(
+            trainer={
+                "deterministic": is_on,
+                "micro_batch_tokens": 60,
+                "mini_batches": 2,
+            }
+        )
         assert torch.are_deterministic_algorithms_enabled() == is_on
         train(step, 0, 2)
         digests.add(step.weights_digest())
     assert len(digests) == 1
 
 
-def test_operator_without_deterministic_kernel_names_the_setting(make_step: MakeStep) -> None:
+def test_operator_without_deterministic_kernel_names_the_setting(
+    make_step: MakeStep,
+) -> None:
     make_step(trainer={"deterministic": True})
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
@@ -71,10 +85,14 @@ def test_operator_without_deterministic_kernel_names_the_setting(make_step: Make
     assert words.way_out.startswith("set trainer.deterministic=false")
 
 
-def test_state_is_copied_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
+def test_state_is_copied_beside_the_forward_pass(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     train(step, 0, 1)
-    at_save, copy, change = step.weights_digest(), step._state._copy, step._optimizer.step
+    at_save = step.weights_digest()
+    copy = step._state._copy
+    change = step._optimizer.step
 
     def copy_late(*arguments: Any) -> dict[str, torch.Tensor]:
         assert forward_ran.wait(60), "the copy held up the forward pass"
@@ -98,11 +116,17 @@ def test_state_is_copied_beside_the_forward_pass(make_step: MakeStep, tmp_path: 
     assert loaded.weights_digest() == step.weights_digest() != at_save
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*NoCloseWriter")  # torch's file, on Python 3.13
-def test_failed_save_is_an_error_and_the_next_succeeds(make_step: MakeStep, tmp_path: Path) -> None:
+# torch's file, on Python 3.13
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*NoCloseWriter")
+def test_failed_save_is_an_error_and_the_next_succeeds(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step, folder = make_step(), tmp_path / "state"
     train(step, 0, 1)
-    with full_disk(limit=50_000), pytest.raises(Refused, match=r"cannot write or read .*half: OSError"):
+    with (
+        full_disk(limit=50_000),
+        pytest.raises(Refused, match=r"cannot write or read .*half: OSError"),
+    ):
         step.begin_save_state(tmp_path / "half").result()
     step.begin_save_state(folder).result()
     make_step().load_state(folder)

@@ -36,7 +36,9 @@ Answer = tuple[torch.Tensor, dict[str, Any]]
 
 
 def weights(step: TrainerRank) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in step.masters.named.items()}
+    return {
+        name: master.detach().clone() for name, master in step.masters.named.items()
+    }
 
 
 def gradients(step: TrainerRank) -> list[torch.Tensor]:
@@ -46,17 +48,24 @@ def gradients(step: TrainerRank) -> list[torch.Tensor]:
 
 def logprobs(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndarray:
     """Return float32 [N] by the step's present weights, 0 without loss."""
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[0]
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[
+        0
+    ]
 
 
 def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
     header, arrays = make_batch(version=0)
     old = arrays.is_sampled & (np.arange(len(arrays.is_sampled)) % 3 == 0)
-    aged = changed(arrays, versions=np.where(old, 4, np.where(arrays.is_sampled, 5, -1)).astype(np.int32))
+    aged = changed(
+        arrays,
+        versions=np.where(old, 4, np.where(arrays.is_sampled, 5, -1)).astype(np.int32),
+    )
     by_age, by_hand = make_step(), make_step()
     by_age.policy_version = by_hand.policy_version = 5
     before = by_hand.weights_digest()
-    header = header.model_copy(update={"version": 5, "min_version": 5, "mask_older": True})
+    header = header.model_copy(
+        update={"version": 5, "min_version": 5, "mask_older": True}
+    )
     with pytest.raises(Refused, match="was sampled at version 4"):
         by_hand.train(header.model_copy(update={"mask_older": False}), aged)
     assert (by_hand.policy_version, by_hand.weights_digest()) == (5, before)
@@ -64,7 +73,9 @@ def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
     metrics = by_age.train(header, changed(aged, behaviour_logprobs=noise))
     by_hand.train(header, changed(aged, versions=np.where(old, -1, aged.versions)))
     assert by_age.weights_digest() == by_hand.weights_digest()
-    assert metrics["sample/masked_fraction"] == pytest.approx(old.sum() / arrays.is_sampled.sum())
+    assert metrics["sample/masked_fraction"] == pytest.approx(
+        old.sum() / arrays.is_sampled.sum()
+    )
     assert metrics["tokens/trained"] == (arrays.is_sampled & ~old).sum()
 
 
@@ -93,7 +104,9 @@ def test_third_skipped_step_in_a_row_is_refused(
         assert f"step {version + 1} (groups 10, 11): step skipped, loss" in caplog.text
     lines = step.spec.record_path.read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [None, None]
-    with pytest.raises(Refused, match=r"step 3 \(groups 10, 11\) gave .* stays 2") as caught:
+    with pytest.raises(
+        Refused, match=r"step 3 \(groups 10, 11\) gave .* stays 2"
+    ) as caught:
         step.train(*make_batch(version=2))
     assert "after 3 skipped steps in a row" in caught.value.body.rule
     assert step.weights_digest() == before
@@ -103,14 +116,18 @@ def test_third_skipped_step_in_a_row_is_refused(
 def test_refused_loss_of_the_user_changes_nothing(make_step: MakeStep) -> None:
     step = make_step(algorithm={"loss": "test_trainer_step:mean_loss"})
     before = step.weights_digest()
-    with pytest.raises(ConfigError, match="algorithm.loss=test_trainer_step:mean_loss returned"):
+    with pytest.raises(
+        ConfigError, match="algorithm.loss=test_trainer_step:mean_loss returned"
+    ):
         step.train(*make_batch())
     assert (step.policy_version, step.weights_digest()) == (0, before)
     assert not step.spec.record_path.exists()
 
 
 @pytest.mark.parametrize("algorithm", [{"loss": "m2po"}, {"kl_coefficient": 0.1}])
-def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep, algorithm: Any) -> None:
+def test_nan_logprobs_skip_the_step_and_training_continues(
+    make_step: MakeStep, algorithm: Any
+) -> None:
     step = make_step(algorithm=algorithm)
     weight = next(iter(step.masters.named.values()))
     before = weight.detach().clone()
@@ -128,7 +145,9 @@ def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep, 
     assert not torch.equal(weight, before)
 
 
-def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeStep) -> None:
+def test_record_says_which_tokens_carried_loss_at_which_version(
+    make_step: MakeStep,
+) -> None:
     step = make_step()
     header, arrays = make_batch(version=0)
     first = header.trajectories[0]
@@ -136,34 +155,51 @@ def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeS
     versions[first.start + 5] = 3
     versions[first.start + 6 : first.start + 8] = 5
     step.policy_version = 6
-    header = header.model_copy(update={"version": 6, "min_version": 5, "mask_older": True})
+    header = header.model_copy(
+        update={"version": 6, "min_version": 5, "mask_older": True}
+    )
     metrics = step.train(header, changed(arrays, versions=versions))
     line = json.loads(step.spec.record_path.read_text())
-    assert (line["version"], line["min_version"], line["loss"]) == (6, 5, metrics["policy/loss"])
+    assert (line["version"], line["min_version"], line["loss"]) == (
+        6,
+        5,
+        metrics["policy/loss"],
+    )
     length = first.end - first.start
-    same = first.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
+    same = first.model_dump(
+        include={"group_id", "prompt_id", "sample_index", "branch", "reward"}
+    )
     assert line["trajectories"][0] == same | {
         "num_tokens": length,
         "num_sampled": int(arrays.is_sampled[: first.end].sum()),
         "num_loss_tokens": length - 6,
-        "tokens_sha": hashlib.sha256(arrays.ids[: first.end].tobytes()).hexdigest()[:16],
+        "tokens_sha": hashlib.sha256(arrays.ids[: first.end].tobytes()).hexdigest()[
+            :16
+        ],
         "spans": [[6, 8, 5], [8, length, 6]],
     }
 
 
-def test_bfloat16_trains_float32_masters_that_the_model_rounds(make_step: MakeStep, tmp_path: Path) -> None:
+def test_bfloat16_trains_float32_masters_that_the_model_rounds(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step(dtype="bfloat16", trainer={"learning_rate": 1e-6})
     header, arrays = make_batch()
     exact = logprobs(make_step(), header, arrays)
     before = weights(step)
     metrics = step.train(header, changed(arrays, behaviour_logprobs=exact))
     assert 0 < metrics["policy/logprob_gap_mean"] < 0.1
-    changes = [(weight - before[name]).abs().max().item() for name, weight in weights(step).items()]
+    changes = [
+        (weight - before[name]).abs().max().item()
+        for name, weight in weights(step).items()
+    ]
     assert max(changes) < 2e-6, "a step of 1e-6 would be lost or far larger in bfloat16"
     assert min(changes) > 0
     for name, parameter in step.policy.model.named_parameters():
         assert torch.equal(parameter, weights(step)[name].bfloat16())
-    num_parameters = sum(parameter.numel() for parameter in step.policy.model.parameters())
+    num_parameters = sum(
+        parameter.numel() for parameter in step.policy.model.parameters()
+    )
     assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * num_parameters
 
 
@@ -185,8 +221,12 @@ def test_many_optimizer_steps_make_one_version(make_step: MakeStep) -> None:
     metrics = step.train(header, exact)
     assert step.policy_version == 1
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - 3 / 40))
-    assert metrics["policy/clip_fraction"] > 0, "with so high a learning rate the later steps leave the range"
-    assert metrics["policy/logprob_gap_max"] < 2e-5, "measured only before the first step"
+    assert metrics["policy/clip_fraction"] > 0, (
+        "with so high a learning rate the later steps leave the range"
+    )
+    assert metrics["policy/logprob_gap_max"] < 2e-5, (
+        "measured only before the first step"
+    )
     assert len(step.spec.record_path.read_text().splitlines()) == 1
 
 
@@ -195,7 +235,9 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     half = next(entry.start for entry in header.trajectories if entry.group_index == 1)
     is_late = np.arange(len(arrays.versions)) >= half
     versions = np.where(is_late, np.minimum(arrays.versions, 0), arrays.versions)
-    step = make_step(trainer={"mini_batches": 2, "epochs": 3, "num_steps": 10, "schedule": "linear"})
+    step = make_step(
+        trainer={"mini_batches": 2, "epochs": 3, "num_steps": 10, "schedule": "linear"}
+    )
     step.policy_version = 3
     metrics = step.train(header, changed(arrays, versions=versions))
     assert metrics["tokens/trained"] == arrays.is_sampled[:half].sum()
@@ -207,7 +249,10 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
 
 
 def test_both_calls_have_the_bits_of_train(make_step: MakeStep) -> None:
-    values = {"trainer": {"micro_batch_tokens": 30}, "algorithm": {"kl_coefficient": 0.1}}
+    values = {
+        "trainer": {"micro_batch_tokens": 30},
+        "algorithm": {"kl_coefficient": 0.1},
+    }
     whole, parts = make_step(**values), make_step(**values)
     for version in range(2):
         batch = make_batch(version=version, seed=version)
@@ -229,10 +274,13 @@ def test_halves_of_a_batch_make_its_step(make_step: MakeStep, aggregate: str) ->
         parts.forward_backward(*half)
         assert parts.policy_version == 0
     assert_all_close(gradients(parts), expected_gradients, 1e-6)
-    assert learned(parts.optimizer_step()) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert learned(parts.optimizer_step()) == pytest.approx(
+        expected, rel=1e-5, abs=1e-6
+    )
     line = json.loads(parts.spec.record_path.read_text())
     assert line["num_loss_tokens"] == expected["tokens/trained"]
-    # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows its rounding.
+    # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows
+    # its rounding.
     assert_all_close(weights(parts).values(), weights(whole).values(), 1e-3)
 
 
@@ -240,19 +288,30 @@ def test_step_needs_a_gradient_and_takes_it_once(make_step: MakeStep) -> None:
     step = make_step()
     for version in range(2):
         digest = step.weights_digest()
-        with pytest.raises(Refused, match=f"policy_version {version} has no gradient for an optimizer step"):
+        with pytest.raises(
+            Refused,
+            match=f"policy_version {version} has no gradient for an optimizer step",
+        ):
             step.optimizer_step()
         assert (step.policy_version, step.weights_digest()) == (version, digest)
         step.forward_backward(*make_batch(version=version))
         step.optimizer_step()
 
 
-def test_only_optimizer_step_follows_a_gradient(make_step: MakeStep, tmp_path: Path) -> None:
+def test_only_optimizer_step_follows_a_gradient(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step, plain = (make_step(trainer={"logprob_gap_limit": 5.0}) for _ in "12")
     header, arrays = make_batch()
     step.forward_backward(header, arrays)
-    for call in (lambda: step.train(header, arrays), lambda: step.offload(("weights",))):
-        with pytest.raises(Refused, match="the gradient of forward_backward .calls: 1. waits for its step"):
+    for call in (
+        lambda: step.train(header, arrays),
+        lambda: step.offload(("weights",)),
+    ):
+        with pytest.raises(
+            Refused,
+            match="the gradient of forward_backward .calls: 1. waits for its step",
+        ):
             call()
     with pytest.raises(Refused, match="batch 3 came"):
         step.forward_backward(*make_batch(version=3))
@@ -260,10 +319,14 @@ def test_only_optimizer_step_follows_a_gradient(make_step: MakeStep, tmp_path: P
     step.load_state(tmp_path / "state")
     step.forward_backward(header, arrays)
     with pytest.raises(Refused, match="gave engines and trainer disagree"):
-        step.forward_backward(header, changed(arrays, behaviour_logprobs=arrays.behaviour_logprobs - 9))
+        step.forward_backward(
+            header, changed(arrays, behaviour_logprobs=arrays.behaviour_logprobs - 9)
+        )
     step.train(header, arrays)
     plain.train(header, arrays)
-    assert step.weights_digest() == plain.weights_digest(), "load_state and the error have dropped a gradient"
+    assert step.weights_digest() == plain.weights_digest(), (
+        "load_state and the error have dropped a gradient"
+    )
 
 
 # ---- learning rates, and the gap of each engine
@@ -277,7 +340,9 @@ def test_only_optimizer_step_follows_a_gradient(make_step: MakeStep, tmp_path: P
         ("cosine", 0, 8, {0: 1.0, 2: 0.853553, 4: 0.5, 8: 0.0}),
     ],
 )
-def test_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
+def test_learning_rate_by_hand(
+    schedule: Any, warmup_steps: int, num_steps: int, rates: Any
+) -> None:
     steps = {"warmup_steps": warmup_steps, "num_steps": num_steps}
     config = TrainerConfig(learning_rate=1.0, schedule=schedule, **steps)
     found = {step: learning_rate_at(config, step) for step in rates}
@@ -285,13 +350,17 @@ def test_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int,
 
 
 def sampled_by_two(step: TrainerRank, offset: float) -> tuple[BatchHeader, Tokens]:
-    """Trajectories of engine-0, engine-1 and an unknown one; engine-1's logprobs are off by `offset`."""
+    """Trajectories of engine-0, engine-1 and an unknown one; engine-1's logprobs are
+    off by `offset`.
+    """
     header, arrays = make_batch(num_groups=6, group_size=4)
     exact = naive_logprobs(step.policy.model, header, arrays, 1.0)
     engines = np.full(len(exact), -1, np.int16)
     for index, entry in enumerate(header.trajectories):
         engines[entry.start + 5 : entry.end] = (index + 1) % 3 - 1
-    behaviour = np.where(arrays.is_sampled, exact - np.where(engines == 1, offset, 0), 0).astype(np.float32)
+    behaviour = np.where(
+        arrays.is_sampled, exact - np.where(engines == 1, offset, 0), 0
+    ).astype(np.float32)
     return header, changed(arrays, behaviour_logprobs=behaviour, engines=engines)
 
 
@@ -299,16 +368,26 @@ def test_step_measures_the_gap_of_each_engine(make_step: MakeStep) -> None:
     step = make_step()
     header, arrays = sampled_by_two(step, 0.02)
     metrics = step.train(header, arrays)
-    of_engines = {name.split("/")[-1] for name in metrics if name.startswith("policy/logprob_gap_mean/")}
+    of_engines = {
+        name.split("/")[-1]
+        for name in metrics
+        if name.startswith("policy/logprob_gap_mean/")
+    }
     assert of_engines == {"engine-0", "engine-1"}
     assert metrics["policy/logprob_gap_max/engine-0"] < 2e-5
     assert metrics["policy/logprob_gap_mean/engine-1"] == pytest.approx(0.02, abs=1e-5)
     share = float((arrays.engines[arrays.is_sampled] == 1).mean())
     assert metrics["policy/logprob_gap_mean"] == pytest.approx(0.02 * share, abs=1e-5)
     assert max(gap for *_, gap in step.rollout_gaps) == pytest.approx(0.02, abs=2e-5)
-    assert sum(advantage for *_, advantage in step.rollout_advantages) == pytest.approx(0.0, abs=1e-5)
-    assert [entry[:2] for entry in step.rollout_advantages] == [entry[:2] for entry in step.rollout_gaps]
-    versions = np.where(arrays.engines == 1, 0, np.where(arrays.is_sampled, 1, -1)).astype(np.int32)
+    assert sum(advantage for *_, advantage in step.rollout_advantages) == pytest.approx(
+        0.0, abs=1e-5
+    )
+    assert [entry[:2] for entry in step.rollout_advantages] == [
+        entry[:2] for entry in step.rollout_gaps
+    ]
+    versions = np.where(
+        arrays.engines == 1, 0, np.where(arrays.is_sampled, 1, -1)
+    ).astype(np.int32)
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))
     assert "policy/logprob_gap_mean/engine-0" in again
@@ -319,13 +398,17 @@ def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
     step = make_step(trainer={"logprob_gap_limit": 0.15})
     before = step.weights_digest()
     header, arrays = sampled_by_two(step, 0.2)
-    with pytest.raises(Refused, match=f"engine-1 by 0.2 nats on {(arrays.engines == 1).sum()} fr") as caught:
+    with pytest.raises(
+        Refused, match=f"engine-1 by 0.2 nats on {(arrays.engines == 1).sum()} fr"
+    ) as caught:
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
     assert (step.policy_version, step.weights_digest()) == (0, before)
 
 
-def test_large_gap_gives_a_warning(make_step: MakeStep, caplog: pytest.LogCaptureFixture) -> None:
+def test_large_gap_gives_a_warning(
+    make_step: MakeStep, caplog: pytest.LogCaptureFixture
+) -> None:
     step = make_step()
     step.train(*sampled_by_two(step, 0.2))
     assert "engines and trainer disagree: engine-1 by 0.2 nats" in caplog.text
@@ -345,17 +428,23 @@ def test_canary_is_what_transformers_says(make_step: MakeStep, tmp_path: Path) -
         assert canary is not None
         ids = torch.tensor(canary.token_ids)
         with torch.no_grad(), plain_attention(step.policy.model):
-            logprob_TV = step.policy.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            logprob_TV = (
+                step.policy.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            )
         expected = logprob_TV[:-1].gather(-1, ids[1:, None])[:, 0].tolist()
         assert canary.logprobs == pytest.approx(expected, abs=1e-5)
-        assert canary.next_logprob == pytest.approx(float(logprob_TV[-1].max()), abs=1e-5)
+        assert canary.next_logprob == pytest.approx(
+            float(logprob_TV[-1].max()), abs=1e-5
+        )
         seen.append(canary)
         step.train(*make_batch(version=version))
     assert seen[0].token_ids == seen[1].token_ids
     assert np.abs(np.subtract(seen[0].logprobs, seen[1].logprobs)).max() > 1e-2
 
 
-def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: Path) -> None:
+def test_weights_that_give_nan_are_not_published(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step(canary_tokens=NUM_TOKENS)
     with torch.no_grad():
         step.policy.model.model.norm.weight.fill_(torch.nan)

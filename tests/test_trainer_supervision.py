@@ -27,7 +27,9 @@ START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 
 
 class House:
-    """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one saved state."""
+    """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one
+    saved state.
+    """
 
     def __init__(
         self,
@@ -41,14 +43,18 @@ class House:
         self.tasks = tasks
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
         self.server = FakeTrainerServer(train_s=TRAIN_S, peers=others)
-        self.ranks = [FakeProcess(server, start_s=START_S) for server in (self.server, *others)]
+        self.ranks = [
+            FakeProcess(server, start_s=START_S) for server in (self.server, *others)
+        ]
         self.journal: list[Batch] = []
         self.state_at, self.state = state_at, Path("states/one")
         self.told: list[str] = []
         self.trainer = SupervisedTrainer(
             self.ranks,
             Supervision(
-                SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
+                SupervisionConfig(
+                    **{"max_restarts": 3, "backoff_s": 1.0, **supervision}
+                ),
                 HEARTBEAT_S,
                 self.told.append,
                 lambda *_: None,
@@ -62,7 +68,9 @@ class House:
     async def bring_back(self, client: TrainerClient, version: int) -> None:
         is_there = str(self.state) in self.server.states
         batches = self.load(self.state_at if is_there else 0, version)
-        await client.catch_up(self.state if is_there else None, batches, lambda *_: None)
+        await client.catch_up(
+            self.state if is_there else None, batches, lambda *_: None
+        )
 
     async def load(self, start: int, stop: int) -> AsyncIterator[Batch]:
         for batch in self.journal[start:stop]:
@@ -91,7 +99,10 @@ def batch_at(version: int) -> Batch:
 
 def weights_of(version: int) -> list[str]:
     """The fake's weights after `version` batches of House.steps."""
-    return [f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1" for v in range(version)]
+    return [
+        f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1"
+        for v in range(version)
+    ]
 
 
 def live(story: Callable[[House], Any], **knobs: Any) -> House:
@@ -106,7 +117,9 @@ def live(story: Callable[[House], Any], **knobs: Any) -> House:
 
 
 @pytest.mark.parametrize(("state_at", "moment_s"), [(0, 2.5), (2, 5.0)])
-def test_trainer_that_dies_while_catching_up_starts_over(moment_s: float, state_at: int) -> None:
+def test_trainer_that_dies_while_catching_up_starts_over(
+    moment_s: float, state_at: int
+) -> None:
     async def story(house: House) -> None:
         house.journal = [batch_at(version) for version in range(5)]
         told: list[int] = []
@@ -129,7 +142,9 @@ def test_trainer_that_dies_while_catching_up_starts_over(moment_s: float, state_
 def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     process = FakeProcess(FakeTrainerServer())
     process.fails_to_start, process.child.returncode = 99, -9
-    supervision = Supervision(SupervisionConfig(max_restarts=99), HEARTBEAT_S, print, lambda *_: None)
+    supervision = Supervision(
+        SupervisionConfig(max_restarts=99), HEARTBEAT_S, print, lambda *_: None
+    )
 
     async def start() -> None:
         await FirstStart([process], supervision).run()
@@ -145,7 +160,9 @@ def test_process_without_a_first_answer_is_late() -> None:
         fake.freeze()
         ask = partial(fake.get, "/health", TrainerHealth)
         server = Server(FakeChild(fake), fake, ask, start_s=5.0)
-        with pytest.raises(ComponentError, match="did not start: .*no answer within 5.0 s"):
+        with pytest.raises(
+            ComponentError, match="did not start: .*no answer within 5.0 s"
+        ):
             await server.come_up()
 
     run_virtual(story())
@@ -154,7 +171,9 @@ def test_process_without_a_first_answer_is_late() -> None:
 def test_step_that_does_not_end_restarts_the_trainer() -> None:
     async def story(house: House) -> None:
         house.server.train_s = 1e6
-        asyncio.get_running_loop().call_later(60.0, setattr, house.server, "train_s", TRAIN_S)
+        asyncio.get_running_loop().call_later(
+            60.0, setattr, house.server, "train_s", TRAIN_S
+        )
         await house.steps(1)
         house.check()
         assert 60.0 < asyncio.get_running_loop().time() < 120.0
@@ -162,7 +181,9 @@ def test_step_that_does_not_end_restarts_the_trainer() -> None:
     live(story, timeout_s=50.0)
 
 
-def test_restarts_are_forgotten_after_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_are_forgotten_after_long_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 120.0)
 
     async def story(house: House) -> None:
@@ -175,7 +196,9 @@ def test_restarts_are_forgotten_after_long_work(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(ExceptionGroup) as caught:
         live(story)
-    assert "max_restarts=3 is used up within 120 s of work" in str(caught.value.exceptions[0])
+    assert "max_restarts=3 is used up within 120 s of work" in str(
+        caught.value.exceptions[0]
+    )
     assert gaps_s.count(60.0) == 8, "it ends for the deaths that follow each other"
 
 
@@ -194,7 +217,9 @@ def test_rank_that_has_lost_the_others_is_a_loss() -> None:
 def test_refused_batch_is_no_loss() -> None:
     async def story(house: House) -> None:
         house.server.refuse["/train"] = "it has no tokens"
-        with pytest.raises(TrainerError, match=r"(?s)/train was refused \(409\): it has no.*log") as caught:
+        with pytest.raises(
+            TrainerError, match=r"(?s)/train was refused \(409\): it has no.*log"
+        ) as caught:
             await house.steps(1)
         assert not isinstance(caught.value, TrainerLost)
         assert (house.trainer.is_up, house.trainer.num_restarts) == (True, 0)
@@ -234,7 +259,10 @@ MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), KINDS, st.integers(0, 1)), max_
 
 @settings(max_examples=80, deadline=None)
 @given(
-    moves=MOVES, num_ranks=st.integers(1, 2), state_at=st.integers(0, 4), reap_s=st.sampled_from([0.0, 0.3])
+    moves=MOVES,
+    num_ranks=st.integers(1, 2),
+    state_at=st.integers(0, 4),
+    reap_s=st.sampled_from([0.0, 0.3]),
 )
 def test_each_batch_is_in_the_weights_once(
     moves: list[Move], num_ranks: int, state_at: int, reap_s: float
@@ -258,6 +286,8 @@ def test_each_batch_is_in_the_weights_once(
         assert (await house.trainer.export()).version == 8, "the last loss is repaired"
         house.check()
         assert house.trainer.policy_version == 8
-        assert house.trainer.num_restarts <= sum(what != "export" for _, what, _ in moves)
+        assert house.trainer.num_restarts <= sum(
+            what != "export" for _, what, _ in moves
+        )
 
     live(story, num_ranks=num_ranks, state_at=state_at, max_restarts=100, backoff_s=0.0)

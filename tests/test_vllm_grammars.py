@@ -1,5 +1,5 @@
-"""Structured output and likeliest tokens of a real vLLM: the same grammar, with the logprobs of allowed
-tokens, interrupted or not.
+"""Structured output and likeliest tokens of a real vLLM: the same grammar, with the
+logprobs of allowed tokens, interrupted or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.vllm
 SCHEMA = {"type": "integer", "minimum": 10**9, "maximum": 10**14}
-GRAMMAR = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
+GRAMMAR = "start: %json " + json.dumps(
+    SCHEMA | {"x-guidance": {"whitespace_flexible": False}}
+)
 
 
 def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
@@ -31,17 +33,31 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
     async def story(server: VllmServer) -> None:
         weights = house.pushed[server.policy_version]
         for seed in range(4):
-            request = house.request(grammar=GRAMMAR, max_tokens=60, top_logprobs=20, seed=seed)
+            request = house.request(
+                grammar=GRAMMAR, max_tokens=60, top_logprobs=20, seed=seed
+            )
             answer = await server.generate_segment(request)
             assert (answer.finish_reason, answer.token_ids[-1]) == ("stop", end)
             found = json.loads(house.decode(answer.token_ids))
             assert 10**9 <= found <= 10**14
-            logprobs_TV = house.logprobs(weights, [*request.prompt_ids, *answer.token_ids])
-            check_allowed(request, answer, logprobs_TV, house.tokenizer, len(house.tokenizer))
+            logprobs_TV = house.logprobs(
+                weights, [*request.prompt_ids, *answer.token_ids]
+            )
+            check_allowed(
+                request, answer, logprobs_TV, house.tokenizer, len(house.tokenizer)
+            )
             begun = [*request.prompt_ids, *answer.token_ids[:7]]
-            rest = replace(request, request_id=f"rest {seed}", prompt_ids=begun, num_resumed=7, max_tokens=53)
+            rest = replace(
+                request,
+                request_id=f"rest {seed}",
+                prompt_ids=begun,
+                num_resumed=7,
+                max_tokens=53,
+            )
             resumed = await server.generate_segment(rest)
-            whole = json.loads(house.decode([*answer.token_ids[:7], *resumed.token_ids]))
+            whole = json.loads(
+                house.decode([*answer.token_ids[:7], *resumed.token_ids])
+            )
             assert 10**9 <= whole <= 10**14, "the text before it counts"
 
     house.run(story, facts={"end_ids": (end,)})
@@ -57,25 +73,40 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
 
         def num_before(token_ids: list[int]) -> int:
             num = 0
-            while num < len(token_ids) and closing not in house.tokenizer.decode(token_ids[:num]):
+            while num < len(token_ids) and closing not in house.tokenizer.decode(
+                token_ids[:num]
+            ):
                 num += 1
             return num
 
         num_thought = num_before(whole)
         text = house.decode(whole[num_thought:])
-        stop = next(letter for letter in text if letter in house.decode(whole[:num_thought]))
+        stop = next(
+            letter for letter in text if letter in house.decode(whole[:num_thought])
+        )
         for cut in (0, 4, num_thought):
             begun = whole[:cut]
             prompt = [*request.prompt_ids, *begun]
             asked = replace(
-                request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,)
+                request,
+                request_id=f"cut {cut}",
+                prompt_ids=prompt,
+                num_resumed=cut,
+                stop=(stop,),
             )
-            answer = await server.generate_segment(replace(asked, thinking=("", closing)))
+            answer = await server.generate_segment(
+                replace(asked, thinking=("", closing))
+            )
             sampled = [*begun, *answer.token_ids]
             found = house.decode(sampled[num_before(sampled) :])
-            assert found.find(stop) == (len(found) - 1 if answer.finish_reason == "stop" else -1)
+            assert found.find(stop) == (
+                len(found) - 1 if answer.finish_reason == "stop" else -1
+            )
             if not begun:  # vLLM's random stream begins with each request
-                assert (answer.finish_reason, found) == ("stop", text[: text.index(stop) + 1])
+                assert (answer.finish_reason, found) == (
+                    "stop",
+                    text[: text.index(stop) + 1],
+                )
 
     house.run(story)
 
@@ -90,11 +121,22 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
 
 def test_gateway_over_vllm_is_conformant(house: House, tmp_path: Path) -> None:
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
-    tokenizer = HFChatTokenizer(house.model_path, chat_template=tmp_path / "tools.jinja")
+    tokenizer = HFChatTokenizer(
+        house.model_path, chat_template=tmp_path / "tools.jinja"
+    )
 
     async def story(server: VllmServer) -> None:
-        sizes = {"max_tokens": 150, "max_prompt_tokens": 600, "max_length": MAX_LENGTH, "vocab_size": 100}
-        rules = {"on_sampling_override": "honour", "tool_format": "auto", "template": TEMPLATE}
+        sizes = {
+            "max_tokens": 150,
+            "max_prompt_tokens": 600,
+            "max_length": MAX_LENGTH,
+            "vocab_size": 100,
+        }
+        rules = {
+            "on_sampling_override": "honour",
+            "tool_format": "auto",
+            "template": TEMPLATE,
+        }
         pool = EnginePool([server], slots=8)
         async with gateway_world(pool, tokenizer=tokenizer, **sizes, **rules) as world:
             await asyncio.to_thread(check_gateway, world.url, world.session.key)

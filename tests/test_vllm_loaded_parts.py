@@ -45,22 +45,38 @@ class Qwen3ForCausalLM(nn.Module):
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
-    def __init__(self, sent: dict[str, Tensor], rank: int, num_workers: int, num_kv_heads: int) -> None:
+    def __init__(
+        self, sent: dict[str, Tensor], rank: int, num_workers: int, num_kv_heads: int
+    ) -> None:
         super().__init__()
         q, k, v, out, embedding = sent.values()
         head = rank * num_kv_heads // num_workers
         num_parts = min(num_workers, num_kv_heads)
-        parts = [q.chunk(num_workers)[rank]] + [one.chunk(num_parts)[head % num_parts] for one in (k, v)]
-        padded = torch.cat([embedding, torch.zeros(128 - len(embedding), embedding.shape[1])])
+        parts = [q.chunk(num_workers)[rank]] + [
+            one.chunk(num_parts)[head % num_parts] for one in (k, v)
+        ]
+        padded = torch.cat(
+            [embedding, torch.zeros(128 - len(embedding), embedding.shape[1])]
+        )
         self.qkv_proj = Layer(torch.cat(parts), [len(part) for part in parts])
         self.o_proj = Layer(out.chunk(num_workers, 1)[rank].clone(), [len(out)])
         self.embed_tokens = Layer(padded.chunk(num_workers)[rank].clone(), [])
 
 
-@pytest.mark.parametrize(("num_workers", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])
-def test_parts_belong_to_joined_and_cut_layers(num_workers: int, num_kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)]
+)
+def test_parts_belong_to_joined_and_cut_layers(
+    num_workers: int, num_kv_heads: int
+) -> None:
     kv = (8 * num_kv_heads, 16)
-    shapes = {"q_proj": (32, 16), "k_proj": kv, "v_proj": kv, "o_proj": (16, 32), "embed_tokens": (97, 16)}
+    shapes = {
+        "q_proj": (32, 16),
+        "k_proj": kv,
+        "v_proj": kv,
+        "o_proj": (16, 32),
+        "embed_tokens": (97, 16),
+    }
     sent = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     for rank in range(num_workers):
         model = Qwen3ForCausalLM(sent, rank, num_workers, num_kv_heads)
@@ -92,14 +108,23 @@ def test_every_tensor_of_both_workers_is_compared(pair: House) -> None:
 @of_vllm
 @pytest.mark.parametrize(
     ("seed", "module"),
-    [(3, "self_attn.v_proj"), (4, "self_attn.o_proj"), (5, "self_attn.k_norm"), (6, "mlp.up_proj")],
+    [
+        (3, "self_attn.v_proj"),
+        (4, "self_attn.o_proj"),
+        (5, "self_attn.k_norm"),
+        (6, "mlp.up_proj"),
+    ],
 )
-def test_worker_that_keeps_an_old_part_is_named(pair: House, seed: int, module: str) -> None:
+def test_worker_that_keeps_an_old_part_is_named(
+    pair: House, seed: int, module: str
+) -> None:
     stale = f"model.layers.3.{module}.weight"
 
     async def story(server: VllmServer) -> None:
         pair.process.rpc("asyncrl_plant", fault="stale_part", stale=stale)
-        with pytest.raises(EngineError, match=f"worker 1 does not hold 1 tensors of version .*{stale}"):
+        with pytest.raises(
+            EngineError, match=f"worker 1 does not hold 1 tensors of version .*{stale}"
+        ):
             await push(server, pair, seed)
 
     pair.run(story, canary_limit=1e9)

@@ -1,9 +1,11 @@
-"""The names inside vLLM that asyncrl uses exist, with the parameters it was written for.
+"""The names inside vLLM that asyncrl uses exist, with the parameters it was written
+for.
 
-Reads the source of the installed vLLM, or of the wheel that was unpacked into $ASYNCRL_VLLM_SOURCE:
+Reads the source of the installed vLLM, or of the wheel that was unpacked into
+$ASYNCRL_VLLM_SOURCE:
 
-    pip download --no-deps vllm==0.33.0 && python -m zipfile -e vllm-0.33.0-*.whl vllm-0.33
-    ASYNCRL_VLLM_SOURCE=vllm-0.33 pytest tests/test_vllm_private_names.py
+    pip download --no-deps vllm==0.33.0 && python -m zipfile -e vllm-0.33.0-*.whl
+    vllm-0.33 ASYNCRL_VLLM_SOURCE=vllm-0.33 pytest tests/test_vllm_private_names.py
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from asyncrl_servers.vllm.arguments import LORA_RANKS, OWN
 
 pytestmark = pytest.mark.vllm
 LISTED, _, LISTED_OF_CPU = (
-    Path(__file__).with_name("vllm_private_names.txt").read_text(encoding="utf-8").partition("# With the CPU")
+    Path(__file__)
+    .with_name("vllm_private_names.txt")
+    .read_text(encoding="utf-8")
+    .partition("# With the CPU")
 )
-OURS = [*(ROOT / "servers/asyncrl_servers/vllm").glob("*.py"), *(ROOT / "asyncrl/engines").glob("vllm_*.py")]
+OURS = [
+    *(ROOT / "servers/asyncrl_servers/vllm").glob("*.py"),
+    *(ROOT / "asyncrl/engines").glob("vllm_*.py"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,34 +52,54 @@ def names(source: VllmSource) -> list[str]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[list[str]]:
-    """Yield each name that is imported from vLLM, and the names of a try together: one must exist."""
-    tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
+    """Yield each name that is imported from vLLM, and the names of a try together: one
+    must exist.
+    """
+    tries = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers
+    ]
     for group in [*tries, tree]:
         nodes = [node for node in ast.walk(group) if isinstance(node, ast.ImportFrom)]
-        within = [node for other in tries if other is not group for node in ast.walk(other)]
+        within = [
+            node for other in tries if other is not group for node in ast.walk(other)
+        ]
         found = [
             f"{node.module}:{alias.name}"
             for node in nodes
             for alias in node.names
-            if (node.module or "").startswith("vllm") and not (group is tree and node in within)
+            if (node.module or "").startswith("vllm")
+            and not (group is tree and node in within)
         ]
         yield from [found] if group is not tree else [[name] for name in found]
 
 
-def test_listed_names_have_the_known_parameters(source: VllmSource, names: list[str]) -> None:
+def test_listed_names_have_the_known_parameters(
+    source: VllmSource, names: list[str]
+) -> None:
     found = {}
     for line in names:
         name, is_callable, _ = line.partition("(")
         parameters = source.signature(*name.split(":"))
-        found[line] = name if parameters is not None and not is_callable else f"{name}({parameters})"
+        found[line] = (
+            name
+            if parameters is not None and not is_callable
+            else f"{name}({parameters})"
+        )
     assert {line: found[line] for line in names if found[line] != line} == {}
 
 
 def test_names_that_we_import_exist(source: VllmSource) -> None:
-    groups = [group for path in OURS for group in imports_of(ast.parse(path.read_text())) if group]
+    groups = [
+        group
+        for path in OURS
+        for group in imports_of(ast.parse(path.read_text()))
+        if group
+    ]
     assert len(groups) > 20
     missing = [
-        group for group in groups if not any(source.signature(*one.split(":")) is not None for one in group)
+        group
+        for group in groups
+        if not any(source.signature(*one.split(":")) is not None for one in group)
     ]
     of_cpu = re.findall(r"^([\w.]+:\w+)", LISTED_OF_CPU, re.MULTILINE)
     assert [group for group in missing if group[0] not in of_cpu] == []
@@ -79,11 +107,20 @@ def test_names_that_we_import_exist(source: VllmSource) -> None:
 
 def test_routes_arguments_and_variables_exist(source: VllmSource) -> None:
     def text(*globs: str) -> str:
-        return "\n".join(path.read_text() for one in globs for path in (source.folder / "vllm").glob(one))
+        return "\n".join(
+            path.read_text()
+            for one in globs
+            for path in (source.folder / "vllm").glob(one)
+        )
 
     routes = text("entrypoints/**/*api_router.py", "entrypoints/**/health.py")
-    ours = "".join(Path(module.__file__ or "").read_text() for module in (vllm_process, vllm_server))
-    used = {vllm_process.GENERATE, *re.findall(r'"f?(/[a-z_/0-9]+)[?"]', ours)} - {"/metrics"}
+    ours = "".join(
+        Path(module.__file__ or "").read_text()
+        for module in (vllm_process, vllm_server)
+    )
+    used = {vllm_process.GENERATE, *re.findall(r'"f?(/[a-z_/0-9]+)[?"]', ours)} - {
+        "/metrics"
+    }
     assert len(used) > 10
     assert {route for route in used if f'"{route}"' not in routes} == set()
     # vLLM derives most options from the fields of its configurations.
@@ -92,7 +129,9 @@ def test_routes_arguments_and_variables_exist(source: VllmSource) -> None:
     given = {(option or field).replace("-", "_") for option, field in found}
     assert OWN - given - {"help", "model_tag"} == set()
     environment = text("envs.py")
-    variables = set(re.findall(r'"(VLLM_[A-Z_]+)"', "".join(path.read_text() for path in OURS)))
+    variables = set(
+        re.findall(r'"(VLLM_[A-Z_]+)"', "".join(path.read_text() for path in OURS))
+    )
     assert {one for one in variables if f'"{one}"' not in environment} == set()
     ranks = re.search(r"MaxLoRARanks = Literal\[(.*?)\]", text("config/lora.py"))
     assert ranks is not None

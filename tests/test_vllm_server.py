@@ -1,4 +1,6 @@
-"""The vLLM server as a process: its arguments, its lock, its seeds, and how it starts and ends."""
+"""The vLLM server as a process: its arguments, its lock, its seeds, and how it starts
+and ends.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,19 @@ SPEC |= {"max_length": 512, "slots": 16}
 
 
 def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[str]:
-    return build_arguments(VllmSpec(**{**SPEC, "model_path": str(folder), **fields}), is_cpu=is_cpu)
+    return build_arguments(
+        VllmSpec(**{**SPEC, "model_path": str(folder), **fields}), is_cpu=is_cpu
+    )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     return tmp_path
 
@@ -39,12 +48,26 @@ def folder(tmp_path: Path) -> Path:
     ("fields", "expected"),
     [
         ({}, ["--max-num-seqs=16", "--max-model-len=512", "--skip-tokenizer-init"]),
-        ({}, [f"--kv-cache-memory-bytes={max(2**26, (16 * 4 + 1) * 128 * 2 * 4 * 2 * 64 * 4)}"]),
+        (
+            {},
+            [
+                f"--kv-cache-memory-bytes={max(2**26, (16 * 4 + 1) * 128 * 2 * 4 * 2 * 64 * 4)}"
+            ],
+        ),
         ({"args": {"kv_cache_memory_bytes": 99}}, ["--kv-cache-memory-bytes=99"]),
-        ({"args": {"block-size": 32, "prefix_caching": False}}, ["--block-size=32", "--no-prefix-caching"]),
-        ({"args": {"compilation-config": {"mode": 3}}}, ["--compilation-config", '{"mode": 3}']),
+        (
+            {"args": {"block-size": 32, "prefix_caching": False}},
+            ["--block-size=32", "--no-prefix-caching"],
+        ),
+        (
+            {"args": {"compilation-config": {"mode": 3}}},
+            ["--compilation-config", '{"mode": 3}'],
+        ),
         ({"args": {"sizes": [1, 2], "absent": None}}, ["--sizes", "1", "2"]),
-        ({"has_adapters": True, "lora_rank": 12}, ["--enable-lora", "--max-lora-rank=16"]),
+        (
+            {"has_adapters": True, "lora_rank": 12},
+            ["--enable-lora", "--max-lora-rank=16"],
+        ),
     ],
 )
 def test_vllm_receives_required_and_user_arguments(
@@ -60,26 +83,42 @@ def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     for name in (*OWN, "max-model-len", "no-enable-scale-out", "middleware+"):
         with pytest.raises(Refused, match="by itself"):
             arguments_of(folder, args={name: "x"})
-    defaults = {"kv_cache_memory_bytes", "enforce_eager", "distributed_executor_backend"}
+    defaults = {
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "distributed_executor_backend",
+    }
     defaults |= {"no_enable_chunked_prefill", "max_num_batched_tokens"}
-    options = [word for word in arguments_of(folder, has_adapters=True) if word.startswith("--")]
+    options = [
+        word
+        for word in arguments_of(folder, has_adapters=True)
+        if word.startswith("--")
+    ]
     ours = {option[2:].partition("=")[0].replace("-", "_") for option in options}
     assert ours - defaults <= OWN, "nothing that a user gives is silently replaced"
 
 
-def test_batch_invariance_is_requested_only_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_requested_only_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_arguments.tempfile, "tempdir", None)
     for is_cpu, deterministic in ((False, True), (False, False), (True, True)):
-        monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr(
+            vllm_arguments, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu
+        )
         monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
         spec = VllmSpec(**SPEC, model_path="/model", deterministic=deterministic)
         vllm_arguments.set_environment(spec, tmp_path)
-        assert (os.environ.get("VLLM_BATCH_INVARIANT") == "1") == (deterministic and not is_cpu)
+        assert (os.environ.get("VLLM_BATCH_INVARIANT") == "1") == (
+            deterministic and not is_cpu
+        )
         assert os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "3600"
 
 
 def test_first_error_of_the_log_is_named() -> None:
-    log = "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
+    log = (
+        "(MainProcess pid=1) WARNING base.py:380] ValueError: Tokenizer not available\n"
+    )
     log += "(Worker pid=8) ERROR worker.py:12] ValueError: Available memory is less than desired\n"
     log += "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
     assert first_error(log) == "ValueError: Available memory is less than desired"
@@ -100,26 +139,41 @@ class TestAServer:
         routes = re.findall(r"Route: (\S+), Methods: (\S+)", server.read_log())
         ours = "/health /pause /collective_rpc /inference/v1/generate /update_weights /v1/models"
         assert set(ours.split()) <= {path for path, _ in routes}
-        for path, methods in [*routes, ("/metrics", "GET"), ("/nowhere", "GET"), ("/docs", "GET")]:
+        for path, methods in [
+            *routes,
+            ("/metrics", "GET"),
+            ("/nowhere", "GET"),
+            ("/docs", "GET"),
+        ]:
             for method in methods.replace(",", " ").split():
                 for secret in (None, SECRET + "x", SECRET[:-1]):
                     with pytest.raises(httpx.HTTPStatusError) as refused:
                         server.ask(method, path, None, secret, 10)
-                    assert refused.value.response.status_code == 401, (method, path, secret)
+                    assert refused.value.response.status_code == 401, (
+                        method,
+                        path,
+                        secret,
+                    )
         assert server.ask("GET", "/v1/models")["data"][0]["id"] == "policy"
 
-    def test_the_secret_is_in_no_argument_and_no_environment(self, server: VllmProcess) -> None:
+    def test_the_secret_is_in_no_argument_and_no_environment(
+        self, server: VllmProcess
+    ) -> None:
         pids = server.group()
         assert len(pids) >= 4
         for pid in pids:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
-    def test_prefills_of_more_than_a_step_leave_the_engine_alive(self, server: VllmProcess) -> None:
+    def test_prefills_of_more_than_a_step_leave_the_engine_alive(
+        self, server: VllmProcess
+    ) -> None:
         """A split prefill of a seeded request would end it."""
 
         def ask(index: int) -> list[int]:
-            return server.generate([10 + index] * 2500, temperature=1.0, seed=index, max_tokens=5)[0]
+            return server.generate(
+                [10 + index] * 2500, temperature=1.0, seed=index, max_tokens=5
+            )[0]
 
         with ThreadPoolExecutor(4) as pool:
             assert len({*map(tuple, pool.map(ask, range(4)))}) == 4
@@ -130,7 +184,9 @@ class TestAServer:
 @pytest.mark.timeout(600)
 def test_failed_start_names_the_cause_and_a_way_out(tmp_path: Path) -> None:
     spec = {**SPEC, "model_path": str(make_qwen3(tmp_path / "model"))}
-    with vllm_process({**spec, "args": {"kv-cache-memory-bytes": 2**44}}, tmp_path / "server") as server:
+    with vllm_process(
+        {**spec, "args": {"kv-cache-memory-bytes": 2**44}}, tmp_path / "server"
+    ) as server:
         assert server.process.wait(400) == 1
         fatal = find_fatal(server.read_log())
         assert fatal is not None, server.read_log()[-3000:]

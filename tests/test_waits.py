@@ -25,14 +25,21 @@ async def test_innermost_wait_of_a_task_is_listed() -> None:
         now = asyncio.get_running_loop().time
         with waiting("the turn", on="both"):
             await asyncio.sleep(5.0)
-            with waiting(lambda: f"memory at {now():.0f} s", on="engine-0", who="turns"):
+            with waiting(
+                lambda: f"memory at {now():.0f} s", on="engine-0", who="turns"
+            ):
                 await asyncio.sleep(100.0)
 
     task = asyncio.create_task(outer(), name="train loop")
-    seen = [("train loop", "the turn", "both", 0.0)], [("turns", "memory at 8 s", "engine-0", 5.0)]
+    seen = (
+        [("train loop", "the turn", "both", 0.0)],
+        [("turns", "memory at 8 s", "engine-0", 5.0)],
+    )
     for seconds, expected in zip((1.0, 7.0), seen, strict=True):
         await asyncio.sleep(seconds)
-        assert [(wait.who, str(wait), wait.on, wait.since_s) for wait, _ in open_waits()] == expected
+        assert [
+            (wait.who, str(wait), wait.on, wait.since_s) for wait, _ in open_waits()
+        ] == expected
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert open_waits() == []
@@ -41,15 +48,24 @@ async def test_innermost_wait_of_a_task_is_listed() -> None:
 @virtual
 async def test_alike_waits_are_listed_once_with_the_oldest() -> None:
     async def wait(on: str) -> None:
-        with waiting(lambda: "never", on=on) if on == "alone" else waiting("completions", on=on):
+        with (
+            waiting(lambda: "never", on=on)
+            if on == "alone"
+            else waiting("completions", on=on)
+        ):
             await asyncio.Event().wait()
 
     tasks = [asyncio.create_task(wait("alone"), name="alone")]
     for num in (2, 3):
         await asyncio.sleep(1.0)
-        tasks += [asyncio.create_task(wait("engine-0"), name=f"rollout r{index}") for index in range(num)]
+        tasks += [
+            asyncio.create_task(wait("engine-0"), name=f"rollout r{index}")
+            for index in range(num)
+        ]
         await asyncio.sleep(0)
-        assert [(one.who, one.on, one.since_s, alike) for one, alike in open_waits()] == [
+        assert [
+            (one.who, one.on, one.since_s, alike) for one, alike in open_waits()
+        ] == [
             ("alone", "alone", 0.0, 1),
             ("rollouts", "engine-0", 1.0, len(tasks) - 1),
         ]

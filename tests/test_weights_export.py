@@ -38,7 +38,9 @@ MakeStep = Callable[..., TrainerRank]
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainerRank:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return TrainerRank(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
+        return TrainerRank(
+            make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values})
+        )
 
     return make
 
@@ -48,33 +50,59 @@ def chunks_of(step: TrainerRank) -> list[tuple[ExportChunkResponse, dict[str, Te
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
         answer = step.export_chunk(step.policy_version, len(chunks))
-        chunks.append((answer, {name: tensor.clone() for name, tensor in load_file(answer.path).items()}))
+        chunks.append(
+            (
+                answer,
+                {
+                    name: tensor.clone()
+                    for name, tensor in load_file(answer.path).items()
+                },
+            )
+        )
     return chunks
 
 
 # ---- whole
 
 
-def test_export_holds_every_weight_once_by_its_name(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_export_holds_every_weight_once_by_its_name(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     step = TrainerRank(make_spec(tiny_model_dir, tmp_path, dtype="bfloat16"))
     step.train(*make_batch())
     answer = step.export(tmp_path / "v1.safetensors")
-    loaded, parameters = load_file(answer.path), dict(step.policy.model.named_parameters())
+    loaded, parameters = (
+        load_file(answer.path),
+        dict(step.policy.model.named_parameters()),
+    )
     assert loaded.keys() == parameters.keys()
     assert "lm_head.weight" not in loaded, "tied to the exported embedding"
-    assert all(torch.equal(loaded[name], one.detach().bfloat16()) for name, one in parameters.items())
+    assert all(
+        torch.equal(loaded[name], one.detach().bfloat16())
+        for name, one in parameters.items()
+    )
     assert answer.digest == digest_tensors(loaded)
     num_bytes = sum(tensor.nbytes for tensor in loaded.values())
-    assert (answer.version, answer.num_tensors, answer.num_bytes) == (1, len(loaded), num_bytes)
+    assert (answer.version, answer.num_tensors, answer.num_bytes) == (
+        1,
+        len(loaded),
+        num_bytes,
+    )
     assert [path.name for path in tmp_path.glob("*safetensors*")] == ["v1.safetensors"]
 
 
 # ---- in chunks
 
 
-@pytest.mark.parametrize("values", [{}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}])
-def test_chunks_together_are_the_export(make_step: MakeStep, tmp_path: Path, values: dict[str, Any]) -> None:
-    step = make_step(make_tiny_model(tmp_path / "model", tie_word_embeddings=False), **values)
+@pytest.mark.parametrize(
+    "values", [{}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}]
+)
+def test_chunks_together_are_the_export(
+    make_step: MakeStep, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    step = make_step(
+        make_tiny_model(tmp_path / "model", tie_word_embeddings=False), **values
+    )
     for version in (1, 2):
         step.train(*make_batch(version=version - 1))
         whole = step.export(tmp_path / f"v{version}.safetensors")
@@ -82,8 +110,15 @@ def test_chunks_together_are_the_export(make_step: MakeStep, tmp_path: Path, val
         assert len(chunks) > 3
         for index, (answer, chunk) in enumerate(chunks):
             is_last = index == len(chunks) - 1
-            assert (answer.version, answer.index, answer.is_last) == (version, index, is_last)
-            assert (answer.digest, answer.num_tensors) == (digest_tensors(chunk), len(chunk))
+            assert (answer.version, answer.index, answer.is_last) == (
+                version,
+                index,
+                is_last,
+            )
+            assert (answer.digest, answer.num_tensors) == (
+                digest_tensors(chunk),
+                len(chunk),
+            )
             assert answer.num_bytes == sum(tensor.nbytes for tensor in chunk.values())
             assert answer.num_bytes <= CHUNK_BYTES or len(chunk) == 1
             assert (answer.whole_digest == whole.digest) == is_last
@@ -91,17 +126,24 @@ def test_chunks_together_are_the_export(make_step: MakeStep, tmp_path: Path, val
             tensors.update(chunk)
         expected = load_file(whole.path)
         assert list(tensors) == sorted(expected)
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+        assert all(
+            torch.equal(tensors[name], tensor) for name, tensor in expected.items()
+        )
 
 
 def test_restarted_trainer_exports_any_chunk(make_step: MakeStep) -> None:
     chunks, again = [answer for answer, _ in chunks_of(make_step())], make_step()
     for index in (len(chunks) - 1, 1, len(chunks) - 1, len(chunks) - 1):
         answer = again.export_chunk(0, index)
-        assert (answer.digest, answer.whole_digest) == (chunks[index].digest, chunks[index].whole_digest)
+        assert (answer.digest, answer.whole_digest) == (
+            chunks[index].digest,
+            chunks[index].whole_digest,
+        )
 
 
-def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, tmp_path: Path) -> None:
+def test_unknown_chunk_is_refused_and_a_full_disk_retried(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     with pytest.raises(Refused, match="version 1 was requested at policy_version 0"):
         step.export_chunk(1, 0)
@@ -113,7 +155,9 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
     assert chunks_of(step)[-1][0].is_last
 
 
-def test_export_is_written_during_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
+def test_export_is_written_during_the_forward_pass(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     before, change = step.weights_digest(), step._optimizer.step
 
@@ -138,7 +182,9 @@ def test_export_is_written_during_the_forward_pass(make_step: MakeStep, tmp_path
     assert digest_tensors(load_file(answer.path)) == before != step.weights_digest()
 
 
-def test_failed_export_reaches_its_caller_and_training_continues(make_step: MakeStep, tmp_path: Path) -> None:
+def test_failed_export_reaches_its_caller_and_training_continues(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
     step = make_step()
     (tmp_path / "v0.safetensors.unfinished").symlink_to("/dev/full")
     finish = step.begin_export(tmp_path / "v0.safetensors")
@@ -159,7 +205,10 @@ def sums_of(data: bytes) -> bytes:
     sums = b""
     for start in range(0, len(data), 2048):
         for keys in tensor_files.block_keys().T.tolist():
-            total = sum(byte * key for byte, key in zip(signed[start : start + 2048], keys, strict=True))
+            total = sum(
+                byte * key
+                for byte, key in zip(signed[start : start + 2048], keys, strict=True)
+            )
             sums += total.to_bytes(4, "little", signed=True)
     return sums
 
@@ -176,27 +225,44 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 )
 @settings(max_examples=30)
 def test_processors_devices_and_cuts_compute_the_same_sums(
-    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, device: str, cuts: list[int]
+    num_bytes: int,
+    filled_with: bytes | None,
+    dtype: torch.dtype,
+    device: str,
+    cuts: list[int],
 ) -> None:
     num_bytes -= num_bytes % dtype.itemsize
     random = np.random.default_rng(num_bytes).bytes(num_bytes)
     data = random if filled_with is None else filled_with * num_bytes
-    tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).to(device)
+    tensor = (
+        torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+        .view(dtype)
+        .to(device)
+    )
     expected = sums_of(data)
     floats = tensor_files._product_of_floats
     for cut in [*cuts, tensor_files.PIECE_BLOCKS.get(device, 8192)]:
         with pytest.MonkeyPatch.context() as patched:
             patched.setitem(tensor_files.PIECE_BLOCKS, device, cut)
             assert block_sums(tensor).cpu().numpy().tobytes() == expected
-            patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
+            patched.setattr(
+                torch,
+                "_int_mm",
+                lambda blocks, keys, out: floats(blocks, keys.float(), out=out),
+            )
             assert block_sums(tensor).cpu().numpy().tobytes() == expected
 
 
 @pytest.mark.parametrize(
-    ("device", "precision"), [("cpu", "ieee"), ("cpu", "bf16"), *[(one, "tf32") for one in DEVICES]]
+    ("device", "precision"),
+    [("cpu", "ieee"), ("cpu", "bf16"), *[(one, "tf32") for one in DEVICES]],
 )
-def test_products_of_any_allowed_precision_are_exact(device: str, precision: str) -> None:
-    matmul: Any = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+def test_products_of_any_allowed_precision_are_exact(
+    device: str, precision: str
+) -> None:
+    matmul: Any = (
+        torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
+    )  # type: ignore[attr-defined]
     keys_KS = torch.from_numpy(tensor_files.block_keys())
     # The largest possible sums, of either sign, and 400 blocks between them.
     largest_SK = torch.where(keys_KS.T > 0, 127, -128)
@@ -206,7 +272,9 @@ def test_products_of_any_allowed_precision_are_exact(device: str, precision: str
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = precision
-        tensor_files._product_of_floats(blocks_BK.to(device), keys_KS.to(device).float(), out=found_BS)
+        tensor_files._product_of_floats(
+            blocks_BK.to(device), keys_KS.to(device).float(), out=found_BS
+        )
     finally:
         matmul.fp32_precision = before
     assert torch.equal(found_BS.cpu().long(), blocks_BK.long() @ keys_KS.long())
@@ -216,11 +284,16 @@ def test_products_of_any_allowed_precision_are_exact(device: str, precision: str
 def test_any_change_of_a_tensor_changes_its_digest(data: st.DataObject) -> None:
     tensor = torch.randn(data.draw(st.integers(2, 40)), 4)
     changed = tensor.clone().view(torch.uint8).flatten()
-    position, bit = data.draw(st.integers(0, len(changed) - 1)), data.draw(st.integers(0, 7))
+    position, bit = (
+        data.draw(st.integers(0, len(changed) - 1)),
+        data.draw(st.integers(0, 7)),
+    )
     changed[position] ^= 1 << bit
     changed = changed.view(torch.float32).view(tensor.shape)
     others = [changed, -tensor, tensor.roll(1, 0), tensor.T, tensor.view(torch.int32)]
-    digests = {digests_of({"w": one})["w"] for one in (tensor, *others)} | {digests_of({"v": tensor})["v"]}
+    digests = {digests_of({"w": one})["w"] for one in (tensor, *others)} | {
+        digests_of({"v": tensor})["v"]
+    }
     assert len(digests) == 2 + len(others)
     assert digests_of({"w": tensor.clone()})["w"] in digests
 

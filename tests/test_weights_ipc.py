@@ -38,7 +38,9 @@ MakeStep = Callable[..., TrainerRank]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3(tmp_path_factory.mktemp("shared") / "model", num_hidden_layers=2, vocab_size=256)
+    return make_qwen3(
+        tmp_path_factory.mktemp("shared") / "model", num_hidden_layers=2, vocab_size=256
+    )
 
 
 @pytest.fixture
@@ -46,7 +48,11 @@ def make_step(folder: Path, tmp_path: Path) -> MakeStep:
     def make(**values: Any) -> TrainerRank:
         (tmp_path / "staging").mkdir(exist_ok=True)
         return TrainerRank(
-            make_spec(folder, tmp_path, **{"chunk_bytes": 10_000, "chunks": "memory", **values})
+            make_spec(
+                folder,
+                tmp_path,
+                **{"chunk_bytes": 10_000, "chunks": "memory", **values},
+            )
         )
 
     return make
@@ -84,10 +90,15 @@ def push(step: TrainerRank, engine: Engine) -> None:
     assert engine.health().policy_version == step.policy_version
     found = engine.weights._parameters
     assert engine.weights.digest == digest_tensors(found), "of all, at both ends"
-    assert all(torch.equal(one.data, weights[name].to(step.dtype)) for name, one in found.items())
+    assert all(
+        torch.equal(one.data, weights[name].to(step.dtype))
+        for name, one in found.items()
+    )
 
 
-@pytest.mark.parametrize("values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}])
+@pytest.mark.parametrize(
+    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}]
+)
 def test_engine_has_the_trainers_bits_version_after_version(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -124,7 +135,9 @@ def prepare_of(sent: ExportResponse) -> PrepareRequest:
     return PrepareRequest.model_validate_json(request.model_dump_json())
 
 
-@pytest.mark.parametrize("values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}])
+@pytest.mark.parametrize(
+    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}]
+)
 def test_generating_engine_copies_each_version_from_memory(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -136,27 +149,40 @@ def test_generating_engine_copies_each_version_from_memory(
         for version in (0, 1):
             step.train(*make_batch(version=version))
             sent = step.export(path)
-            written = {name: tensor.clone() for name, tensor in load_file(sent.path).items()}
-            assert digest_tensors(written) == sent.digest, "evaluation reads the same weights from the file"
+            written = {
+                name: tensor.clone() for name, tensor in load_file(sent.path).items()
+            }
+            assert digest_tensors(written) == sent.digest, (
+                "evaluation reads the same weights from the file"
+            )
             publish(engine, prepare_of(sent))
             step.train(*make_batch(version=version + 1, seed=1))
             opened.add(engine.weights._memory._memory)
             step.policy_version = version + 1
             assert {*engine.weights._parameters} == {*written}
-            assert all(torch.equal(engine.weights._parameters[name].data, written[name]) for name in written)
+            assert all(
+                torch.equal(engine.weights._parameters[name].data, written[name])
+                for name in written
+            )
             answered(engine)
         assert len(opened) == 1, "opened once"
         served = engine.weights.digest
         newer = step.export(path)
         place: Any = step.exports.transport
         place._place._memory.data[0] ^= 1
-        with pytest.raises(Refused, match=r"policy_version 2 in the trainer's memory holds .* digest"):
+        with pytest.raises(
+            Refused, match=r"policy_version 2 in the trainer's memory holds .* digest"
+        ):
             engine.weights.prepare(prepare_of(newer))
         lost = newer.memory
         assert lost is not None
         Path(lost.handles[0].name).unlink()
-        gone = lost.handles[0].model_copy(update={"name": f"{lost.handles[0].name}.gone"})
-        unread = newer.model_copy(update={"memory": lost.model_copy(update={"handles": [gone]})})
+        gone = lost.handles[0].model_copy(
+            update={"name": f"{lost.handles[0].name}.gone"}
+        )
+        unread = newer.model_copy(
+            update={"memory": lost.model_copy(update={"handles": [gone]})}
+        )
         with pytest.raises(OSError, match="No such file"):
             engine.weights.prepare(prepare_of(unread))
         answered(engine)
@@ -169,7 +195,9 @@ def test_lost_memory_is_an_error(tmp_path: Path) -> None:
         ipc.open_memory(gone, CPU)
 
 
-def test_each_worker_opens_the_memory_of_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_opens_the_memory_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four ranks have a device each; a worker sees one device."""
     first = PlacedTensor(name="one", dtype="uint8", shape=[3], start=0)
     handles = []

@@ -1,5 +1,5 @@
-"""A tiny Qwen3 with a character-level tokenizer, for every test that needs a real model. Seconds to make, 20
-k parameters.
+"""A tiny Qwen3 with a character-level tokenizer, for every test that needs a real
+model. Seconds to make, 20 k parameters.
 """
 
 from pathlib import Path
@@ -28,17 +28,28 @@ TINY_ARCHITECTURE = SHAPE | {"initializer_range": 0.2}
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> Path:
-    """Write the tiny model to `folder` (must not exist); `architecture` overrides keys of
-    TINY_ARCHITECTURE.
+    """Write the tiny model to `folder` (must not exist); `architecture` overrides keys
+    of TINY_ARCHITECTURE.
     """
-    scratch = ScratchConfig(architecture={**TINY_ARCHITECTURE, **architecture}, characters=TINY_CHARACTERS)
+    scratch = ScratchConfig(
+        architecture={**TINY_ARCHITECTURE, **architecture}, characters=TINY_CHARACTERS
+    )
     make_scratch_model(ScratchSpec(out=folder, seed=seed, scratch=scratch))
     return folder
 
 
-MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
-DEEPSEEK: dict[str, Any] = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 DEEPSEEK |= {
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
@@ -55,11 +66,21 @@ STACKED = {
 """Models whose experts transformers stacks at load; Mixtral's it also renames."""
 
 
-def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", seed: int = 0, **architecture: Any) -> Path:
-    """The tiny model with experts, which transformers stacks at load; `architecture` instead of MOE."""
+def make_tiny_moe(
+    folder: Path, model_type: str = "qwen3_moe", seed: int = 0, **architecture: Any
+) -> Path:
+    """The tiny model with experts, which transformers stacks at load; `architecture`
+    instead of MOE.
+    """
     make_tiny_model(folder)
-    shape = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
+    shape = {
+        key: value
+        for key, value in TINY_ARCHITECTURE.items()
+        if key not in ("model_type", "head_dim")
+    }
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**shape, **(architecture or MOE), "vocab_size": 52})
+    config = AutoConfig.for_model(
+        model_type, **{**shape, **(architecture or MOE), "vocab_size": 52}
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

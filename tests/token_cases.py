@@ -20,8 +20,16 @@ def sampled_tokens(
 ) -> Tokens:
     """Return sampled tokens only; by default with logprob -1 under version 0."""
     values = [-1.0] * len(ids) if logprobs is None else logprobs
-    all_spans = (VersionSpan(0, len(ids), 0),) if spans is None and len(ids) else tuple(spans or ())
-    return Tokens(np.array(ids, np.int32), all_spans, {BEHAVIOUR: np.array(values, np.float32)} | columns)
+    all_spans = (
+        (VersionSpan(0, len(ids), 0),)
+        if spans is None and len(ids)
+        else tuple(spans or ())
+    )
+    return Tokens(
+        np.array(ids, np.int32),
+        all_spans,
+        {BEHAVIOUR: np.array(values, np.float32)} | columns,
+    )
 
 
 def completion_of(
@@ -45,19 +53,33 @@ def spans_of_sampled(completion: Completion) -> tuple[VersionSpan, ...]:
 
 
 def masked_tokens(
-    ids: Any, mask: Any, logprobs: Any, spans: Iterable[VersionSpan] | int = 0, **columns: Any
+    ids: Any,
+    mask: Any,
+    logprobs: Any,
+    spans: Iterable[VersionSpan] | int = 0,
+    **columns: Any,
 ) -> Tokens:
     """Tokens sampled where `mask` is true, under `spans` or one version."""
     if isinstance(spans, int):
         spans = spans_of(np.where(mask, spans, -1))
     values = np.asarray(logprobs, np.float32)
-    return Tokens(np.asarray(ids, np.int32), tuple(spans), {BEHAVIOUR: values} | columns)
+    return Tokens(
+        np.asarray(ids, np.int32), tuple(spans), {BEHAVIOUR: values} | columns
+    )
 
 
 def trajectory_of(
-    sample_index: int, ids: Any, mask: Any, logprobs: Any, spans: Any, reward: float = 0.0, **more: Any
+    sample_index: int,
+    ids: Any,
+    mask: Any,
+    logprobs: Any,
+    spans: Any,
+    reward: float = 0.0,
+    **more: Any,
 ) -> Trajectory:
-    return Trajectory(sample_index, masked_tokens(ids, mask, logprobs, spans), reward, **more)
+    return Trajectory(
+        sample_index, masked_tokens(ids, mask, logprobs, spans), reward, **more
+    )
 
 
 def with_ids(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
@@ -71,6 +93,11 @@ def same_tokens(one: Tokens, other: Tokens) -> bool:
 
 
 def _bits(tokens: Tokens) -> tuple[Any, ...]:
-    arrays = {name: (array.dtype.str, array.tobytes()) for name, array in tokens.arrays().items()}
-    shapes = {name: getattr(values, "shape", None) for name, values in tokens.columns.items()}
+    arrays = {
+        name: (array.dtype.str, array.tobytes())
+        for name, array in tokens.arrays().items()
+    }
+    shapes = {
+        name: getattr(values, "shape", None) for name, values in tokens.columns.items()
+    }
     return arrays, shapes, tokens.spans, tokens.grammars

@@ -1,4 +1,6 @@
-"""Mini-batches and specs for the trainer's tests, and one plain forward a sequence to compare with."""
+"""Mini-batches and specs for the trainer's tests, and one plain forward a sequence to
+compare with.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def make_spec(
         {
             "model_path": str(model_dir),
             "device": "cpu",
-            "trainer": TrainerConfig(**{"learning_rate": 1e-2, **(trainer or {})}).model_dump(),
+            "trainer": TrainerConfig(
+                **{"learning_rate": 1e-2, **(trainer or {})}
+            ).model_dump(),
             "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
@@ -51,30 +55,49 @@ def make_spec(
 
 
 def make_batch(
-    *, version: int = 0, num_groups: int = 2, group_size: int = 3, seed: int = 0, **header: Any
+    *,
+    version: int = 0,
+    num_groups: int = 2,
+    group_size: int = 3,
+    seed: int = 0,
+    **header: Any,
 ) -> tuple[BatchHeader, Tokens]:
     """Random prompts of 5 tokens and completions of 1 to 20, all sampled at `version`."""
     rng = np.random.default_rng(seed)
-    drawn = [(int(rng.integers(1, 21)), float(rng.random())) for _ in range(num_groups * group_size)]
+    drawn = [
+        (int(rng.integers(1, 21)), float(rng.random()))
+        for _ in range(num_groups * group_size)
+    ]
     rows = [([0] * (5 + length), [False] * 5 + [True] * length) for length, _ in drawn]
-    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+    groups = [
+        rows[start : start + group_size] for start in range(0, len(rows), group_size)
+    ]
     made, arrays = batch_of(groups)
     entries = [
         entry.model_copy(update={"reward": entry.sample_index + 0.25 * extra})
         for entry, (_, extra) in zip(made.trajectories, drawn, strict=True)
     ]
     mask = arrays.is_sampled
-    fields = {"version": version, "min_version": version, "trajectories": entries, **header}
+    fields = {
+        "version": version,
+        "min_version": version,
+        "trajectories": entries,
+        **header,
+    }
     return made.model_copy(update=fields), changed(
         arrays,
         ids=rng.integers(6, 52, len(mask)).astype(np.int32),
-        behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, len(mask)), 0).astype(np.float32),
+        behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, len(mask)), 0).astype(
+            np.float32
+        ),
         versions=np.where(mask, version, -1).astype(np.int32),
     )
 
 
 def halves_of(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, Tokens]]:
-    """Return the batch twice: with the loss tokens of the first groups, and with those of the others."""
+    """Return the batch twice: with the loss tokens of the first groups, and with those
+    of the others.
+    """
     border = header.trajectories[len(header.trajectories) // 2].start
     is_early = np.arange(len(arrays.is_sampled)) < border
     parts = [np.where(part, arrays.versions, -1) for part in (is_early, ~is_early)]
@@ -103,20 +126,29 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float) -> None:
+def assert_all_close(
+    found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float
+) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=limit, atol=limit)
 
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:
     """Drop times, speeds and memory, which differ each time."""
-    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    return {
+        name: value for name, value in metrics.items() if not name.startswith("perf/")
+    }
 
 
 def changed(arrays: Tokens, **values: Any) -> Tokens:
-    """Replace ids, columns, or for each token its version or engine (-1: context, unknown)."""
+    """Replace ids, columns, or for each token its version or engine (-1: context,
+    unknown).
+    """
     ids = values.pop("ids", arrays.ids)
-    versions, engines = values.pop("versions", arrays.versions), values.pop("engines", arrays.engines)
+    versions, engines = (
+        values.pop("versions", arrays.versions),
+        values.pop("engines", arrays.engines),
+    )
     assert values.keys() <= COLUMNS.keys(), values.keys()
     spans = []
     for engine in np.unique(engines):
@@ -126,7 +158,9 @@ def changed(arrays: Tokens, **values: Any) -> Tokens:
     return Tokens(ids, tuple(spans), {**arrays.columns, **values}, arrays.grammars)
 
 
-def naive_logprobs(model: Any, header: BatchHeader, arrays: Tokens, temperature: float) -> np.ndarray:
+def naive_logprobs(
+    model: Any, header: BatchHeader, arrays: Tokens, temperature: float
+) -> np.ndarray:
     """float32 [N] by naive(), 0 where no loss is carried."""
     logprobs = np.zeros(len(arrays.ids), np.float32)
     with torch.no_grad():
@@ -147,36 +181,61 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, Tokens]:
             start = len(ids)
             ids += token_ids
             mask += has_loss
-            place = {"group_index": group, "group_id": 10 + group, "start": start, "end": len(ids)}
+            place = {
+                "group_index": group,
+                "group_id": 10 + group,
+                "start": start,
+                "end": len(ids),
+            }
             trajectories.append(
-                TrajectoryHeader(sample_index=sample, prompt_id=f"p{group}", reward=0.0, **place)
+                TrajectoryHeader(
+                    sample_index=sample, prompt_id=f"p{group}", reward=0.0, **place
+                )
             )
     loss_mask = np.array(mask)
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=trajectories)
+    header = BatchHeader(
+        version=0, min_version=0, mask_older=False, trajectories=trajectories
+    )
     return header, masked_tokens(ids, loss_mask, np.zeros(len(ids)))
 
 
-def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, seed: int = 0) -> Rows:
-    """One group an entry: a shared prompt, and completions of these lengths that carry loss."""
+def random_groups(
+    sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, seed: int = 0
+) -> Rows:
+    """One group an entry: a shared prompt, and completions of these lengths that carry
+    loss.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for lengths in sizes:
         head = rng.integers(0, vocab, prompt).tolist()
         groups.append(
-            [(head + rng.integers(0, vocab, n).tolist(), [False] * prompt + [True] * n) for n in lengths]
+            [
+                (
+                    head + rng.integers(0, vocab, n).tolist(),
+                    [False] * prompt + [True] * n,
+                )
+                for n in lengths
+            ]
         )
     return groups
 
 
-def naive(model: Any, header: BatchHeader, arrays: Tokens, temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs of all loss tokens with gradient, by one forward a sequence and the whole softmax."""
+def naive(
+    model: Any, header: BatchHeader, arrays: Tokens, temperature: float = 1.0
+) -> torch.Tensor:
+    """Logprobs of all loss tokens with gradient, by one forward a sequence and the
+    whole softmax.
+    """
     parts = []
     with plain_attention(model):
         for entry in header.trajectories:
             ids = torch.from_numpy(arrays.ids[entry.start : entry.end].astype(np.int64))
             mask = torch.from_numpy(arrays.is_sampled[entry.start + 1 : entry.end])
             logits = model(input_ids=ids[None]).logits[0, :-1].float() / temperature
-            parts.append(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask])
+            parts.append(
+                torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask]
+            )
     return torch.cat(parts)
 
 
@@ -191,7 +250,9 @@ def plain_attention(model: Any) -> Iterator[None]:
 
 @st.composite
 def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
-    """Random groups whose sequences fork anywhere, with loss on any tokens but the first."""
+    """Random groups whose sequences fork anywhere, with loss on any tokens but the
+    first.
+    """
     groups: Rows = []
     for _ in range(draw(st.integers(1, 3))):
         rng = np.random.default_rng(draw(st.integers(0, 2**16)))
@@ -219,7 +280,9 @@ Branch = tuple[list[int], list[bool]]
 
 
 def make_rollout(rng: np.random.Generator, prompt: list[int]) -> list[Branch]:
-    """Return one to three branches of one to three turns: tokens of the harness, then sampled ones."""
+    """Return one to three branches of one to three turns: tokens of the harness, then
+    sampled ones.
+    """
 
     def add_turns(branch: Branch, most: int) -> Branch:
         for _ in range(rng.integers(1, most + 1)):
@@ -256,19 +319,34 @@ def make_branch_batch(
                 groups[-1].append((ids, mask))
                 earned = []
                 unit = next(units)
-                for start, end in np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2).tolist():
+                for start, end in (
+                    np.flatnonzero(np.diff([False, *mask, False]))
+                    .reshape(-1, 2)
+                    .tolist()
+                ):
                     unit = next(units) if kind == "turn" else unit
                     earned.append(Credit(start, end, unit / 7, unit))
                 given = [] if kind == "none" else earned
-                places.append({"sample_index": sample, "branch": number, "reward": reward, "credits": given})
+                places.append(
+                    {
+                        "sample_index": sample,
+                        "branch": number,
+                        "reward": reward,
+                        "credits": given,
+                    }
+                )
     header, arrays = batch_of(groups)
     pairs = zip(header.trajectories, places, strict=True)
     fields = {"version": version, "min_version": version}
-    fields |= {"trajectories": [entry.model_copy(update=place) for entry, place in pairs]}
+    fields |= {
+        "trajectories": [entry.model_copy(update=place) for entry, place in pairs]
+    }
     sampled = arrays.is_sampled
     return header.model_copy(update=fields), changed(
         arrays,
-        behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(sampled)), 0).astype(np.float32),
+        behaviour_logprobs=np.where(
+            sampled, rng.normal(-4.0, 0.3, len(sampled)), 0
+        ).astype(np.float32),
         versions=np.where(sampled, version, -1).astype(np.int32),
     )
 
@@ -285,18 +363,29 @@ def plain_units(header: BatchHeader) -> dict[Key, tuple[float, list[int]]]:
             unit = units.setdefault((*sample, credit.unit), (credit.reward, []))
             unit[1].extend(range(entry.start + credit.start, entry.start + credit.end))
         if not entry.credits:
-            units.setdefault((*sample, None), (entry.reward, []))[1].extend(range(entry.start, entry.end))
+            units.setdefault((*sample, None), (entry.reward, []))[1].extend(
+                range(entry.start, entry.end)
+            )
     return units
 
 
 def plain_advantages(
-    header: BatchHeader, num_tokens: int, penalty: Callable[[list[int]], float] = lambda places: 0.0
+    header: BatchHeader,
+    num_tokens: int,
+    penalty: Callable[[list[int]], float] = lambda places: 0.0,
 ) -> np.ndarray:
-    """GRPO over the units of each group; `penalty` of a unit's places lowers its reward."""
-    units = {key: (reward - penalty(places), places) for key, (reward, places) in plain_units(header).items()}
+    """GRPO over the units of each group; `penalty` of a unit's places lowers its
+    reward.
+    """
+    units = {
+        key: (reward - penalty(places), places)
+        for key, (reward, places) in plain_units(header).items()
+    }
     advantages = np.zeros(num_tokens)
     for group_id in {key[0] for key in units}:
-        rewards = np.array([reward for key, (reward, _) in units.items() if key[0] == group_id])
+        rewards = np.array(
+            [reward for key, (reward, _) in units.items() if key[0] == group_id]
+        )
         for key, (reward, places) in units.items():
             if key[0] == group_id:
                 advantages[places] = (reward - rewards.mean()) / (rewards.std() + 1e-4)
@@ -304,14 +393,23 @@ def plain_advantages(
 
 
 def plain_loss(
-    model: Any, header: BatchHeader, arrays: Tokens, advantages: np.ndarray, *, aggregate: str
+    model: Any,
+    header: BatchHeader,
+    arrays: Tokens,
+    advantages: np.ndarray,
+    *,
+    aggregate: str,
 ) -> torch.Tensor:
     """PPO's clipped loss, clip range 0.2, over one plain forward a branch."""
     mask = arrays.is_sampled
-    ratio = (naive(model, header, arrays) - torch.from_numpy(arrays.behaviour_logprobs[mask])).exp()
+    ratio = (
+        naive(model, header, arrays) - torch.from_numpy(arrays.behaviour_logprobs[mask])
+    ).exp()
     advantage = torch.from_numpy(advantages[mask]).float()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     if aggregate == "token":
         return losses.mean()
-    lengths = [int(mask[entry.start : entry.end].sum()) for entry in header.trajectories]
+    lengths = [
+        int(mask[entry.start : entry.end].sum()) for entry in header.trajectories
+    ]
     return torch.stack([part.mean() for part in losses.split(lengths)]).mean()

@@ -1,5 +1,5 @@
-"""Trainer and engines that take turns, wired as job/build.py does it, over fake servers whose memory is
-counted.
+"""Trainer and engines that take turns, wired as job/build.py does it, over fake servers
+whose memory is counted.
 """
 
 from __future__ import annotations
@@ -43,14 +43,20 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 DECODE_S, START_S, TIMEOUT_S, MOVE_S, HEARTBEAT_S = 0.01, 5.0, 60.0, 0.5, 3.0
 NUM_CHUNKS = 3
-NEEDS = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/export": {"weights"}}
+NEEDS = {
+    "/train": {"weights", "optimizer"},
+    "/export_chunk": {"weights"},
+    "/export": {"weights"},
+}
 """Path -> the parts that the trainer must have on the device."""
 
 
 class TurnEngine(FakeEngineServer):
     """An engine server whose moves take time."""
 
-    async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
+    async def post(
+        self, path: str, body: Any, answer: Any, *, timeout_s: float | None
+    ) -> Any:
         if path in ("/sleep", "/wake", "/load_chunk"):
             await asyncio.sleep(MOVE_S)
         return await super().post(path, body, answer, timeout_s=timeout_s)
@@ -58,23 +64,31 @@ class TurnEngine(FakeEngineServer):
     @property
     def held(self) -> set[str]:
         """Parts on the device; a process that has ended holds none."""
-        return set() if self.has_ended.is_set() else {"weights", "kv"} - set(self.engine.weights.asleep)
+        return (
+            set()
+            if self.has_ended.is_set()
+            else {"weights", "kv"} - set(self.engine.weights.asleep)
+        )
 
 
 class TurnTrainer(FakeTrainerServer):
-    """A trainer that refuses to load more than its memory holds. Its weights are the list of its batches; a
-    chunk's digest says so.
+    """A trainer that refuses to load more than its memory holds. Its weights are the
+    list of its batches; a chunk's digest says so.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.away: set[str] = set()
-        self.wrong_chunk: Callable[[ExportChunkResponse], ExportChunkResponse] = lambda chunk: chunk
+        self.wrong_chunk: Callable[[ExportChunkResponse], ExportChunkResponse] = (
+            lambda chunk: chunk
+        )
 
     @property
     def held(self) -> set[str]:
         """Parts on the device; a process that has ended holds none."""
-        return set() if self.has_ended.is_set() else {"weights", "optimizer"} - self.away
+        return (
+            set() if self.has_ended.is_set() else {"weights", "optimizer"} - self.away
+        )
 
     def restart(self) -> None:
         super().restart()
@@ -85,10 +99,16 @@ class TurnTrainer(FakeTrainerServer):
             await asyncio.sleep(MOVE_S)
         if isinstance(body, OffloadRequest) and path not in self.refuse:
             before = len(self.away)
-            self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
+            self.away = (
+                self.away | set(body.parts)
+                if path == "/offload"
+                else self.away - set(body.parts)
+            )
             return TransferStats(num_bytes=abs(len(self.away) - before), seconds=0.0)
         if lacking := NEEDS.get(path, set()) & self.away:
-            raise CallRefused(self.name, path, 409, ErrorBody(error=f"{lacking} offloaded"))
+            raise CallRefused(
+                self.name, path, 409, ErrorBody(error=f"{lacking} offloaded")
+            )
         if isinstance(body, ExportChunkRequest):
             is_last = body.index == NUM_CHUNKS - 1
             chunk = ExportChunkResponse(
@@ -106,8 +126,9 @@ class TurnTrainer(FakeTrainerServer):
 
 
 class EngineRooms:
-    """Pool, publisher and supervisors over fake engine servers, as a run wires them. `announced`: versions in
-    their order, each when every engine that is not down serves it.
+    """Pool, publisher and supervisors over fake engine servers, as a run wires them.
+    `announced`: versions in their order, each when every engine that is not down serves
+    it.
     """
 
     publisher: Any
@@ -135,7 +156,9 @@ class EngineRooms:
         self.announced: list[int] = []
         self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
         publishing = {"timeout_s": TIMEOUT_S, "on_served": self.on_served} | publishing
-        self.publisher = make_scheduler(trainer, self.targets, on_lost=self.on_lost, **publishing)
+        self.publisher = make_scheduler(
+            trainer, self.targets, on_lost=self.on_lost, **publishing
+        )
         supervision = Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.capacities, self.lines = list[int](), list[str]()
         self.running = list[asyncio.Task[None]]()
@@ -155,13 +178,17 @@ class EngineRooms:
         )
         self.scale.watch_nowait()
 
-    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def spawn(
+        self, coro: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
         self.running.append(self.tasks.create_task(coro, name=name))
         return self.running[-1]
 
     def ask(self, request: SamplingRequest) -> asyncio.Task[Any]:
         """A rollout's request."""
-        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
+        return self.tasks.create_task(
+            self.pool.generate(request), name=f"request {request.request_id}"
+        )
 
     def tell(self, what: str, detail: Mapping[str, Any]) -> None:
         self.events.append((what, detail))
@@ -174,7 +201,11 @@ class EngineRooms:
 
     def on_served(self, version: int) -> None:
         down = self.pool.down
-        live = [fake for fake in self.fakes if fake.name not in down and not fake.has_ended.is_set()]
+        live = [
+            fake
+            for fake in self.fakes
+            if fake.name not in down and not fake.has_ended.is_set()
+        ]
         assert {fake.policy_version for fake in live} <= {version}
         assert all(fake.engine.weights.can_serve for fake in live)
         self.announced.append(version)
@@ -215,7 +246,10 @@ class House(EngineRooms):
         )
         super().__init__(
             tasks,
-            [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
+            [
+                TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w")
+                for index in range(num_engines)
+            ],
             trainer,
             config,
             partial(
@@ -233,7 +267,9 @@ class House(EngineRooms):
         self.published.append((manifest.version, manifest.digest))
 
     async def begin(self) -> None:
-        """As a run starts: the engines are asleep until their first turn, unless they stay."""
+        """As a run starts: the engines are asleep until their first turn, unless they
+        stay.
+        """
         for fake in () if self.stays else self.fakes:
             fake.engine.weights.set_asleep()
         self._at_start(self)
@@ -250,21 +286,26 @@ class House(EngineRooms):
         return report
 
     def check(self) -> None:
-        """Between two handovers only one side has memory on the device, in a handover both have their
-        weights at most. Where both stay, the trainer never moves.
+        """Between two handovers only one side has memory on the device, in a handover
+        both have their weights at most. Where both stay, the trainer never moves.
         """
         if self.stays:
             assert self.worker.away == set()
             return
-        engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
+        engines = set().union(*(fake.held for fake in self.fakes))
+        trainer = self.worker.held
         lease = self.publisher.lease
         if lease.state == "idle" or lease.phase.startswith(
             ("trainer: offload", "engines: wake", "publisher")
         ):
-            return  # a process that dies there recovers in parallel with the others' weights
+            # a process that dies there recovers in parallel with the others' weights
+            return
         if lease.state == "handover":
-            engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer
-        assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({lease!r})"
+            engines = engines if trainer - {"weights"} else engines & {"kv"}
+            trainer = trainer
+        assert not (trainer and engines), (
+            f"the trainer has {trainer}, the engines {engines} ({lease!r})"
+        )
 
     async def _watch(self) -> None:
         while True:
@@ -282,7 +323,9 @@ class House(EngineRooms):
 Rooms = TypeVar("Rooms", bound=EngineRooms)
 
 
-def play(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> Rooms:
+def play(
+    make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any
+) -> Rooms:
     """Play a story in virtual time, and return its components."""
 
     async def story_of_a_run() -> Rooms:
@@ -304,15 +347,27 @@ def play_to_its_error(
     """Play a story that ends the run, and return with what."""
     with pytest.raises(ExceptionGroup) as caught:
         play(make, story, **knobs)
-    return next(error for error in caught.value.exceptions if isinstance(error, ComponentError))
+    return next(
+        error for error in caught.value.exceptions if isinstance(error, ComponentError)
+    )
 
 
 def make_batch(version: int) -> Batch:
     """Return a group of one trajectory of one token."""
-    trajectory = trajectory_of(0, [1, 2], [False, True], [0.0, -1.0], [VersionSpan(1, 2, version)], 1.0)
-    return Batch(version, (Group(GroupId(version), Prompt(f"p{version}", ()), (trajectory,)),), version)
+    trajectory = trajectory_of(
+        0, [1, 2], [False, True], [0.0, -1.0], [VersionSpan(1, 2, version)], 1.0
+    )
+    return Batch(
+        version,
+        (Group(GroupId(version), Prompt(f"p{version}", ()), (trajectory,)),),
+        version,
+    )
 
 
-def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
+def make_request(
+    name: str = "r0", *, max_tokens: int = 20, seed: int = 1
+) -> SamplingRequest:
     """A request of two prompt tokens."""
-    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed)
+    return SamplingRequest(
+        name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed
+    )

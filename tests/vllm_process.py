@@ -1,5 +1,5 @@
-"""Starts a real vLLM server for tests, in vLLM's own Python: the socket, the secret, the log, and the end of
-the whole process group.
+"""Starts a real vLLM server for tests, in vLLM's own Python: the socket, the secret,
+the log, and the end of the whole process group.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ def vllm_python() -> Path:
     """The Python that has vLLM. Skips the test if there is none, and fails it where
     ASYNCRL_REQUIRE_VLLM=1.
     """
-    python = Path(os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    python = Path(
+        os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python"
+    )
     if not python.exists():
         if os.environ.get("ASYNCRL_REQUIRE_VLLM") == "1":
-            pytest.fail(f"ASYNCRL_REQUIRE_VLLM=1, but there is no {python}: run `make setup-vllm`")
+            pytest.fail(
+                f"ASYNCRL_REQUIRE_VLLM=1, but there is no {python}: run `make setup-vllm`"
+            )
         pytest.skip(f"no vLLM at {python}: run `make setup-vllm`")
     return python
 
@@ -55,14 +59,21 @@ class VllmProcess(EngineProcess):
         headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
         sent = (body or {}) if method == "POST" else None
         answer = httpx.request(
-            method, self.url + path, json=sent, headers=headers, timeout=timeout_s, trust_env=False
+            method,
+            self.url + path,
+            json=sent,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
         )
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
     def rpc(self, method: str, **request: Any) -> dict[str, Any]:
         """Return the first worker's answer to a method of the extension."""
-        answer = self.ask("POST", "/collective_rpc", {"method": method, "args": [json.dumps(request)]})
+        answer = self.ask(
+            "POST", "/collective_rpc", {"method": method, "args": [json.dumps(request)]}
+        )
         result: dict[str, Any] = answer["results"][0]
         return result
 
@@ -70,13 +81,25 @@ class VllmProcess(EngineProcess):
         self, prompt_ids: list[int], *, salt: str | None = None, **sampling: Any
     ) -> tuple[list[int], list[float]]:
         """Tokens and logprobs of one request. `salt` divides the prefix cache."""
-        params = {"max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling}
-        body = {"token_ids": prompt_ids, "sampling_params": params} | ({"cache_salt": salt} if salt else {})
+        params = {
+            "max_tokens": 16,
+            "temperature": 0,
+            "logprobs": 0,
+            "ignore_eos": True,
+            **sampling,
+        }
+        body = {"token_ids": prompt_ids, "sampling_params": params} | (
+            {"cache_salt": salt} if salt else {}
+        )
         choice = self.ask("POST", "/inference/v1/generate", body)["choices"][0]
-        return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
+        return choice["token_ids"], [
+            token["logprob"] for token in choice["logprobs"]["content"]
+        ]
 
     def wait_ready(self, timeout_s: float = 400.0) -> VllmProcess:
-        """Connections wait in the socket's backlog until vLLM serves, so this is one request."""
+        """Connections wait in the socket's backlog until vLLM serves, so this is one
+        request.
+        """
         self.ask("GET", "/health", timeout_s=timeout_s)
         return self
 
@@ -92,12 +115,16 @@ class VllmProcess(EngineProcess):
             time.sleep(0.05)
 
     def scratch(self) -> Path:
-        environs = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group()[1:])
+        environs = b"".join(
+            Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group()[1:]
+        )
         (scratch,) = set(re.findall(rb"\0TMPDIR=([^\0]+asyncrl-vllm[^\0]+)", environs))
         return Path(scratch.decode())
 
     def assert_leaves_nothing(self, end: Callable[[], object], code: int) -> None:
-        """After `end` it ends with this code, and leaves no processes, shared memory or files."""
+        """After `end` it ends with this code, and leaves no processes, shared memory or
+        files.
+        """
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.group())
         shared, scratch = set(re.findall(r"/dev/shm/[^\s]+", maps)), self.scratch()
         assert any("psm_" in name for name in shared)
@@ -110,21 +137,37 @@ class VllmProcess(EngineProcess):
 
 @contextmanager
 def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
-    """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is
-    ended at the end. It is not waited for: see wait_ready.
+    """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log.
+    Its whole group is ended at the end. It is not waited for: see wait_ready.
     """
     python = vllm_python()
     folder.mkdir(parents=True, exist_ok=True)
-    spec_file, log, packages = folder / "spec.json", folder / "engine.log", folder / "path"
-    packages.mkdir()  # our packages and nothing else: vLLM's Python must not see our site-packages
+    spec_file = folder / "spec.json"
+    log = folder / "engine.log"
+    packages = folder / "path"
+    # our packages and nothing else: vLLM's Python must not see our site-packages
+    packages.mkdir()
     (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
     (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
-    (packages / "faulty_vllm_worker.py").symlink_to(ROOT / "tests" / "faulty_vllm_worker.py")
+    (packages / "faulty_vllm_worker.py").symlink_to(
+        ROOT / "tests" / "faulty_vllm_worker.py"
+    )
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=512) as listener,
+        log.open("wb") as output,
+    ):
         fd = listener.fileno()
         process = subprocess.Popen(
-            [str(python), "-m", "asyncrl_servers.vllm", "--spec", str(spec_file), "--fd", str(fd)],
+            [
+                str(python),
+                "-m",
+                "asyncrl_servers.vllm",
+                "--spec",
+                str(spec_file),
+                "--fd",
+                str(fd),
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

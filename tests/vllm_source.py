@@ -1,5 +1,5 @@
-"""Read names and signatures from the source of an unpacked vLLM, without importing it: a CUDA wheel cannot be
-imported without a GPU.
+"""Read names and signatures from the source of an unpacked vLLM, without importing it:
+a CUDA wheel cannot be imported without a GPU.
 """
 
 from __future__ import annotations
@@ -28,22 +28,32 @@ class VllmSource:
         return None
 
     def signature(self, module: str, path: str) -> str | None:
-        """Return the parameters of a function, or of a class's constructor, "" for a value, None if it is
-        missing. Imports and base classes are followed.
+        """Return the parameters of a function, or of a class's constructor, "" for a
+        value, None if it is missing. Imports and base classes are followed.
         """
         place = self._find(module, path)
         if place is None:
             return None
         module, node = place
         if isinstance(node, ast.ClassDef):
-            own = [_names_of(statement)[0] for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            own = [
+                _names_of(statement)[0]
+                for statement in node.body
+                if isinstance(statement, ast.AnnAssign)
+            ]
             init = self._member(module, node, "__init__")
             if init is None:
                 return ", ".join(own)
             node = init[1]
-            return ", ".join(_parameters(node)[1:]) if isinstance(node, ast.FunctionDef) else ""
+            return (
+                ", ".join(_parameters(node)[1:])
+                if isinstance(node, ast.FunctionDef)
+                else ""
+            )
         return (
-            ", ".join(_parameters(node)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+            ", ".join(_parameters(node))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            else ""
         )
 
     def _find(self, module: str, path: str) -> tuple[str, Definition] | None:
@@ -72,7 +82,9 @@ class VllmSource:
     ) -> tuple[str, Definition] | None:
         source = node.module or ""
         if node.level:
-            is_package = self.folder.joinpath(*module.split("."), "__init__.py").is_file()
+            is_package = self.folder.joinpath(
+                *module.split("."), "__init__.py"
+            ).is_file()
             parts = module.split(".")
             parent = parts[: len(parts) - node.level + is_package]
             source = ".".join([*parent, source]) if source else ".".join(parent)
@@ -81,7 +93,9 @@ class VllmSource:
         _, _, rest = path.partition(".")
         return self._find(source, f"{alias.name}.{rest}" if rest else alias.name)
 
-    def _member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, Definition] | None:
+    def _member(
+        self, module: str, owner: ast.ClassDef, name: str
+    ) -> tuple[str, Definition] | None:
         for node in _statements(owner.body):
             if name in _names_of(node):
                 return module, node

@@ -1,8 +1,9 @@
 """Harness `command`: one program, in any language, per rollout.
 
-It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL, OPENAI_API_KEY,
-OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. Answer and outcome
-key come only through the pipe, so that children do not inherit them.
+It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL,
+OPENAI_API_KEY, OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR
+and generator.env. Answer and outcome key come only through the pipe, so that children
+do not inherit them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ for round in 1 2 3 4 5 6 7 8; do
 done
 rm -rf "$2"
 """
-"""Wait for the worker's end, kill all processes with $1 in their environment, and remove $2."""
+"""Wait for the worker's end, kill all processes with $1 in their environment, and
+remove $2.
+"""
 
 
 class CommandHarness:
@@ -57,30 +60,48 @@ class CommandHarness:
 
     Waits: for its exit, then up to GRACE_S for the rest of its group.
 
-    Invariant: after run(), no process of the group, pipe or folder remains. A process outside the group ends
-    with the worker or sandbox.
+    Invariant: after run(), no process of the group, pipe or folder remains. A process
+    outside the group ends with the worker or sandbox.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        """Arguments that name files become absolute. `is_worker`: kill all commands if this process is
-        killed. Raises ConfigError.
+        """Arguments that name files become absolute. `is_worker`: kill all commands if
+        this process is killed. Raises ConfigError.
         """
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         self._env = kept | passed_env(config.pass_env) | config.env
         command = config.command or []
-        self.command = [str(Path(part).absolute()) if is_file(part) else part for part in command]
-        programs = [self.command[0], *(["bwrap"] if config.sandbox == "bubblewrap" else [])]
-        found = {name: shutil.which(name, path=self._env.get("PATH")) for name in programs}
+        self.command = [
+            str(Path(part).absolute()) if is_file(part) else part for part in command
+        ]
+        programs = [
+            self.command[0],
+            *(["bwrap"] if config.sandbox == "bubblewrap" else []),
+        ]
+        found = {
+            name: shutil.which(name, path=self._env.get("PATH")) for name in programs
+        }
         if missing := [name for name, path in found.items() if path is None]:
             what = f"generator.command: there is no program {missing[0]} in {Path.cwd()} or PATH"
-            raise ConfigError(what, way_out="correct or install it, and make the file executable.")
-        self.sandbox = make_sandbox(config, [*filter(None, found.values()), *self.command])
+            raise ConfigError(
+                what, way_out="correct or install it, and make the file executable."
+            )
+        self.sandbox = make_sandbox(
+            config, [*filter(None, found.values()), *self.command]
+        )
         self.token = secrets.token_hex(8)
         self._folder: str | None = None
         if is_worker:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
             self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={self.token}", self._folder],
+                [
+                    "/bin/sh",
+                    "-c",
+                    _GUARD,
+                    "guard",
+                    f"{MARK_ENV}={self.token}",
+                    self._folder,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -105,7 +126,9 @@ class CommandHarness:
         fds = list[int]()
         async with contextlib.AsyncExitStack() as stack:
             if self.sandbox is not None:
-                inner_url, channel = await stack.enter_async_context(forwarded(session.base_url))
+                inner_url, channel = await stack.enter_async_context(
+                    forwarded(session.base_url)
+                )
                 session = replace(session, base_url=inner_url)
                 fds.append(channel)
                 command = self.sandbox.around(command, folder, channel)
@@ -119,13 +142,21 @@ class CommandHarness:
                 MARK_ENV: self.token,
             }
             start = asyncio.get_running_loop().subprocess_exec(
-                _Process, *command, cwd=folder / "work", env=environment, start_new_session=True, pass_fds=fds
+                _Process,
+                *command,
+                cwd=folder / "work",
+                env=environment,
+                start_new_session=True,
+                pass_fds=fds,
             )
             try:
-                # cancelled halfway, asyncio kills the child alone and waits for the pipes of its children
+                # cancelled halfway, asyncio kills the child alone and waits for the
+                # pipes of its children
                 (transport, process), cancelled = await uncut(start)
             except OSError as error:
-                raise RolloutFailure(f"command {command[0]} cannot be started: {error}") from error
+                raise RolloutFailure(
+                    f"command {command[0]} cannot be started: {error}"
+                ) from error
             try:
                 if cancelled is not None:
                     raise cancelled
@@ -136,7 +167,8 @@ class CommandHarness:
             finally:
                 try:
                     await _end_group(transport.get_pid())
-                    with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
+                    # a process outside the group may hold a pipe
+                    with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_DRAIN_S):
                             await process.drained.wait()
                 finally:
@@ -147,11 +179,19 @@ class CommandHarness:
         for fd, name in ((1, "output"), (2, "error")):
             if len(process.output[fd]) > MAX_OUTPUT_BYTES:
                 most = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
-                raise RolloutFailure(f"command {self.command[0]} printed more than {most}")
+                raise RolloutFailure(
+                    f"command {self.command[0]} printed more than {most}"
+                )
         if code != 0:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
             tail = process.text(2)[-STDERR_TAIL_BYTES:].strip() or "(empty)"
-            raise RolloutFailure(f"command {self.command[0]} {how}; the end of its standard error: {tail}")
+            raise RolloutFailure(
+                f"command {self.command[0]} {how}; the end of its standard error: {tail}"
+            )
         return process.text(1)
 
 
@@ -183,7 +223,10 @@ class _Process(asyncio.SubprocessProtocol):
 async def _end_group(group: int) -> None:
     """Send SIGTERM and, after GRACE_S or a second cancellation, SIGKILL."""
     try:
-        for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
+        for number, limit_s in (
+            (signal.SIGTERM, GRACE_S),
+            (signal.SIGKILL, _KILL_WAIT_S),
+        ):
             _signal(group, number)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -207,20 +250,27 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
     """Raises ConfigError if a variable is unset."""
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
-        raise ConfigError(what, way_out=f"export {missing[0]}=... before `asyncrl` is started.")
+        raise ConfigError(
+            what, way_out=f"export {missing[0]}=... before `asyncrl` is started."
+        )
     return {name: os.environ[name] for name in names}
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
     values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
-        values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
+        values |= {
+            "outcome_url": f"{session.base_url}/outcome",
+            "outcome_key": session.outcome_key,
+        }
     return json.dumps(values).encode()
 
 
 def last_line_outcome(text: str) -> Outcome:
     """Parse the last non-empty line: a number, an object of rewards, or nothing."""
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    last = next(
+        (line.strip() for line in reversed(text.splitlines()) if line.strip()), ""
+    )
     try:
         with contextlib.suppress(ValueError):
             last = json.dumps({"reward": float(last)})

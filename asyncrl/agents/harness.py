@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.base.errors import AsyncrlError, ConfigError, ErrorBody, RolloutFailure, RolloutTimeout
+from asyncrl.base.errors import (
+    AsyncrlError,
+    ConfigError,
+    ErrorBody,
+    RolloutFailure,
+    RolloutTimeout,
+)
 from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import kind_of
@@ -67,8 +73,12 @@ class AnyTask:
     def __getattr__(self, name: str) -> Any:
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        way_out = "set generator.give_answer=true, or return nothing and let the task score."
-        raise ConfigError("the harness reads task.answer, which it is not given", way_out=way_out)
+        way_out = (
+            "set generator.give_answer=true, or return nothing and let the task score."
+        )
+        raise ConfigError(
+            "the harness reads task.answer, which it is not given", way_out=way_out
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class Task(AnyTask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Session:
-    """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
+    """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI
+    client, or `client`.
 
     After the attempt, every call gets 401.
     """
@@ -138,15 +149,22 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 class PythonHarness:
     """Call `function(task, session, **args)`.
 
-    An async function that blocks the event loop stops all rollouts and, beyond gateway.lease_timeout_s, loses
-    them. A plain function runs in its own thread until its next model call is refused.
+    An async function that blocks the event loop stops all rollouts and, beyond
+    gateway.lease_timeout_s, loses them. A plain function runs in its own thread until
+    its next model call is refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         self._args = config.args
-        usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
+        usage = (
+            ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
+        )
         self._function: Callable[..., Any] = load_function(
-            config.python or "", "generator.python", usage=usage, arguments=(None, None), keywords=self._args
+            config.python or "",
+            "generator.python",
+            usage=usage,
+            arguments=(None, None),
+            keywords=self._args,
         )
         self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
@@ -167,9 +185,20 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 # ---- one attempt
 
 
-async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
-    given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
-    task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
+async def run_item(
+    harness: Harness, item: WorkItem, session: Session
+) -> Outcome | ErrorBody:
+    given = (
+        item.prompt_id,
+        tuple(item.messages),
+        item.info,
+        item.seed,
+        item.sample_index,
+        item.attempt,
+    )
+    task: AnyTask = (
+        Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
+    )
     limit = asyncio.timeout(item.timeout_s)
     try:
         async with limit:
@@ -179,19 +208,32 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
-            error = RolloutTimeout(what, rule="rollout.timeout_s limits all attempts together")
+            error = RolloutTimeout(
+                what, rule="rollout.timeout_s limits all attempts together"
+            )
         elif not isinstance(error, AsyncrlError):
             trace = "".join(traceback.format_exception(error))
-            log.warning("%s attempt %d failed\n%s", item.rollout_id, item.attempt, trace[:MAX_TRACE])
+            log.warning(
+                "%s attempt %d failed\n%s",
+                item.rollout_id,
+                item.attempt,
+                trace[:MAX_TRACE],
+            )
             what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
             error = RolloutFailure(what, way_out="the worker's log has the traceback.")
-        return ErrorBody(error=shown(error.what), rule=shown(error.rule), way_out=shown(error.way_out))
+        return ErrorBody(
+            error=shown(error.what),
+            rule=shown(error.rule),
+            way_out=shown(error.way_out),
+        )
 
 
 def as_outcome(value: object) -> Outcome:
     """Convert None, a finite number, or an Outcome. Raises RolloutFailure."""
     try:
-        return OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
+        if not isinstance(value, Outcome):
+            value = Outcome(value)  # type: ignore[arg-type]
+        return OUTCOME.validate_python(value)
     except ValueError as error:
         kind = type(value).__name__
         what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"

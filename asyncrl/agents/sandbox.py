@@ -1,6 +1,8 @@
-"""Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
+"""Run a command in bubblewrap: read-only system files, private folders, no network
+except the gateway.
 
-The first program inside passes a listening socket to the worker, which forwards connections.
+The first program inside passes a listening socket to the worker, which forwards
+connections.
 """
 
 from __future__ import annotations
@@ -48,20 +50,41 @@ class Sandbox:
     max_bytes: int
 
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
-        """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the socket."""
-        binds = {HOME: folder / "work", "/tmp": folder / "tmp", "/dev/shm": folder / "shm"}
+        """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the
+        socket.
+        """
+        binds = {
+            HOME: folder / "work",
+            "/tmp": folder / "tmp",
+            "/dev/shm": folder / "shm",
+        }
         shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
         first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
         numbers = [str(channel), str(PORT), str(self.max_bytes)]
-        return ["bwrap", *bubblewrap_options(binds, shown, HOME), "--", *first, *numbers, *command]
+        return [
+            "bwrap",
+            *bubblewrap_options(binds, shown, HOME),
+            "--",
+            *first,
+            *numbers,
+            *command,
+        ]
 
 
-def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
+def bubblewrap_options(
+    binds: Mapping[str, Path], shown: Mapping[str, str], folder: str
+) -> list[str]:
     """Return bwrap options.
 
     `binds` (writable) and `shown` (readable) are keyed by path in the sandbox.
     """
-    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options = [
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+    ]
     for path in SYSTEM:
         if Path(path).is_symlink():
             options += ["--symlink", str(Path(path).readlink()), path]
@@ -91,8 +114,8 @@ def make_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
 
 @contextlib.asynccontextmanager
 async def forwarded(base_url: str) -> AsyncIterator[tuple[str, int]]:
-    """Yield the gateway's address in the sandbox, and the file descriptor for `channel`; forward connections
-    until the end.
+    """Yield the gateway's address in the sandbox, and the file descriptor for
+    `channel`; forward connections until the end.
     """
     gateway = urlsplit(base_url)
     ours, theirs = socket.socketpair()
@@ -127,10 +150,13 @@ async def _forward_all(channel: socket.socket, gateway: SplitResult) -> None:
 async def _forward(client: socket.socket, gateway: SplitResult) -> None:
     is_tls = gateway.scheme == "https"
     port = gateway.port or (443 if is_tls else 80)
-    with contextlib.suppress(OSError), contextlib.ExitStack() as ends:  # one end may be gone
+    # one end may be gone
+    with contextlib.suppress(OSError), contextlib.ExitStack() as ends:
         reader, writer = await asyncio.open_connection(sock=client)
         ends.callback(writer.close)
-        answers, far = await asyncio.open_connection(gateway.hostname, port, ssl=is_tls or None)
+        answers, far = await asyncio.open_connection(
+            gateway.hostname, port, ssl=is_tls or None
+        )
         ends.callback(far.close)
         await asyncio.gather(_pump(reader, far), _pump(answers, writer))
 

@@ -1,6 +1,8 @@
-"""Harness `verifiers`: an environment of https://github.com/PrimeIntellect-ai/verifiers.
+"""Harness `verifiers`: an environment of
+https://github.com/PrimeIntellect-ai/verifiers.
 
-API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an Env.
+API 0.4 (`verifiers.v1`): a package exports a Taskset, and optionally a Harness and an
+Env.
 """
 
 from __future__ import annotations
@@ -12,8 +14,19 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from asyncrl.agents.harness import GRACE_S, REQUEST_LOGGERS, AnyTask, Session, first_fault
-from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
+from asyncrl.agents.harness import (
+    GRACE_S,
+    REQUEST_LOGGERS,
+    AnyTask,
+    Session,
+    first_fault,
+)
+from asyncrl.base.errors import (
+    ConfigError,
+    RewardFailure,
+    RolloutFailure,
+    install_extra,
+)
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
@@ -84,18 +97,38 @@ class VerifiersHarness:
         said = f"verifiers environment {self._name}"
         traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
         if not self._env.complete(episode) or not traces:
-            errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
-            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no trained agent"
-            raise RolloutFailure(f"{said} failed: {why.replace(session.api_key, 'KEY')}")
+            errors = [
+                *(error for trace in episode.traces for error in trace.errors),
+                *episode.errors,
+            ]
+            why = (
+                f"{errors[-1].type}: {errors[-1].message}"
+                if errors
+                else "it ran no trained agent"
+            )
+            raise RolloutFailure(
+                f"{said} failed: {why.replace(session.api_key, 'KEY')}"
+            )
         trace = traces[0]
         if len(traces) > 1 or not trace.agent.trainable:
             what = f"{said} ran agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
-            raise ConfigError(what, rule="an episode is one rollout of the trained agent")
-        if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+            raise ConfigError(
+                what, rule="an episode is one rollout of the trained agent"
+            )
+        if missing := [
+            name for name, reward in trace.rewards.items() if reward is None
+        ]:
             what = f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
             raise RewardFailure(what)
-        metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
-        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        metrics = {
+            f"reward/{name}": float(reward.score)
+            for name, reward in trace.rewards.items()
+        }
+        metrics |= {
+            name: float(value)
+            for name, value in trace.metrics.items()
+            if value is not None
+        }
         return Outcome(float(trace.reward) if trace.rewards else None, metrics)
 
 
@@ -103,8 +136,9 @@ class VerifiersHarness:
 async def _serving(env: Any) -> AsyncIterator[None]:
     """Like Env.serving(), but with one interception server per rollout.
 
-    verifiers 0.4.0: an interception server keeps one HTTP client per address until it stops, and each session
-    has its own address. Remove once InterceptionServer.unregister closes unused clients.
+    verifiers 0.4.0: an interception server keeps one HTTP client per address until it
+    stops, and each session has its own address. Remove once
+    InterceptionServer.unregister closes unused clients.
     """
     async with env.shared_tools() as shared:
         env._shared_tools = shared
@@ -121,8 +155,9 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the environment whose taskset is `identifier`, with `args` as its config, and the name of its
-    only agent that calls the session. Raises ConfigError for a second one, which would be trained.
+    """Return the environment whose taskset is `identifier`, with `args` as its config,
+    and the name of its only agent that calls the session. Raises ConfigError for a
+    second one, which would be trained.
     """
     vf = _library(identifier)
     shown = f"generator.verifiers={identifier}"
@@ -132,19 +167,32 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
         settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
         env = vf.load_environment(vf.resolve_env_config(settings))
     except Exception as error:  # user code of the environment
-        why = first_fault(error) if isinstance(error, ValueError) else error.__cause__ or error
+        why = (
+            first_fault(error)
+            if isinstance(error, ValueError)
+            else error.__cause__ or error
+        )
         raise ConfigError(
             f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
             rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
             way_out=f"install or correct it; `vf-eval {identifier} --help` shows the fields as --env.NAME.",
         ) from error
-    agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
+    agents = {
+        name: value for name, value in env.config if isinstance(value, vf.AgentConfig)
+    }
     trained = {name: agent for name, agent in agents.items() if agent.client is None}
     if [agent.model for agent in trained.values()] != [None]:
-        found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
+        found = (
+            ", ".join(
+                f"{name} (model={agent.model})" for name, agent in trained.items()
+            )
+            or "none"
+        )
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
         rule = "exactly one agent, without client and model, is trained; others need a client"
-        raise ConfigError(f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args.")
+        raise ConfigError(
+            f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args."
+        )
     ((seat, agent),) = trained.items()
     for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
@@ -157,7 +205,9 @@ def _library(identifier: str) -> Any:
     try:
         import verifiers.v1
     except ModuleNotFoundError as error:
-        what = f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}"
+        what = (
+            f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}"
+        )
         way_out = f"{install_extra('verifiers')}, where the run is started and where its workers run."
         raise ConfigError(what, way_out=way_out) from error
     return verifiers.v1

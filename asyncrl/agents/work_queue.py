@@ -59,12 +59,15 @@ class WorkerRecord:
 class RolloutQueue:
     """WorkQueue for harness workers.
 
-    Life of an item: queued -> held by a worker -> ended, by a result, by its worker's silence, or withdrawn.
+    Life of an item: queued -> held by a worker -> ended, by a result, by its worker's
+    silence, or withdrawn.
 
-    Waits: run waits for a result, or until its worker has been silent for lease_timeout_s of running event
-    loop. A /work/take poll waits for work, MAX_WAIT_S at most.
+    Waits: run waits for a result, or until its worker has been silent for
+    lease_timeout_s of running event loop. A /work/take poll waits for work, MAX_WAIT_S
+    at most.
 
-    Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure.
+    Invariant: each run() ends once, by its worker's one accepted result or by a
+        RolloutFailure.
     """
 
     worker_key: str
@@ -125,7 +128,9 @@ class RolloutQueue:
                 self._drop(worker_id, f"is gone: {why}", "read that worker's log.")
 
     def on_outcome(self, key: str, take: Callable[[Outcome], None]) -> None:
-        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a 400."""
+        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a
+        400.
+        """
         self._takers[key] = take
 
     async def aclose(self) -> None:
@@ -149,11 +154,19 @@ class RolloutQueue:
             "/s/{key}/v1/outcome": self._outcome,
         }
         return [
-            APIRoute(path, handler, response_model=None, include_in_schema=False, methods=["POST"])
+            APIRoute(
+                path,
+                handler,
+                response_model=None,
+                include_in_schema=False,
+                methods=["POST"],
+            )
             for path, handler in paths.items()
         ]
 
-    def _for_workers(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _for_workers(
+        self, handler: Handler
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             given = shown_key(request).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self.worker_key.encode()):
@@ -169,11 +182,17 @@ class RolloutQueue:
         gone = [item_id for item_id in message.holding if item_id not in worker.held]
         items = list[wire.WorkItem]()
         if message.is_leaving:
-            self._drop(worker_id, "was ended", "its log says why, unless it was ended on purpose.")
+            self._drop(
+                worker_id,
+                "was ended",
+                "its log says why, unless it was ended on purpose.",
+            )
         elif message.max_items and message.number > worker.last_number:
             worker.last_number = message.number
             lost = worker.held.keys() - message.holding  # in transit
-            for item_id in [item_id for item_id in reversed(worker.held) if item_id in lost]:
+            for item_id in [
+                item_id for item_id in reversed(worker.held) if item_id in lost
+            ]:
                 item = self._queue[item_id] = worker.held.pop(item_id)
                 item.worker = None
                 self._queue.move_to_end(item_id, last=False)
@@ -193,7 +212,11 @@ class RolloutQueue:
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = self._loop.time() + wait_s
         self._changed.notify()  # ends this worker's older poll
-        while not self._is_closed and is_connected(request) and worker.last_number == message.number:
+        while (
+            not self._is_closed
+            and is_connected(request)
+            and worker.last_number == message.number
+        ):
             num_taken = min(message.max_items, len(self._queue))
             taken = [self._queue.popitem(last=False)[1] for _ in range(num_taken)]
             for item in taken:
@@ -214,10 +237,16 @@ class RolloutQueue:
         item = self._workers[worker_id].held.get(message.item_id)
         if item is None:
             why = "its rollout has ended, ran past rollout.timeout_s, was requeued, or another worker has it"
-            raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
-        result: Outcome | RolloutFailure = self._counted(item, message.outcome or Outcome())
+            raise Refused(
+                410, f"work item {message.item_id} is not this worker's: {why}"
+            )
+        result: Outcome | RolloutFailure = self._counted(
+            item, message.outcome or Outcome()
+        )
         if (failure := message.failure) is not None:
-            result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
+            result = RolloutFailure(
+                failure.error, rule=failure.rule, way_out=failure.way_out
+            )
         self._end(item, result)
         return wire.Accepted()
 
@@ -234,7 +263,9 @@ class RolloutQueue:
 
     # ---- inside
 
-    async def _heard(self, request: Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
+    async def _heard(
+        self, request: Request, shape: type[FromWorker]
+    ) -> tuple[FromWorker, WorkerId]:
         body = await read_body(request, wire.MAX_MESSAGE_BYTES)
         try:
             message = shape.model_validate_json(body)
@@ -251,14 +282,20 @@ class RolloutQueue:
             worker.silence.cancel()
         if not self._is_closed:
             due_s = self._loop.time() + self.lease_timeout_s
-            worker.silence = self._loop.call_at(due_s, self._silent, worker_id, worker, due_s)
+            worker.silence = self._loop.call_at(
+                due_s, self._silent, worker_id, worker, due_s
+            )
 
     def _silent(self, worker_id: WorkerId, worker: WorkerRecord, due_s: float) -> None:
         if self._loop.time() - due_s >= LATE_S:
             self._await_sign(worker_id, worker)
             return
         what = f"sent no heartbeat for gateway.lease_timeout_s={self.lease_timeout_s}"
-        self._drop(worker_id, what, "read its log; run blocking calls in asyncio.to_thread, or raise it.")
+        self._drop(
+            worker_id,
+            what,
+            "read its log; run blocking calls in asyncio.to_thread, or raise it.",
+        )
 
     def _drop(self, worker_id: WorkerId, what: str, way_out: str) -> None:
         worker = self._workers.pop(worker_id)
@@ -271,7 +308,9 @@ class RolloutQueue:
             self._end(item, RolloutFailure(why, way_out=way_out))
         self._changed.notify()
 
-    def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None = None) -> None:
+    def _end(
+        self, item: QueuedItem, result: Outcome | RolloutFailure | None = None
+    ) -> None:
         """Idempotent."""
         item_id = item.item.item_id
         self._queue.pop(item_id, None)
@@ -309,13 +348,18 @@ class RolloutQueue:
                 attempt=work.attempt,
                 seed=self.task_seed(work),
                 key=work.key,
-                outcome_key=secrets.token_hex(24) if self.outcomes == "posted" else None,
+                outcome_key=secrets.token_hex(24)
+                if self.outcomes == "posted"
+                else None,
                 timeout_s=work.timeout_s,
             )
             item.model_dump_json()
-        except (ValueError, TypeError, RecursionError) as error:  # pydantic's errors are ValueErrors
+        except (ValueError, TypeError, RecursionError) as error:
+            # pydantic's errors are ValueErrors
             what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
-            raise PromptUnusable(what, rule="its `answer` and `info` must be JSON values") from error
+            raise PromptUnusable(
+                what, rule="its `answer` and `info` must be JSON values"
+            ) from error
         return item
 
 

@@ -1,5 +1,6 @@
-"""Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
-asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
+"""Worker process: take work items from a gateway, run them in the harness, post the
+results. `python -m asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on
+any host.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from asyncrl.agents.harness import (
     make_http_client,
     run_item,
 )
-from asyncrl.base.errors import ComponentError, ConfigError, ErrorBody, Message, fatal_line, first_cause
+from asyncrl.base.errors import (
+    ComponentError,
+    ConfigError,
+    ErrorBody,
+    Message,
+    fatal_line,
+    first_cause,
+)
 from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
     SECRET_ENV,
@@ -67,16 +75,25 @@ GOODBYE_TIMEOUT_S = 1.0
 class Worker:
     """Run one rollout per slot.
 
-    Life: run() until cancelled, or the gateway reports the run's end: then all harnesses are cancelled.
+    Life: run() until cancelled, or the gateway reports the run's end: then all
+        harnesses are cancelled.
 
-    Waits: for a free slot, then for work. Without an answer from the gateway it retries for `give_up_s`.
+    Waits: for a free slot, then for work. Without an answer from the gateway it retries
+        for `give_up_s`.
 
-    Invariant: an item is in `running` from its arrival until its result is acknowledged, or it is cancelled.
-    Heartbeats share the harnesses' event loop: blocking it for lease_timeout_s loses all items.
+    Invariant: an item is in `running` from its arrival until its result is
+    acknowledged, or it is cancelled. Heartbeats share the harnesses' event loop:
+    blocking it for lease_timeout_s loses all items.
     """
 
     def __init__(
-        self, harness: Harness, caller: Caller, *, name: str, slots: int, give_up_s: float | None = None
+        self,
+        harness: Harness,
+        caller: Caller,
+        *,
+        name: str,
+        slots: int,
+        give_up_s: float | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -94,17 +111,21 @@ class Worker:
     async def run(self) -> None:
         """Run work items until the gateway says that the run is over.
 
-        Raises ConfigError if the gateway refuses this worker or the harness cannot run, ComponentError after
-        `give_up_s` without an answer.
+        Raises ConfigError if the gateway refuses this worker or the harness cannot run,
+        ComponentError after `give_up_s` without an answer.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 answer = await self._take()  # before a heartbeat
-                heartbeats = tasks.create_task(self._send_heartbeats(), name="heartbeats")
+                heartbeats = tasks.create_task(
+                    self._send_heartbeats(), name="heartbeats"
+                )
                 while not answer.is_over:
                     for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
-                        running = tasks.create_task(self._run_item(item, answer.model), name=name)
+                        running = tasks.create_task(
+                            self._run_item(item, answer.model), name=name
+                        )
                         self.running[item.item_id] = running
                     await self._freed.wait_for(lambda: len(self.running) < self.slots)
                     answer = await self._take()
@@ -113,7 +134,8 @@ class Worker:
                 log.info("worker %s: the run is done", self.name)
                 for task in (heartbeats, *self.running.values()):
                     task.cancel()
-        except BaseExceptionGroup as errors:  # Python 3.11.2 wraps what an except* raises
+        except BaseExceptionGroup as errors:
+            # Python 3.11.2 wraps what an except* raises
             error = first_cause(errors)
             if not isinstance(error, (ConfigError, ComponentError)):
                 raise
@@ -121,15 +143,20 @@ class Worker:
         finally:
             leaving = self._request(0, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
-                await self._caller.post("/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S)
+                await self._caller.post(
+                    "/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S
+                )
             if self._http is not None:
                 await self._http.aclose()
 
     async def _take(self) -> wire.TakeAnswer:
-        def request() -> wire.TakeRequest:  # again for each try, because the held items change
+        # again for each try, because the held items change
+        def request() -> wire.TakeRequest:
             return self._request(self.slots - len(self.running))
 
-        answer = await self._ask("/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S)
+        answer = await self._ask(
+            "/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S
+        )
         self._lease_timeout_s = answer.lease_timeout_s
         return answer
 
@@ -144,14 +171,22 @@ class Worker:
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
         url = f"{self._caller.url}/v1"
-        session = Session(url, item.key, model, item.outcome_key, http_client=self._http_client)
+        session = Session(
+            url, item.key, model, item.outcome_key, http_client=self._http_client
+        )
         try:
             outcome = await run_item(self._harness, item, session)
             field = "outcome" if isinstance(outcome, Outcome) else "failure"
-            result = wire.ResultRequest(**self._identity, item_id=item.item_id, **{field: outcome})
-            await self._ask("/work/result", lambda: result, wire.Accepted, CALL_TIMEOUT_S)
+            result = wire.ResultRequest(
+                **self._identity, item_id=item.item_id, **{field: outcome}
+            )
+            await self._ask(
+                "/work/result", lambda: result, wire.Accepted, CALL_TIMEOUT_S
+            )
         except CallRefused as refused:
-            log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
+            log.info(
+                "%s: its result was dropped: %s", item.rollout_id, refused.body.error
+            )
         finally:
             del self.running[item.item_id]
             self._freed.notify()
@@ -164,29 +199,42 @@ class Worker:
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
-            answer = await self._ask("/work/take", partial(self._request, 0), wire.TakeAnswer, timeout_s)
+            answer = await self._ask(
+                "/work/take", partial(self._request, 0), wire.TakeAnswer, timeout_s
+            )
             for item_id in answer.cancel:
                 if (running := self.running.get(item_id)) is not None:
-                    log.info("%s is cancelled: the run has ended or requeued it", running.get_name())
+                    log.info(
+                        "%s is cancelled: the run has ended or requeued it",
+                        running.get_name(),
+                    )
                     running.cancel()  # also if it posts its result
 
     async def _ask(
-        self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
+        self,
+        path: str,
+        make: Callable[[], BaseModel],
+        answer: type[Answer],
+        timeout_s: float,
     ) -> Answer:
-        """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if this worker is
-        rejected, ComponentError after `give_up_s`.
+        """Post messages from `make` until answered. Raises CallRefused for 410,
+        ConfigError if this worker is rejected, ComponentError after `give_up_s`.
         """
         backoff_s = 0.5
         lost_since_s: float | None = None
         while True:
             try:
-                return await self._caller.post(path, make(), answer, timeout_s=timeout_s)
+                return await self._caller.post(
+                    path, make(), answer, timeout_s=timeout_s
+                )
             except (CallRefused, CallLost) as error:
                 if isinstance(error, CallRefused) and error.status == 410:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):
                     what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
-                    raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
+                    raise ConfigError(
+                        what, rule=error.body.rule, way_out=error.body.way_out
+                    ) from error
                 if lost_since_s is None:
                     lost_since_s = self._clock()
                     log.warning("worker %s: %s. It retries.", self.name, error)
@@ -199,7 +247,8 @@ class Worker:
                         way_out="start the run again, then the worker; or raise --give-up-after.",
                     ) from error
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # workers must not return at once
+            # workers must not return at once
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
 
 # ---- the worker process
@@ -215,9 +264,11 @@ class WorkerSpec(Message):
     give_up_s: float | None = Field(default=None, ge=0)
 
 
-def work(harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = None) -> int:
-    """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second signal cuts the harnesses'
-    cleanup.
+def work(
+    harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = None
+) -> int:
+    """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second
+    signal cuts the harnesses' cleanup.
     """
 
     async def live() -> None:
@@ -228,7 +279,13 @@ def work(harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = N
         try:
             if health_fd is not None:
                 await _serve_health(harness, health_fd)
-            worker = Worker(harness, caller, name=spec.name, slots=spec.slots, give_up_s=spec.give_up_s)
+            worker = Worker(
+                harness,
+                caller,
+                name=spec.name,
+                slots=spec.slots,
+                give_up_s=spec.give_up_s,
+            )
             await worker.run()
         finally:
             await caller.aclose()
@@ -269,7 +326,9 @@ def main() -> None:
 
 
 async def _serve_health(harness: Harness, fd: int) -> None:
-    """Answer GET /health on the harnesses' event loop: a worker that blocks it is restarted."""
+    """Answer GET /health on the harnesses' event loop: a worker that blocks it is
+    restarted.
+    """
 
     async def health() -> wire.WorkerHealth:
         calls = getattr(harness, "calls", None)
@@ -304,15 +363,17 @@ def run_worker(
     give_up_s: float,
     **settings: Any,
 ) -> int:
-    """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
-    Ctrl-C.
+    """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or
+    130 after SIGTERM or Ctrl-C.
 
-    `key_file` None: the key is in the environment. `harness` has one option of HARNESSES, `args` is a JSON
-    object, `env` has NAME=VALUE, `settings` are others of GeneratorConfig. Raises ConfigError, and errors of
-    Worker.run.
+    `key_file` None: the key is in the environment. `harness` has one option of
+    HARNESSES, `args` is a JSON object, `env` has NAME=VALUE, `settings` are others of
+    GeneratorConfig. Raises ConfigError, and errors of Worker.run.
     """
     key = _worker_key(key_file)
-    given = {kind: HARNESSES[kind].parse(text) for kind, text in harness.items() if text}
+    given = {
+        kind: HARNESSES[kind].parse(text) for kind, text in harness.items() if text
+    }
     given |= {name: value for name, value in settings.items() if value is not None}
     try:
         variables = dict(each.split("=", 1) for each in env)
@@ -327,9 +388,15 @@ def run_worker(
             give_up_s=give_up_s,
         )
     except ValueError as error:
-        options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
-        way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
-        raise ConfigError(f"`asyncrl work {url}` got {given}, {args=}: {error}", way_out=way_out) from error
+        options = ", ".join(
+            f"--{kind} {each.metavar}" for kind, each in HARNESSES.items()
+        )
+        way_out = (
+            f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
+        )
+        raise ConfigError(
+            f"`asyncrl work {url}` got {given}, {args=}: {error}", way_out=way_out
+        ) from error
     _log_to_stderr()
     hide_memory()
     log.info("worker %s: %d slots, gateway %s", spec.name, slots, spec.url)
@@ -339,11 +406,19 @@ def run_worker(
 def _worker_key(key_file: Path | None) -> str:
     env_key = os.environ.pop(WORKER_KEY_ENV, "")
     try:
-        key = json.loads(key_file.read_text(encoding="utf-8"))["worker_key"] if key_file else env_key
+        key = (
+            json.loads(key_file.read_text(encoding="utf-8"))["worker_key"]
+            if key_file
+            else env_key
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--key-file {key_file}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"--key-file {key_file}: {type(error).__name__}: {error}"
+        ) from error
     if not key:
-        way_out = f"set {WORKER_KEY_ENV}, or give --key-file with the run's gateway.json."
+        way_out = (
+            f"set {WORKER_KEY_ENV}, or give --key-file with the run's gateway.json."
+        )
         raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
     return str(key)
 

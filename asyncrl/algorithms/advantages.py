@@ -1,8 +1,9 @@
 """Advantages from the rewards of a batch: one number per sample, shared by its tokens.
 
-All functions but checked_advantages take `reward_B` float32, finite, and `group_B` int64 (0 to num_groups -
-1), and return float32 [B]. If all compared rewards are equal, the advantage is exactly 0. Standard deviations
-are of the population, except in grpo_sample and lite_ppo.
+All functions but checked_advantages take `reward_B` float32, finite, and `group_B`
+int64 (0 to num_groups - 1), and return float32 [B]. If all compared rewards are equal,
+the advantage is exactly 0. Standard deviations are of the population, except in
+grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig
 
 EPSILON = 1e-4
-"""Added to the standard deviation, in units of reward, so that pure noise stays small."""
+"""Added to the standard deviation, in units of reward, so that pure noise stays small.
+"""
 
 
 def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -46,16 +48,25 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Compute grpo with the sample standard deviation (divisor size - 1), like TRL."""
     centred_B, size_B = _centred(reward_B, group_B)
-    std_B = (sequence_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)).sqrt()
+    std_B = (
+        sequence_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)
+    ).sqrt()
     return centred_B / (std_B + EPSILON)
 
 
 def lite_ppo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Center within the group and divide by the batch's sample standard deviation of rewards, like TRL.
+    """Center within the group and divide by the batch's sample standard deviation of
+    rewards, like TRL.
 
     Lite PPO, https://arxiv.org/abs/2508.08221.
     """
-    std = (reward_B - reward_B.mean()).square().sum().div(max(len(reward_B) - 1, 1)).sqrt()
+    std = (
+        (reward_B - reward_B.mean())
+        .square()
+        .sum()
+        .div(max(len(reward_B) - 1, 1))
+        .sqrt()
+    )
     return _centred(reward_B, group_B)[0] / (std + EPSILON)
 
 
@@ -79,14 +90,15 @@ def rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Normalize over the batch, without groups.
 
-    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens; here every sample
-    counts once.
+    REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens;
+    here every sample counts once.
     """
     return grpo(reward_B, torch.zeros_like(group_B))
 
 
 def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Center within the group and normalize over the batch: centered / (std of centered + EPSILON).
+    """Center within the group and normalize over the batch: centered / (std of centered
+    + EPSILON).
 
     REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
     """
@@ -100,16 +112,21 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     centred_B = reward_B - sequence_sum(reward_B, group_B) / size_B
     # The mean of equal rewards may round differently, so test equality.
     lowest_B, highest_B = (
-        torch.zeros_like(reward_B).scatter_reduce(0, group_B, reward_B, how, include_self=False)[group_B]
+        torch.zeros_like(reward_B).scatter_reduce(
+            0, group_B, reward_B, how, include_self=False
+        )[group_B]
         for how in ("amin", "amax")
     )
     return torch.where(lowest_B == highest_B, 0.0, centred_B), size_B
 
 
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
-    """Return float32 [B]: 0 up to max_tokens - overlong_tokens, linear down to -1 at max_tokens and beyond.
+    """Return float32 [B]: 0 up to max_tokens - overlong_tokens, linear down to -1 at
+    max_tokens and beyond.
 
     `length_B` int64, sampled tokens; overlong_tokens from 1 to max_tokens. DAPO,
     https://arxiv.org/abs/2503.14476, equation 13.
     """
-    return ((max_tokens - overlong_tokens - length_B).float() / overlong_tokens).clamp(-1.0, 0.0)
+    return ((max_tokens - overlong_tokens - length_B).float() / overlong_tokens).clamp(
+        -1.0, 0.0
+    )

@@ -1,13 +1,15 @@
-"""Parts of the loss: surrogates, corrections for stale data, masks, KL, distillation, and token weights.
+"""Parts of the loss: surrogates, corrections for stale data, masks, KL, distillation,
+and token weights.
 
 Surrogates, including user losses (algorithm.loss=module:function), have the signature
 
     surrogate(tokens: LossTokens, settings: AlgorithmConfig) -> (loss_M, stats)
 
-loss_M is float32 [M], undivided: token_weights divides. stats are sums over the M tokens by name, without
-gradient; the caller divides them by the number of loss tokens.
+loss_M is float32 [M], undivided: token_weights divides. stats are sums over the M
+tokens by name, without gradient; the caller divides them by the number of loss tokens.
 
-Corrections weight each token's loss for data from another policy than the proximal one, without gradient.
+Corrections weight each token's loss for data from another policy than the proximal one,
+without gradient.
 """
 
 from __future__ import annotations
@@ -42,37 +44,48 @@ class LossTokens:
 M2_LIMIT = 0.04
 """Maximum second moment of the log ratio under m2po, in nats squared."""
 LARGEST_LOG_RATIO = 20.0
-"""Log ratios are clamped to this many nats before exp: e^89 is infinite in float32, and NaN when multiplied
-by 0."""
+"""Log ratios are clamped to this many nats before exp: e^89 is infinite in float32, and
+NaN when multiplied by 0.
+"""
 SMALLEST_LOG = math.log(1e-8)
 """Replaces the log of a weight of 0."""
 
 
 def ppo_clip(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor); with clip_delta
-    -min(min(r, clip_delta) A, clip(...) A).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor);
+    with clip_delta -min(min(r, clip_delta) A, clip(...) A).
 
-    clip_fraction counts tokens whose gradient the clip removed. PPO, https://arxiv.org/abs/1707.06347,
-    equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10; clip_delta: two-sided
-    clipping, INTELLECT-2, https://arxiv.org/abs/2505.07291.
+    clip_fraction counts tokens whose gradient the clip removed. PPO,
+    https://arxiv.org/abs/1707.06347, equation 7; unequal clips: DAPO,
+    https://arxiv.org/abs/2503.14476, equation 10; clip_delta: two-sided clipping,
+    INTELLECT-2, https://arxiv.org/abs/2505.07291.
     """
-    return _clipped(exp_ratio(tokens.current_M - tokens.anchor_M), tokens.advantage_M, settings)
+    return _clipped(
+        exp_ratio(tokens.current_M - tokens.anchor_M), tokens.advantage_M, settings
+    )
 
 
 def gspo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
-    """ppo_clip with one ratio per sequence, the geometric mean over its tokens: s = exp(mean(current -
-    anchor)).
+    """ppo_clip with one ratio per sequence, the geometric mean over its tokens: s =
+    exp(mean(current - anchor)).
 
-    Clip ranges are far smaller (3e-4 and 4e-4 in the paper). Use with algorithm.aggregate=sequence.
-    https://arxiv.org/abs/2507.18071, equations 5 to 7. With aggregate=sequence_sum it is LUSPO,
-    https://arxiv.org/abs/2602.05261.
+    Clip ranges are far smaller (3e-4 and 4e-4 in the paper). Use with
+    algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7.
+    With aggregate=sequence_sum it is LUSPO, https://arxiv.org/abs/2602.05261.
     """
-    log_ratio_M = (tokens.current_M - tokens.anchor_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return _clipped(sequence_mean(log_ratio_M, tokens.sequence_M).exp(), tokens.advantage_M, settings)
+    log_ratio_M = (tokens.current_M - tokens.anchor_M).clamp(
+        -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
+    )
+    return _clipped(
+        sequence_mean(log_ratio_M, tokens.sequence_M).exp(),
+        tokens.advantage_M,
+        settings,
+    )
 
 
 def cispo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
-    """-min(r, 1 + clip_high) A current, r = exp(current - anchor) without gradient: clips the weight only.
+    """-min(r, 1 + clip_high) A current, r = exp(current - anchor) without gradient:
+    clips the weight only.
 
     clip_fraction counts tokens with a clipped weight; clip_low is unused. MiniMax-M1,
     https://arxiv.org/abs/2506.13585, equations 4 and 5.
@@ -84,23 +97,33 @@ def cispo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
 
 
 def vespo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
-    """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
-    the ratio of the whole sequence.
+    """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W =
+    exp(sum(current - anchor)), the ratio of the whole sequence.
 
-    k reduces small ratios, lambda large ones, both by the sign of A. A correction is part of W: the caller
-    subtracts it from anchor. https://arxiv.org/abs/2602.10693; the bounds of log W are TRL's.
+    k reduces small ratios, lambda large ones, both by the sign of A. A correction is
+    part of W: the caller subtracts it from anchor. https://arxiv.org/abs/2602.10693;
+    the bounds of log W are TRL's.
     """
     log_ratio_M = tokens.current_M.detach() - tokens.anchor_M
-    log_w_M = sequence_sum(log_ratio_M, tokens.sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+    log_w_M = sequence_sum(log_ratio_M, tokens.sequence_M).clamp(
+        SMALLEST_LOG, LARGEST_LOG_RATIO
+    )
     is_negative_M = tokens.advantage_M < 0
     k_M = torch.where(is_negative_M, 3.0, 2.0)
     rate_M = torch.where(is_negative_M, 2.0, 3.0)
-    phi_M = (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
-    return -phi_M * tokens.advantage_M * tokens.current_M, {"sequence_weight": phi_M.sum()}
+    phi_M = (
+        (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp()))
+        .clamp(max=LARGEST_LOG_RATIO)
+        .exp()
+    )
+    return -phi_M * tokens.advantage_M * tokens.current_M, {
+        "sequence_weight": phi_M.sum()
+    }
 
 
 def reinforce(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
-    """-A current: the plain policy gradient. Stale data needs a correction (algorithm.loss=tis or mis).
+    """-A current: the plain policy gradient. Stale data needs a correction
+    (algorithm.loss=tis or mis).
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -115,9 +138,13 @@ def importance_ratio(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss
     return -exp_ratio(tokens.current_M - tokens.anchor_M) * tokens.advantage_M, {}
 
 
-def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> TokenLoss:
+def _clipped(
+    ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig
+) -> TokenLoss:
     plain_M = ratio_M * advantage_M
-    clipped_M = ratio_M.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantage_M
+    clipped_M = (
+        ratio_M.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantage_M
+    )
     is_clipped_M = clipped_M.detach() < plain_M.detach()
     if settings.clip_delta is not None:
         is_clipped_M |= (ratio_M > settings.clip_delta) & (advantage_M < 0)
@@ -126,9 +153,14 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
 
 
 def correct(
-    correction: str, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, cap: float
+    correction: str,
+    log_weight_M: Tensor,
+    advantage_M: Tensor,
+    sequence_M: Tensor,
+    cap: float,
 ) -> Tensor:
-    """Return each token's weight by algorithm.correction, float32 [M], without gradient.
+    """Return each token's weight by algorithm.correction, float32 [M], without
+    gradient.
 
     With log_weight = proximal - behaviour and w = exp(log_weight):
 
@@ -137,8 +169,9 @@ def correct(
         icepop  w, or 0 outside [floor, cap]    https://arxiv.org/abs/2510.18855
         m2po    m2po()
 
-    _sequence takes the product of w over the sequence, https://arxiv.org/abs/2510.26788. tis with a clipped
-    loss is decoupled PPO, https://arxiv.org/abs/2505.24298. All but m2po work on any subset of sequences.
+    _sequence takes the product of w over the sequence,
+    https://arxiv.org/abs/2510.26788. tis with a clipped loss is decoupled PPO,
+    https://arxiv.org/abs/2505.24298. All but m2po work on any subset of sequences.
     """
     if correction == "m2po":
         return m2po(log_weight_M, advantage_M)
@@ -152,10 +185,12 @@ def correct(
 
 
 def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
-    """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most M2_LIMIT.
+    """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most
+    M2_LIMIT.
 
-    Only tokens that moved in the direction of their advantage count: steps on the others revert their move.
-    Needs all M tokens of an optimizer step. https://arxiv.org/abs/2510.01161; token selection from
+    Only tokens that moved in the direction of their advantage count: steps on the
+    others revert their move. Needs all M tokens of an optimizer step.
+    https://arxiv.org/abs/2510.01161; token selection from
     https://github.com/Infini-AI-Lab/M2PO.
     """
     (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
@@ -168,7 +203,9 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
 
 
 def log_of_weight(weight_M: Tensor) -> Tensor:
-    """Return the log of a correction, log 1e-8 for masked tokens, like TRL. float32 [M]."""
+    """Return the log of a correction, log 1e-8 for masked tokens, like TRL. float32
+    [M].
+    """
     return weight_M.log().clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
 
 
@@ -176,34 +213,39 @@ def log_of_weight(weight_M: Tensor) -> Tensor:
 
 
 def off_policy_mask(tokens: LossTokens, limit: float) -> Tensor:
-    """Return 0 for tokens with negative advantage in sequences whose mean of behaviour - current exceeds
-    `limit` nats.
+    """Return 0 for tokens with negative advantage in sequences whose mean of behaviour
+    - current exceeds `limit` nats.
 
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9.
     """
-    distance_M = sequence_mean(tokens.behaviour_M - tokens.current_M.detach(), tokens.sequence_M)
+    distance_M = sequence_mean(
+        tokens.behaviour_M - tokens.current_M.detach(), tokens.sequence_M
+    )
     return ((tokens.advantage_M >= 0) | (distance_M <= limit)).float()
 
 
 def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
-    """Return 1 for tokens at or above the (1 - share) quantile of the step's entropies; at least one.
+    """Return 1 for tokens at or above the (1 - share) quantile of the step's entropies;
+    at least one.
 
-    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939. torch.quantile is limited to 16 million
-    elements.
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939. torch.quantile is limited
+    to 16 million elements.
     """
     if not len(entropy_M):
         return torch.ones_like(entropy_M)
-    below = math.ceil(round((1.0 - share) * (len(entropy_M) - 1), 6))  # 0.8 * 10 may be 8.000000000001
+    # 0.8 * 10 may be 8.000000000001
+    below = math.ceil(round((1.0 - share) * (len(entropy_M) - 1), 6))
     return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
 
 
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
-    """Return a token-level estimate of KL(current || reference), float32 [M] in nats, with gradient only
-    through current_M.
+    """Return a token-level estimate of KL(current || reference), float32 [M] in nats,
+    with gradient only through current_M.
 
-    With d = reference - current: k1 = -d, unbiased; k2 = d^2 / 2, low variance, biased; k3 = exp(d) - d -
-    1, unbiased, never negative. http://joschu.net/blog/kl-approx.html. As a loss without weighted_kl, only
-    k2 has the KL's gradient: https://arxiv.org/abs/2506.09477.
+    With d = reference - current: k1 = -d, unbiased; k2 = d^2 / 2, low variance, biased;
+    k3 = exp(d) - d - 1, unbiased, never negative.
+    http://joschu.net/blog/kl-approx.html. As a loss without weighted_kl, only k2 has
+    the KL's gradient: https://arxiv.org/abs/2506.09477.
     """
     difference_M = reference_M.detach() - current_M
     match estimator:
@@ -214,25 +256,32 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
     return difference_M.clamp(max=LARGEST_LOG_RATIO).exp() - difference_M - 1
 
 
-def weighted_kl(current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estimator: str) -> Tensor:
-    """Return kl() times r = exp(current - anchor), float32 [M]: on the anchor's tokens it estimates
-    KL(current || reference) and its gradient.
+def weighted_kl(
+    current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estimator: str
+) -> Tensor:
+    """Return kl() times r = exp(current - anchor), float32 [M]: on the anchor's tokens
+    it estimates KL(current || reference) and its gradient.
 
-    With d = reference - current the gradient of r k3 is -r d times current's; the gradient of r k1 is r (1
-    - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, section 3.1; TRL's use_bias_correction_kl.
+    With d = reference - current the gradient of r k3 is -r d times current's; the
+    gradient of r k1 is r (1
+    - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient.
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1; TRL's
+    use_bias_correction_kl.
     """
     ratio_M = exp_ratio(current_M - anchor_M)
-    return kl(current_M, reference_M, estimator) * (ratio_M.detach() if estimator == "k2" else ratio_M)
+    return kl(current_M, reference_M, estimator) * (
+        ratio_M.detach() if estimator == "k2" else ratio_M
+    )
 
 
 def kl_reward_penalty(
     policy_M: Tensor, reference_M: Tensor, sequence_M: Tensor, num_sequences: int
 ) -> Tensor:
-    """Return the sum of k1 over each sequence, float32 [S] without gradient, to subtract from the reward.
+    """Return the sum of k1 over each sequence, float32 [S] without gradient, to
+    subtract from the reward.
 
-    `policy_M`: logprobs by the weights before the batch. InstructGPT, https://arxiv.org/abs/2203.02155,
-    equation 2.
+    `policy_M`: logprobs by the weights before the batch. InstructGPT,
+    https://arxiv.org/abs/2203.02155, equation 2.
     """
     return torch.zeros(num_sequences, device=policy_M.device).index_add(
         0, sequence_M, kl(policy_M, reference_M, "k1").detach()
@@ -240,27 +289,32 @@ def kl_reward_penalty(
 
 
 def distillation(behaviour_M: Tensor, teacher_M: Tensor) -> Tensor:
-    """Return a teacher's token advantages: teacher - behaviour, float32 [M] without gradient.
+    """Return a teacher's token advantages: teacher - behaviour, float32 [M] without
+    gradient.
 
-    The policy gradient reduces the reverse KL, each token's own term. Clamped, since a token that the
-    teacher excludes would outweigh all others. GKD, https://arxiv.org/abs/2306.13649; as an advantage:
-    Thinking Machines 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+    The policy gradient reduces the reverse KL, each token's own term. Clamped, since a
+    token that the teacher excludes would outweigh all others. GKD,
+    https://arxiv.org/abs/2306.13649; as an advantage: Thinking Machines 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation.
     """
     return (teacher_M - behaviour_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> Tensor:
-    """Return proximal logprobs a * behaviour + (1 - a) * current, float32 [M] without gradient.
+    """Return proximal logprobs a * behaviour + (1 - a) * current, float32 [M] without
+    gradient.
 
-    a = 1 / staleness, and 0 at staleness 0, where staleness is the trainer's version - the token's. A-3PO,
-    https://arxiv.org/abs/2512.06547.
+    a = 1 / staleness, and 0 at staleness 0, where staleness is the trainer's version -
+    the token's. A-3PO, https://arxiv.org/abs/2512.06547.
     """
     share_M = torch.where(staleness_M > 0, 1.0 / staleness_M.clamp(min=1), 0.0)
     return torch.lerp(current_M.detach(), behaviour_M, share_M)
 
 
 def exp_ratio(log_ratio_M: Tensor) -> Tensor:
-    """Return the probability ratio of a difference of logprobs, per token or sequence. float32 [M]."""
+    """Return the probability ratio of a difference of logprobs, per token or sequence.
+    float32 [M].
+    """
     return log_ratio_M.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -272,14 +326,17 @@ def sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
 
 def sequence_mean(value_M: Tensor, sequence_M: Tensor) -> Tensor:
     """Return each token's mean over its sequence. float32 [M]."""
-    return sequence_sum(value_M, sequence_M) / sequence_sum(torch.ones_like(value_M), sequence_M)
+    return sequence_sum(value_M, sequence_M) / sequence_sum(
+        torch.ones_like(value_M), sequence_M
+    )
 
 
 def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
-    """Return float32 [S]: factors for the loss tokens of each sequence; the sum is the step's loss.
+    """Return float32 [S]: factors for the loss tokens of each sequence; the sum is the
+    step's loss.
 
-    `tokens_S` int64: loss tokens of the step's sequences; empty ones are excluded from num_sequences. By
-    `aggregate`:
+    `tokens_S` int64: loss tokens of the step's sequences; empty ones are excluded from
+    num_sequences. By `aggregate`:
 
         token         1 / num_loss_tokens               DAPO, https://arxiv.org/abs/2503.14476
         sequence      1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300

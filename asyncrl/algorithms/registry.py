@@ -65,15 +65,24 @@ RECIPES = {
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
-    """Return the recipe of algorithm.loss with the config's overrides; module:function starts from
-    defaults.
+    """Return the recipe of algorithm.loss with the config's overrides; module:function
+    starts from defaults.
 
-    Raises ConfigError for unknown names, contradictory settings, and a correction of a loss that has one.
+    Raises ConfigError for unknown names, contradictory settings, and a correction of a
+    loss that has one.
     """
-    recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
+    recipe = RECIPES.get(config.loss) or Recipe(
+        _own(config.loss, "algorithm.loss", RECIPES)
+    )
     advantage = BUILT_IN_ADVANTAGES.get(config.advantage)
-    advantage = advantage or _own(config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES)
-    chosen = {"ratio": config.ratio, "correction": config.correction, "aggregate": config.aggregate}
+    advantage = advantage or _own(
+        config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES
+    )
+    chosen = {
+        "ratio": config.ratio,
+        "correction": config.correction,
+        "aggregate": config.aggregate,
+    }
     chosen = {name: value for name, value in chosen.items() if value != "auto"}
     recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
     _check_correction(config, recipe)
@@ -82,10 +91,16 @@ def resolve(config: AlgorithmConfig) -> Recipe:
         what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {1 + config.clip_high}"
         rule = "the two-sided clip bounds ratios that the first clip allows"
         raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
-    if delta is not None and config.loss in RECIPES and recipe.surrogate not in _CLIPPED:
+    if (
+        delta is not None
+        and config.loss in RECIPES
+        and recipe.surrogate not in _CLIPPED
+    ):
         what = f"algorithm.clip_delta={delta} with loss={config.loss}"
         rule = "this loss has no two-sided clip"
-        raise _refused(what, rule, "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip")
+        raise _refused(
+            what, rule, "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip"
+        )
     return recipe
 
 
@@ -103,16 +118,31 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
     cap = importance_cap(config, recipe)
     if correction == "icepop" and cap < ICEPOP_FLOOR:
         what = f"algorithm.importance_cap={cap} is below icepop's smallest weight, {ICEPOP_FLOOR}"
-        raise _refused(what, "icepop would mask every token", "raise algorithm.importance_cap")
+        raise _refused(
+            what, "icepop would mask every token", "raise algorithm.importance_cap"
+        )
     has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
-    if has_ratio and recipe.ratio == "behaviour" and correction not in {"none", *WHOLE_BATCH}:
+    if (
+        has_ratio
+        and recipe.ratio == "behaviour"
+        and correction not in {"none", *WHOLE_BATCH}
+    ):
         what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"
         rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
-        raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
-    if recipe.surrogate in WITHIN_RATIO and correction not in {"none", "tis", "mis", "icepop"}:
+        raise _refused(
+            what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none"
+        )
+    if recipe.surrogate in WITHIN_RATIO and correction not in {
+        "none",
+        "tis",
+        "mis",
+        "icepop",
+    }:
         what = f"algorithm.loss={config.loss} with correction={correction}"
         rule = "it multiplies the weights of a sequence's tokens, so each token needs a separate weight"
-        raise _refused(what, rule, "set algorithm.correction to none, tis, mis or icepop")
+        raise _refused(
+            what, rule, "set algorithm.correction to none, tis, mis or icepop"
+        )
 
 
 def _own(name: str, key: str, known: Iterable[str]) -> str:
@@ -129,4 +159,6 @@ def _own(name: str, key: str, known: Iterable[str]) -> str:
 
 
 def _refused(what: str, rule: str, way_out: str) -> ConfigError:
-    return ConfigError(what, rule=rule, way_out=f"{way_out}; docs/algorithms.md has the recipes.")
+    return ConfigError(
+        what, rule=rule, way_out=f"{way_out}; docs/algorithms.md has the recipes."
+    )

@@ -1,4 +1,5 @@
-"""Every error that asyncrl raises on purpose, and the body that carries one to another process.
+"""Every error that asyncrl raises on purpose, and the body that carries one to another
+process.
 
 AsyncrlError                the failure with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
@@ -69,7 +70,9 @@ class CallbackError(AsyncrlError):
 
 def without_train(module: str) -> ConfigError:
     what = f"this command needs the package {module}, which is not installed"
-    return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
+    return ConfigError(
+        what, rule="the extra train brings it", way_out=f"{install_extra('train')}."
+    )
 
 
 class CheckpointError(AsyncrlError):
@@ -83,7 +86,9 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoi
 class ComponentError(AsyncrlError):
     """Ends the run. `fault` is the message without the name."""
 
-    def __init__(self, component: str, what: str, *, rule: str = "", way_out: str = "") -> None:
+    def __init__(
+        self, component: str, what: str, *, rule: str = "", way_out: str = ""
+    ) -> None:
         self.component, self.fault = component, what
         super().__init__(f"{component}: {what}", rule=rule, way_out=way_out)
 
@@ -143,7 +148,9 @@ class RewardFailure(RolloutFailure):
 
 
 class RequestRefused(RolloutFailure):
-    def __init__(self, what: str, *, why: str = "", rule: str = "", way_out: str = "") -> None:
+    def __init__(
+        self, what: str, *, why: str = "", rule: str = "", way_out: str = ""
+    ) -> None:
         super().__init__(what, rule=rule, way_out=way_out)
         self.why = why or what
 

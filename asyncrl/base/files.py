@@ -89,7 +89,9 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error."""
+    """Yield a path for a new folder, which gets its final name at the end, or is
+    removed on an error.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -126,7 +128,8 @@ TRIES, PAUSE_S = 3, 0.02
 
 @contextlib.contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the exclusive right to write into a run directory. Raises JournalError that names the holder.
+    """Hold the exclusive right to write into a run directory. Raises JournalError that
+    names the holder.
 
     The file stays: a waiting run may have it open.
     """
@@ -169,7 +172,8 @@ _private = dict[int, os.stat_result]()
 def keep_private(descriptor: int) -> int:
     """Close a descriptor in children that a reward or agent forks; return it.
 
-    Such a child may outlive the run, and would hold its lock, or the pipe whose end reports our death.
+    Such a child may outlive the run, and would hold its lock, or the pipe whose end
+    reports our death.
     """
     _private[descriptor] = os.fstat(descriptor)
     return descriptor
@@ -177,7 +181,8 @@ def keep_private(descriptor: int) -> int:
 
 def _close_private() -> None:
     for descriptor, file in _private.items():
-        with contextlib.suppress(OSError):  # it was closed before, and may be another file now
+        # it was closed before, and may be another file now
+        with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), file):
                 os.close(descriptor)
 
@@ -195,14 +200,18 @@ def shared_memory_root() -> Path:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, owned until the end of this process. Raises ComponentError. Blocks."""
+    """Make a staging folder, owned until the end of this process. Raises
+    ComponentError. Blocks.
+    """
     name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
     folder = (disk_dir or shared_memory_root()) / name
     unlocked = folder.with_name(f".{name}")  # clear_stale_staging does not see it
     try:
         unlocked.parent.mkdir(parents=True, exist_ok=True)
         unlocked.mkdir(mode=0o700)
-        lock = keep_private(os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        lock = keep_private(
+            os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        )
         fcntl.flock(lock, fcntl.LOCK_EX)
         unlocked.rename(folder)
     except OSError as error:

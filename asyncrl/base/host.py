@@ -21,16 +21,24 @@ def available_memory() -> int:
     for group in _groups():
         limit, used = (_text(group / name) for name in ("memory.max", "memory.current"))
         if limit.isdigit() and used.isdigit():
-            rows = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            rows = dict(
+                line.split() for line in _text(group / "memory.stat").splitlines()
+            )
             # the kernel drops the page cache before it kills
-            cache = sum(int(rows.get(name, 0)) for name in ("inactive_file", "active_file"))
+            cache = sum(
+                int(rows.get(name, 0)) for name in ("inactive_file", "active_file")
+            )
             left.append(max(int(limit) - int(used) + cache, 0))
     return min(left)
 
 
 def num_cores() -> int:
     """Return usable cores: the affinity, or the control groups' quota, rounded up."""
-    cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    cores = [
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    ]
     for group in _groups():
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if quota.isdigit():  # not max
@@ -40,8 +48,16 @@ def num_cores() -> int:
 
 def _groups() -> list[Path]:
     """Return this process's control groups (v2), innermost first."""
-    paths = [line.removeprefix("0::/") for line in _text(MEMBERSHIP).splitlines() if line.startswith("0::/")]
-    return [folder for path in paths for folder in (CGROUPS / path, *(CGROUPS / path).parents)]
+    paths = [
+        line.removeprefix("0::/")
+        for line in _text(MEMBERSHIP).splitlines()
+        if line.startswith("0::/")
+    ]
+    return [
+        folder
+        for path in paths
+        for folder in (CGROUPS / path, *(CGROUPS / path).parents)
+    ]
 
 
 def _text(path: Path) -> str:
@@ -52,8 +68,8 @@ def _text(path: Path) -> str:
 
 
 def hide_memory() -> None:
-    """Hide environment and memory from other processes of this user, such as programs of a model. Linux
-    only; undone by an exec.
+    """Hide environment and memory from other processes of this user, such as programs
+    of a model. Linux only; undone by an exec.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

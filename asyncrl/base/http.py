@@ -1,8 +1,9 @@
-"""Internal calls with the run's secret: the caller, and a child process that serves an app.
+"""Internal calls with the run's secret: the caller, and a child process that serves an
+app.
 
-A child is started as `python -m MODULE --spec FILE --fd N`, with a JSON spec and the parent's listening
-socket. Standard input is a pipe whose first line has the secrets, or else SECRET_ENV; when it ends, the
-child exits.
+A child is started as `python -m MODULE --spec FILE --fd N`, with a JSON spec and the
+parent's listening socket. Standard input is a pipe whose first line has the secrets, or
+else SECRET_ENV; when it ends, the child exits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ SECRET_ENV = "ASYNCRL_SECRET"
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key, since command lines are public."""
 SECRETS = re.compile(r"ASYNCRL_(SECRET|\w+_KEY)|RAY_AUTH_TOKEN")
-"""Environment variables that children get through standard input: /proc shows environments."""
+"""Environment variables that children get through standard input: /proc shows
+environments.
+"""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -62,7 +65,9 @@ class CallLost(Exception):  # noqa: N818  a state of the call
 class CallGarbled(CallLost):
     """The server answered with an invalid body."""
 
-    def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
+    def __init__(
+        self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b""
+    ) -> None:
         self.status, self.text = status, text
         super().__init__(server, path, why)
 
@@ -79,7 +84,9 @@ def _lost(server: str, path: str) -> Iterator[None]:
 class FrameSocket:
     """WebSocket of byte frames. Raises CallLost if broken."""
 
-    def __init__(self, server: str, path: str, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(
+        self, server: str, path: str, socket: aiohttp.ClientWebSocketResponse
+    ) -> None:
         self._server, self._path, self._socket = server, path, socket
 
     async def send(self, frame: bytes) -> None:
@@ -107,18 +114,32 @@ class Caller:
         self.secret = secret
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET. Raises CallRefused or CallLost. `timeout_s` None: until the server answers or is gone."""
+    async def get(
+        self, path: str, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
+        """GET. Raises CallRefused or CallLost. `timeout_s` None: until the server
+        answers or is gone.
+        """
         return await self._call("GET", path, None, answer, timeout_s)
 
-    async def post(self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+    async def post(
+        self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
         """POST a message as JSON, or bytes. Raises CallRefused or CallLost."""
         return await self._call("POST", path, body, answer, timeout_s)
 
     async def _call(
-        self, method: str, path: str, body: Body, answer: type[Answer], timeout_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        answer: type[Answer],
+        timeout_s: float | None,
     ) -> Answer:
-        async with within(timeout_s, lambda: CallLost(self.name, path, f"no answer within {timeout_s} s")):
+        async with within(
+            timeout_s,
+            lambda: CallLost(self.name, path, f"no answer within {timeout_s} s"),
+        ):
             with _lost(self.name, path):
                 async with await self._begin(method, path, body) as response:
                     text = await response.read()
@@ -128,13 +149,15 @@ class Caller:
         raise self._refusal(path, response.status, text, answer)
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message and yield lines of the answer as they arrive. Raises CallRefused, CallLost. To
-        stop early, close the generator.
+        """POST a message and yield lines of the answer as they arrive. Raises
+        CallRefused, CallLost. To stop early, close the generator.
         """
         with _lost(self.name, path):
             async with await self._begin("POST", path, body) as response:
                 if response.status >= 400:
-                    raise self._refusal(path, response.status, await response.read(), ErrorBody)
+                    raise self._refusal(
+                        path, response.status, await response.read(), ErrorBody
+                    )
                 rest = b""
                 while read := await response.content.readany():
                     *lines, rest = (rest + read).split(b"\n")
@@ -147,18 +170,24 @@ class Caller:
             socket = await self._open().ws_connect(self.url + path, max_msg_size=0)
         return FrameSocket(self.name, path, socket)
 
-    async def _begin(self, method: str, path: str, body: Body) -> aiohttp.ClientResponse:
+    async def _begin(
+        self, method: str, path: str, body: Body
+    ) -> aiohttp.ClientResponse:
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         kind = "octet-stream" if isinstance(body, bytes) else "json"
         headers = {"content-type": f"application/{kind}"}
-        return await self._open().request(method, self.url + path, data=data, headers=headers)
+        return await self._open().request(
+            method, self.url + path, data=data, headers=headers
+        )
 
     def _refusal(
         self, path: str, status: int, text: bytes, answer: type[BaseModel]
     ) -> CallRefused | CallGarbled:
         if status >= 400:
             with contextlib.suppress(ValidationError):
-                return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
+                return CallRefused(
+                    self.name, path, status, ErrorBody.model_validate_json(text)
+                )
         shown = text[:200].decode(errors="replace")
         why = f"status {status} with a body that is no {answer.__name__}: {shown}"
         return CallGarbled(self.name, path, why, status=status, text=text)
@@ -182,8 +211,13 @@ class Caller:
 class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
     """Answers a request with `status` and an ErrorBody."""
 
-    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
-        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
+    def __init__(
+        self, status: int, error: str, *, rule: str = "", way_out: str = ""
+    ) -> None:
+        self.status, self.body = (
+            status,
+            ErrorBody(error=error, rule=rule, way_out=way_out),
+        )
         super().__init__(error)
 
 
@@ -199,7 +233,9 @@ def child_arguments() -> tuple[str, int]:
 def secret_of(name: str) -> str:
     """Return a secret from the parent or the environment. Ends this child without one."""
     secret = _secrets_from_parent().get(name) or os.environ.get(name)
-    return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
+    return secret or fail(
+        f"its parent has not passed {name}", way_out="start it through asyncrl."
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -215,12 +251,18 @@ def _secrets_from_parent() -> dict[str, str]:
 
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
     """End this child with an error for the parent."""
-    print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
+    print(
+        fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)),
+        file=sys.stderr,
+        flush=True,
+    )
     raise SystemExit(1)
 
 
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit when standard input ends; dump stacks on SIGUSR1. Call it before any slow import."""
+    """Exit when standard input ends; dump stacks on SIGUSR1. Call it before any slow
+    import.
+    """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _secrets_from_parent()
 
@@ -236,12 +278,16 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
 
 
 def words_of(error: Exception) -> ErrorBody:
-    return ErrorBody(error=f"{type(error).__name__}: {error}", way_out="see this server's log.")
+    return ErrorBody(
+        error=f"{type(error).__name__}: {error}", way_out="see this server's log."
+    )
 
 
-def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of) -> web.Application:
-    """Return an app protected by the secret, with ErrorBody for every error; `words` describes unexpected
-    ones.
+def make_app(
+    secret: str, *, words: Callable[[Exception], ErrorBody] = words_of
+) -> web.Application:
+    """Return an app protected by the secret, with ErrorBody for every error; `words`
+    describes unexpected ones.
     """
     expected = f"Bearer {secret}".encode()
 
@@ -249,7 +295,9 @@ def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of)
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, expected):
-            body = ErrorBody(error="wrong or missing bearer token", rule="it is the run's own server")
+            body = ErrorBody(
+                error="wrong or missing bearer token", rule="it is the run's own server"
+            )
             return json_answer(body, 401)
         try:
             answer: web.StreamResponse = await handler(request)
@@ -266,15 +314,24 @@ def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of)
     return web.Application(middlewares=[guard], client_max_size=2**40)
 
 
-def add_route(app: web.Application, method: str, path: str, act: Callable[..., Awaitable[BaseModel]]) -> None:
-    """Answer with the result of `act` as JSON. Its first parameter, if any, is the body."""
+def add_route(
+    app: web.Application,
+    method: str,
+    path: str,
+    act: Callable[..., Awaitable[BaseModel]],
+) -> None:
+    """Answer with the result of `act` as JSON. Its first parameter, if any, is the
+    body.
+    """
     kinds = [kind for name, kind in get_type_hints(act).items() if name != "return"]
 
     async def handle(request: web.Request) -> web.Response:
         if not kinds:
             return json_answer(await act())
         text = await request.read()
-        return json_answer(await act(text if kinds[0] is bytes else read_message(kinds[0], text)))
+        return json_answer(
+            await act(text if kinds[0] is bytes else read_message(kinds[0], text))
+        )
 
     app.router.add_route(method, path, handle)
 
@@ -286,12 +343,16 @@ def read_message(kind: type[Answer], text: bytes) -> Answer:
     except ValidationError as error:
         first = error.errors()[0]
         raise Refused(
-            422, f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}", rule="see asyncrl/messages"
+            422,
+            f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}",
+            rule="see asyncrl/messages",
         ) from error
 
 
 def json_answer(body: BaseModel, status: int = 200) -> web.Response:
-    return web.Response(text=body.model_dump_json(), status=status, content_type="application/json")
+    return web.Response(
+        text=body.model_dump_json(), status=status, content_type="application/json"
+    )
 
 
 def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> None:

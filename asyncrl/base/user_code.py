@@ -1,5 +1,5 @@
-"""User code: loaded by name (load_object), awaited with a limit (UserCalls), abandoned if it cannot be
-ended.
+"""User code: loaded by name (load_object), awaited with a limit (UserCalls), abandoned
+if it cannot be ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def load_object(spec: str, setting: str) -> Any:
     """Import `module:attribute`. Raises ConfigError about `setting`."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
+        raise ConfigError(
+            f"{setting}={spec} is not module:name",
+            way_out="write it like my_task:MyTask.",
+        )
     here = find_here()
     try:
         target: Any = importlib.import_module(module_name)
@@ -61,14 +64,23 @@ def load_function(
 ) -> Callable[..., Any]:
     """Import a function that can be called like `usage`. Raises ConfigError."""
     function: Callable[..., Any] = load_object(spec, setting)
-    check_call(function, arguments, keywords or {}, said=f"{setting}={spec}", usage=usage)
+    check_call(
+        function, arguments, keywords or {}, said=f"{setting}={spec}", usage=usage
+    )
     return function
 
 
 def check_call(
-    function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, said: str, usage: str
+    function: Any,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    *,
+    said: str,
+    usage: str,
 ) -> None:
-    """Raise ConfigError if `function` does not accept these arguments; `said` names it in the message."""
+    """Raise ConfigError if `function` does not accept these arguments; `said` names it
+    in the message.
+    """
     if not callable(function):
         raise ConfigError(
             f"{said} is {function!r:.80}, which cannot be called",
@@ -89,7 +101,9 @@ def check_call(
 
 def raised(error: BaseException) -> str:
     (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
-    return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
+    return (
+        f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
+    )
 
 
 def message_of(error: BaseException) -> str:
@@ -109,7 +123,9 @@ NOT_USERS = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<froz
 
 
 def place_of(thread: int) -> str:
-    """Return the entry of a traceback for what a thread runs: the user's innermost, else the innermost."""
+    """Return the entry of a traceback for what a thread runs: the user's innermost,
+    else the innermost.
+    """
     stack = traceback.extract_stack(sys._current_frames()[thread])
     users = [frame for frame in stack if not frame.filename.startswith(NOT_USERS)]
     return traceback.format_list((users or stack)[-1:])[0]
@@ -132,7 +148,8 @@ _abandoned: set[asyncio.Task[Any]] = set()
 class UserCalls:
     """Awaits calls of one user function; abandons a call that ignores cancellation.
 
-    Invariant: run returns at most grace_s after its cancellation, and at once after a second one.
+    Invariant: run returns at most grace_s after its cancellation, and at once after a
+        second one.
     """
 
     def __init__(
@@ -163,7 +180,9 @@ class UserCalls:
             )
 
     async def run(self, call: Awaitable[Result]) -> Result:
-        """Return the call's result. Raises its error, and RolloutFailure if it cancels itself."""
+        """Return the call's result. Raises its error, and RolloutFailure if it cancels
+        itself.
+        """
         task = asyncio.ensure_future(_catch(call))
         try:
             await asyncio.wait({task})
@@ -193,7 +212,9 @@ class UserCalls:
         self.num_abandoned += 1
         if self.num_abandoned == 1:
             what = f"a call of {self.name} kept running after the time limit"
-            self._warn(f"{what}. The run ends at {MAX_HUNG} of them. Way out: {self._way_out}")
+            self._warn(
+                f"{what}. The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
+            )
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
@@ -214,24 +235,30 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor the process's end."""
+    """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor
+    the process's end.
+    """
 
     def _adjust_thread_count(self) -> None:
         if not self._idle_semaphore.acquire(blocking=False):
             arguments = weakref.ref(self), self._work_queue, None, ()
-            threading.Thread(target=_worker, args=arguments, name="to_thread", daemon=True).start()
+            threading.Thread(
+                target=_worker, args=arguments, name="to_thread", daemon=True
+            ).start()
 
 
 def run_loop(main: Awaitable[Result]) -> Result:
-    """Run `main`, then end its remaining tasks. A gateway's call takes a fifth less CPU time than with
-    asyncio's own loop (benchmarks/gateway.py).
+    """Run `main`, then end its remaining tasks. A gateway's call takes a fifth less CPU
+    time than with asyncio's own loop (benchmarks/gateway.py).
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_cancel_remaining(main))
 
 
 async def _cancel_remaining(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel other tasks and abandon those still running after GRACE_S."""
+    """Await `main`, then cancel other tasks and abandon those still running after
+    GRACE_S.
+    """
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
@@ -243,7 +270,11 @@ async def _cancel_remaining(main: Awaitable[Result]) -> Result:
         if remaining:
             _, stuck = await asyncio.wait(remaining, timeout=GRACE_S)
             for task in stuck:
-                logger.warning("a task did not end within %s s of being cancelled: %s", GRACE_S, task)
+                logger.warning(
+                    "a task did not end within %s s of being cancelled: %s",
+                    GRACE_S,
+                    task,
+                )
 
 
 @atexit.register
@@ -254,9 +285,13 @@ def _leak_abandoned() -> None:
 
 
 def load_loss(spec: str) -> Callable[..., Any]:
-    return load_function(spec, "algorithm.loss", usage="loss(tokens, settings)", arguments=(None, None))
+    return load_function(
+        spec, "algorithm.loss", usage="loss(tokens, settings)", arguments=(None, None)
+    )
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
     usage = "advantage(reward_B, group_B)"
-    return load_function(spec, "algorithm.advantage", usage=usage, arguments=(None, None))
+    return load_function(
+        spec, "algorithm.advantage", usage=usage, arguments=(None, None)
+    )

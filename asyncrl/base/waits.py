@@ -33,8 +33,11 @@ async def within(
         raise late() from None
 
 
-async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Run `work` to its end despite cancellations; return its result and the last cancellation.
+async def uncut(
+    work: Coroutine[Any, Any, T],
+) -> tuple[T, asyncio.CancelledError | None]:
+    """Run `work` to its end despite cancellations; return its result and the last
+    cancellation.
 
     If `work` fails after a cancellation, raise the cancellation.
     """
@@ -53,9 +56,11 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 class Signal:
     """Wakes the tasks that wait for a change of state. It has no state of its own.
 
-    Waits: wait sleeps until the next notify; wait_for until a notify after which `predicate()` is true.
+    Waits: wait sleeps until the next notify; wait_for until a notify after which
+        `predicate()` is true.
 
-    Invariant: no change is missed, since nothing is awaited between a test of the predicate and the sleep.
+    Invariant: no change is missed, since nothing is awaited between a test of the
+        predicate and the sleep.
 
     >>> free, has_changed = [], Signal()
     >>> async def take():
@@ -91,11 +96,23 @@ class Signal:
 class OpenWait:
     """A waiting task. Its text is computed on demand."""
 
-    __slots__ = ("_code", "_declared", "_table", "kind", "on", "since_s", "task", "what", "who")
+    __slots__ = (
+        "_code",
+        "_declared",
+        "_table",
+        "kind",
+        "on",
+        "since_s",
+        "task",
+        "what",
+        "who",
+    )
     kind: tuple[object, ...]
     """Key of waits that are reported together."""
 
-    def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
+    def __init__(
+        self, what: str | Callable[[], str], on: str, who: str, code: CodeType
+    ) -> None:
         self.what, self.on, self._declared, self._code = what, on, who, code
 
     def __enter__(self) -> None:
@@ -154,7 +171,11 @@ class OpenWaits:
         found = []
         for waits in self._by_kind.values():
             asked = islice(waits, self.MAX_ASKED)  # oldest first
-            if (wait := next((one for one in asked if self.by_task[one.task][-1] is one), None)) is not None:
+            if (
+                wait := next(
+                    (one for one in asked if self.by_task[one.task][-1] is one), None
+                )
+            ) is not None:
                 found.append((wait, len(waits)))
         return sorted(found, key=lambda one: one[0].since_s)
 
@@ -177,7 +198,11 @@ def waits_of_tasks() -> dict[str, OpenWait]:
     """Return waits by task name. Slow with many tasks."""
     table = _OPEN.get(asyncio.get_running_loop())
     by_task = {} if table is None else table.by_task
-    return {task.get_name(): waits[-1] for task, waits in by_task.items() if task is not None}
+    return {
+        task.get_name(): waits[-1]
+        for task, waits in by_task.items()
+        if task is not None
+    }
 
 
 class Computation(functools.partial[T]):
@@ -186,7 +211,9 @@ class Computation(functools.partial[T]):
 
 async def computed(func: Callable[..., T], *args: Any) -> T:
     """Run `func`, which must not wait, in a thread. Its data must not change."""
-    return await asyncio.get_running_loop().run_in_executor(None, Computation(func, *args))
+    return await asyncio.get_running_loop().run_in_executor(
+        None, Computation(func, *args)
+    )
 
 
 _TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
@@ -202,7 +229,11 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
+    names = (
+        ("cr_frame", "cr_await"),
+        ("gi_frame", "gi_yieldfrom"),
+        ("ag_frame", "ag_await"),
+    )
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:
             yield frame
@@ -213,14 +244,18 @@ _MAX_NAMES = 4
 
 
 def task_stacks() -> str:
-    """Return unfinished tasks by place: names, then function (file:line) down to the wait."""
+    """Return unfinished tasks by place: names, then function (file:line) down to the
+    wait.
+    """
     names_at: dict[str, list[str]] = {}
     for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
         places = [
             f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
             for frame in await_chain(task.get_coro())
         ]
-        names_at.setdefault(" > ".join(places) or "not begun", []).append(task.get_name())
+        names_at.setdefault(" > ".join(places) or "not begun", []).append(
+            task.get_name()
+        )
     lines = []
     for place, names in names_at.items():
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
@@ -232,8 +267,8 @@ SHORTEST_S = 0.0005
 
 
 class TimedSpan(NamedTuple):
-    """`lane`: actor; `kind`: activity (observe/timeline.py); times are time.monotonic; `number`: batch or
-    policy_version, or -1.
+    """`lane`: actor; `kind`: activity (observe/timeline.py); times are time.monotonic;
+    `number`: batch or policy_version, or -1.
     """
 
     lane: str
@@ -244,7 +279,9 @@ class TimedSpan(NamedTuple):
     text: str = ""
 
 
-_listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener", default=None)
+_listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar(
+    "listener", default=None
+)
 
 
 def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
@@ -252,7 +289,9 @@ def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
     _listener.set(listener)
 
 
-def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
+def note_span(
+    lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = ""
+) -> None:
     if (listener := _listener.get()) is not None:
         listener(TimedSpan(lane, kind, start_s, end_s, number, text))
 

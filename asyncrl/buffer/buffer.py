@@ -33,13 +33,14 @@ OnRequeued = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned through `on_requeued`.
+    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned
+        through `on_requeued`.
 
-    Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses nothing: a group or
-    batch is delivered without a sleep.
+    Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses
+    nothing: a group or batch is delivered without a sleep.
 
-    Invariant: no token with a loss weight in a taken batch is older than max_staleness. With `mask`, the
-    trainer enforces it from the batch's min_version and mask_older.
+    Invariant: no token with a loss weight in a taken batch is older than max_staleness.
+    With `mask`, the trainer enforces it from the batch's min_version and mask_older.
     """
 
     name = "buffer"
@@ -68,29 +69,40 @@ class Buffer:
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = Signal(), Signal()
         self._causes: list[tuple[float, WaitCause | None]] | None = None
-        """During wait_batch: times at which the cause of the wait changed, and causes."""
+        """During wait_batch: times at which the cause of the wait changed, and causes.
+        """
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
 
     def restore_nowait(
-        self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
+        self,
+        version: int,
+        next_group_id: int,
+        running: Sequence[Ticket],
+        ready: Sequence[Group],
     ) -> tuple[GroupId, ...]:
-        """Restore the state of a killed run, before any other call; batch `version` is next. Returns the
-        groups that no batch can use under changed settings.
+        """Restore the state of a killed run, before any other call; batch `version` is
+        next. Returns the groups that no batch can use under changed settings.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
         late = self.rule.restore_nowait(version, next_group_id, starts, versions)
-        self._ready.update((group.group_id, group) for group in ready if group.group_id not in late)
+        self._ready.update(
+            (group.group_id, group) for group in ready if group.group_id not in late
+        )
         self._changed()
         return late
 
     # ---- producers
 
     async def wait_open(self) -> None:
-        """Wait until admit_nowait succeeds. Sleeps until cancelled once all groups are admitted."""
-        with waiting(self._what_opens, on="a version served, or a group failed or requeued"):
+        """Wait until admit_nowait succeeds. Sleeps until cancelled once all groups are
+        admitted.
+        """
+        with waiting(
+            self._what_opens, on="a version served, or a group failed or requeued"
+        ):
             await self._opened.wait_for(lambda: self.rule.num_open > 0)
 
     def admit_nowait(self) -> Ticket:
@@ -108,15 +120,17 @@ class Buffer:
     def finish_nowait(self, group: Group) -> Finished:
         """Mark a group as ready, or drop it by buffer.filter.
 
-        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group is not passed to
-        `on_requeued`.
+        Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group
+        is not passed to `on_requeued`.
         """
         if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
             return "filtered"
         self._filtered_in_a_row = 0
         oldest, newest = _versions(group)
-        is_useless = self.rule.finish_nowait(group.group_id, oldest=oldest, newest=newest)
+        is_useless = self.rule.finish_nowait(
+            group.group_id, oldest=oldest, newest=newest
+        )
         self._ready[group.group_id] = group
         self._changed()
         if is_useless:
@@ -135,7 +149,9 @@ class Buffer:
             )
         self.rule.fail_nowait(group.group_id)
         self._num_filtered[group.prompt.task] += 1
-        self._filtered_tokens += sum(trajectory.num_sampled for trajectory in group.trajectories)
+        self._filtered_tokens += sum(
+            trajectory.num_sampled for trajectory in group.trajectories
+        )
         self._changed()
 
     def fail_nowait(self, group_id: GroupId) -> None:
@@ -156,7 +172,11 @@ class Buffer:
         self._causes = causes = [(clock(), self.rule.waits_for)]
         self._note_load()
         try:
-            with waiting(self._what_forms, on="the rollout that completes a group", who="train loop"):
+            with waiting(
+                self._what_forms,
+                on="the rollout that completes a group",
+                who="train loop",
+            ):
                 while True:
                     try:
                         batch = self.take_nowait()
@@ -171,7 +191,9 @@ class Buffer:
                 self.last_wait_s[cause] += end_s - start_s
                 note_span("trainer", f"wait for {cause}", start_s, end_s, batch.version)
         if self._auto is not None:
-            look_ahead = self._auto.batch_taken(clock(), self.rule.num_groups, self.rule.num_ready)
+            look_ahead = self._auto.batch_taken(
+                clock(), self.rule.num_groups, self.rule.num_ready
+            )
             self.rule.set_look_ahead(look_ahead)
             self._changed()
         return batch
@@ -183,7 +205,12 @@ class Buffer:
         self._changed()
         for group_id in requeued:
             self._requeue(group_id)
-        return Batch(version, groups, max(0, version - self.rule.max_staleness), mask_older=self.rule.masks)
+        return Batch(
+            version,
+            groups,
+            max(0, version - self.rule.max_staleness),
+            mask_older=self.rule.masks,
+        )
 
     # ---- queries
 
@@ -202,7 +229,10 @@ class Buffer:
             **by_task("rollout/filtered", self._num_filtered),
             "rollout/filtered_tokens": self._filtered_tokens,
             "perf/wait_s": sum(self.last_wait_s.values()),
-            **{f"perf/wait_{cause}_s": seconds for cause, seconds in self.last_wait_s.items()},
+            **{
+                f"perf/wait_{cause}_s": seconds
+                for cause, seconds in self.last_wait_s.items()
+            },
         }
 
     # ---- how
@@ -231,7 +261,9 @@ class Buffer:
     def _note_load(self) -> None:
         if self._auto is not None:
             lacks = self._causes is not None and self.rule.lacks_groups
-            self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
+            self._auto.note(
+                asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks
+            )
 
     def _requeue(self, group_id: GroupId) -> None:
         reason = "all_masked" if self.rule.masks else "dropped"
@@ -239,7 +271,11 @@ class Buffer:
 
 
 def _versions(group: Group) -> tuple[int, int]:
-    versions = [span.version for trajectory in group.trajectories for span in trajectory.tokens.spans]
+    versions = [
+        span.version
+        for trajectory in group.trajectories
+        for span in trajectory.tokens.spans
+    ]
     return min(versions), max(versions)
 
 
@@ -251,5 +287,7 @@ def rewards_of(group: Group) -> set[float]:
     """
     rewards = set[float]()
     for trajectory in group.trajectories:
-        rewards.update([credit.reward for credit in trajectory.credits] or [trajectory.reward])
+        rewards.update(
+            [credit.reward for credit in trajectory.credits] or [trajectory.reward]
+        )
     return rewards

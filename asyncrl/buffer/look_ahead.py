@@ -35,13 +35,15 @@ class _Sample:
 class LookAhead:
     """Raise, lower or keep the look-ahead after each batch.
 
-    By Little's law, the number of running groups must be (mean time of a group) / (time of a step), in
-    batches, plus one ready batch. The first time is (integral of the running groups) / (groups finished),
-    which counts groups that still run. The second excludes the time in which the trainer lacked groups with
-    all admissible groups admitted.
+    By Little's law, the number of running groups must be (mean time of a group) / (time
+    of a step), in batches, plus one ready batch. The first time is (integral of the
+    running groups) / (groups finished), which counts groups that still run. The second
+    excludes the time in which the trainer lacked groups with all admissible groups
+    admitted.
 
-    Engines may slow down as more groups run. So a raise must make batches come faster, in proportion to
-    look_ahead + 1; otherwise it is undone in part, and not repeated for a while.
+    Engines may slow down as more groups run. So a raise must make batches come faster,
+    in proportion to look_ahead + 1; otherwise it is undone in part, and not repeated
+    for a while.
 
     Example: batches of 4 groups. A group samples for 3 s, a step takes 1 s, so 3 batches must run, and 0.9
     be ready. With the first value, 2, the trainer lacks groups for half a second of each batch.
@@ -83,7 +85,9 @@ class LookAhead:
         self.note(now_s, self._num_running, lacks=False)
         if self._taken_s is not None and self._batch >= WARM_UP:
             num_finished = num_groups + num_ready - self._num_ready
-            sample = _Sample(now_s - self._taken_s, self._lack_s, self._running_s, num_finished)
+            sample = _Sample(
+                now_s - self._taken_s, self._lack_s, self._running_s, num_finished
+            )
             self._samples.append(sample)
         self._taken_s, self._num_ready, self._batch = now_s, num_ready, self._batch + 1
         self._lack_s = self._running_s = 0.0
@@ -100,7 +104,9 @@ class LookAhead:
         samples = self._samples
         interval_s = max(sum(sample.interval_s for sample in samples), 1e-9)
         lack = sum(sample.lack_s for sample in samples) / interval_s
-        group_s = sum(sample.running_s for sample in samples) / max(1, sum(s.num_finished for s in samples))
+        group_s = sum(sample.running_s for sample in samples) / max(
+            1, sum(s.num_finished for s in samples)
+        )
         step_s = interval_s * max(1 - lack, 1e-3) / len(samples)
         wanted = group_s / step_s + BATCH_IN_HAND
         target = min(math.ceil(wanted), self._limit)
@@ -111,7 +117,11 @@ class LookAhead:
                 self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
             self._judge_at = self._batch + target + 1 + WINDOW
-        elif target < self.current and wanted < self.current - SLACK and self._batch >= self._lower_from:
+        elif (
+            target < self.current
+            and wanted < self.current - SLACK
+            and self._batch >= self._lower_from
+        ):
             self.current, self._came_down = max(1, target), True
             self._trial_of = None
 
@@ -126,6 +136,10 @@ class LookAhead:
 
     def _measured(self) -> tuple[float, float]:
         """Return the mean time of recent batches, and its relative standard error."""
-        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-WINDOW:]]
+        intervals = [
+            max(sample.interval_s, 1e-9) for sample in list(self._samples)[-WINDOW:]
+        ]
         mean = fmean(intervals)
-        return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0
+        return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(
+            intervals
+        ) > 1 else 1.0

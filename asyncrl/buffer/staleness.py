@@ -13,8 +13,9 @@ from asyncrl.config.buffer_config import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]
-"""generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
-old (on_overdue=wait). publishing: admission waits for a newer version to be served.
+"""generation: too few ready groups. stragglers: taking the ready groups would have made
+a running group too old (on_overdue=wait). publishing: admission waits for a newer
+version to be served.
 """
 WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 
@@ -22,17 +23,20 @@ WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 class StalenessRule:
     """Decide which groups may start, which form the next batch, and which are too old.
 
-    A deadline is the last batch that may take a group whole: the version of its start (later: of its oldest
-    token) + max_staleness. A group that the next batch would make too old is waited for, or trained on
-    without its old tokens (masks), or else generated again, by on_overdue.
+    A deadline is the last batch that may take a group whole: the version of its start
+    (later: of its oldest token) + max_staleness. A group that the next batch would make
+    too old is waited for, or trained on without its old tokens (masks), or else
+    generated again, by on_overdue.
 
-    Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead + 1) * num_groups, all
-    of the run) at each admission. (2) `wait`: sorted by deadline, item j in flight has its turn in batch
-    next_batch + j // num_groups, no later than its deadline. admit_nowait cannot break it, because of (1) and
-    look_ahead <= max_staleness; take_nowait checks all remaining groups. (3) no group in flight has its last
-    use before next_batch.
+    Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead +
+    1) * num_groups, all of the run) at each admission. (2) `wait`: sorted by deadline,
+    item j in flight has its turn in batch next_batch + j // num_groups, no later than
+    its deadline. admit_nowait cannot break it, because of (1) and look_ahead <=
+    max_staleness; take_nowait checks all remaining groups. (3) no group in flight has
+    its last use before next_batch.
 
-    Cost: O(1) an event and O(max_staleness) a decision, because deadlines are counted; O(n) a batch.
+    Cost: O(1) an event and O(max_staleness) a decision, because deadlines are counted;
+    O(n) a batch.
 
     Example: batches of two groups, and no token older than one version.
         >>> rule = StalenessRule(
@@ -52,9 +56,17 @@ class StalenessRule:
     """
 
     def __init__(
-        self, *, num_groups: int, num_batches: int, max_staleness: int, on_overdue: OnOverdue, look_ahead: int
+        self,
+        *,
+        num_groups: int,
+        num_batches: int,
+        max_staleness: int,
+        on_overdue: OnOverdue,
+        look_ahead: int,
     ) -> None:
-        self.num_groups, self.num_batches, self.max_staleness = num_groups, num_batches, max_staleness
+        self.num_groups = num_groups
+        self.num_batches = num_batches
+        self.max_staleness = max_staleness
         self.waits = on_overdue == "wait"
         self.masks = on_overdue == "mask"
         self.next_batch = 0
@@ -65,7 +77,8 @@ class StalenessRule:
         self._ready: dict[GroupId, int] = {}  # -> deadline
         self._running_due: Counter[int] = Counter()
         self._ready_due: Counter[int] = Counter()
-        self._last_use: dict[GroupId, float] = {}  # last batch that can use a group in flight
+        # last batch that can use a group in flight
+        self._last_use: dict[GroupId, float] = {}
 
     # ---- queries
 
@@ -83,7 +96,9 @@ class StalenessRule:
 
     @property
     def num_open(self) -> int:
-        limit = min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
+        limit = (
+            min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
+        )
         return max(0, limit - self.admitted)
 
     @property
@@ -123,29 +138,39 @@ class StalenessRule:
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run; batch `version` is next.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest). Returns and forgets the groups that
-        no batch can use under changed settings.
+        `running`: id -> start version, `ready`: id -> (oldest, newest). Returns and
+        forgets the groups that no batch can use under changed settings.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
-        versions: dict[GroupId, tuple[int, float]] = {i: (start, math.inf) for i, start in running.items()}
+        versions: dict[GroupId, tuple[int, float]] = {
+            i: (start, math.inf) for i, start in running.items()
+        }
         versions.update(ready)
         late = list[GroupId]()
         num_kept = 0
-        for oldest, is_running, group_id in sorted((versions[i][0], i in running, i) for i in versions):
+        for oldest, is_running, group_id in sorted(
+            (versions[i][0], i in running, i) for i in versions
+        ):
             last_use = self._use_until(*versions[group_id])
             num_batches_before = num_kept // self.num_groups if self.waits else 0
             if version + num_batches_before > last_use:
                 late.append(group_id)
                 continue
             num_kept += 1
-            groups, due = (self._running, self._running_due) if is_running else (self._ready, self._ready_due)
+            groups, due = (
+                (self._running, self._running_due)
+                if is_running
+                else (self._ready, self._ready_due)
+            )
             self._add(groups, due, group_id, oldest, last_use)
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
         """Started groups stay."""
-        assert 0 <= look_ahead <= self.max_staleness, f"look_ahead {look_ahead} is beyond max_staleness"
+        assert 0 <= look_ahead <= self.max_staleness, (
+            f"look_ahead {look_ahead} is beyond max_staleness"
+        )
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
@@ -156,7 +181,9 @@ class StalenessRule:
 
     def admit_nowait(self) -> Ticket:
         if self.num_open == 0:
-            raise WouldWait(f"{self.admitted} groups are admitted at version {self.served}")
+            raise WouldWait(
+                f"{self.admitted} groups are admitted at version {self.served}"
+            )
         group_id = GroupId(self.num_issued)
         self.num_issued += 1
         last_use = self._use_until(self.served, math.inf)
@@ -164,8 +191,8 @@ class StalenessRule:
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled. With `mask`, a batch too late for version next_batch then
-        drops it.
+        """Mark a running group as fully sampled. With `mask`, a batch too late for
+        version next_batch then drops it.
         """
         if self.masks:
             self._last_use[group_id] = self.next_batch + self.max_staleness
@@ -175,13 +202,16 @@ class StalenessRule:
             self._last_use[group_id] = math.inf
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
-        """Mark a running group as ready; `oldest` and `newest` are the versions of its tokens.
+        """Mark a running group as ready; `oldest` and `newest` are the versions of its
+        tokens.
 
         Returns True, and forgets it, if no batch can use it any more.
         """
         is_as_new = self._running[group_id] <= oldest + self.max_staleness
         assert is_as_new, f"group {group_id} has a token older than its ticket"
-        assert newest <= self.next_batch, f"group {group_id} has a token of version {newest}, not made yet"
+        assert newest <= self.next_batch, (
+            f"group {group_id} has a token of version {newest}, not made yet"
+        )
         self.fail_nowait(group_id)
         last_use = self._use_until(oldest, newest)
         if last_use < self.next_batch:
@@ -193,20 +223,30 @@ class StalenessRule:
         self._forget(self._running, self._running_due, group_id)
 
     def take_nowait(self) -> tuple[tuple[GroupId, ...], tuple[GroupId, ...]]:
-        """Take the num_groups ready groups of earliest deadline, then lowest id. Raises WouldWait if
-        `waits_for` has a cause.
+        """Take the num_groups ready groups of earliest deadline, then lowest id. Raises
+        WouldWait if `waits_for` has a cause.
 
         Returns them in order of admission, and groups that no later batch can use.
         """
-        assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
+        assert self.next_batch < self.num_batches, (
+            f"all {self.num_batches} batches were taken"
+        )
         if cause := self.waits_for:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
-        earliest = heapq.nsmallest(self.num_groups, ((due, i) for i, due in self._ready.items()))
+        earliest = heapq.nsmallest(
+            self.num_groups, ((due, i) for i, due in self._ready.items())
+        )
         group_ids = tuple(sorted(group_id for _, group_id in earliest))
         for group_id in group_ids:
             self._forget(self._ready, self._ready_due, group_id)
         self.next_batch += 1
-        requeued = tuple(sorted(i for i, last_use in self._last_use.items() if last_use < self.next_batch))
+        requeued = tuple(
+            sorted(
+                i
+                for i, last_use in self._last_use.items()
+                if last_use < self.next_batch
+            )
+        )
         for group_id in requeued:
             if group_id in self._ready:
                 self._forget(self._ready, self._ready_due, group_id)
@@ -217,19 +257,26 @@ class StalenessRule:
     # ---- how
 
     def _use_until(self, oldest: int, newest: float) -> float:
-        """Return the last batch that can use a group with tokens of these versions; `newest` is inf while it
-        samples.
+        """Return the last batch that can use a group with tokens of these versions;
+        `newest` is inf while it samples.
         """
         return (newest if self.masks else oldest) + self.max_staleness
 
     def _add(
-        self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId, oldest: int, last_use: float
+        self,
+        groups: dict[GroupId, int],
+        due: Counter[int],
+        group_id: GroupId,
+        oldest: int,
+        last_use: float,
     ) -> None:
         groups[group_id] = deadline = oldest + self.max_staleness
         due[deadline] += 1
         self._last_use[group_id] = last_use
 
-    def _forget(self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId) -> None:
+    def _forget(
+        self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId
+    ) -> None:
         del self._last_use[group_id]
         deadline = groups.pop(group_id)
         due[deadline] -= 1

@@ -23,55 +23,73 @@ class AlgorithmConfig(FrozenConfig):
     """Advantages and loss (docs/algorithms.md)."""
 
     advantage: str = "grpo"
-    """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out, reinforce_pp,
-    reinforce_pp_baseline) or `module:function`."""
+    """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out,
+    reinforce_pp, reinforce_pp_baseline) or `module:function`.
+    """
     loss: str = "ppo_clip"
-    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo, vespo,
-    m2po) or `module:function`."""
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo,
+    gspo, luspo, vespo, m2po) or `module:function`.
+    """
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy in the denominator of the loss's ratio (auto = as in the loss's paper)."""
-    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
-        "auto"
-    )
-    """Weight of the step from behaviour to proximal policy: truncated (tis) or masked (mis) importance
-    weights per token or sequence, icepop, m2po (auto = as in the loss's paper)."""
+    correction: Literal[
+        "auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"
+    ] = "auto"
+    """Weight of the step from behaviour to proximal policy: truncated (tis) or masked
+    (mis) importance weights per token or sequence, icepop, m2po (auto = as in the
+    loss's paper).
+    """
     aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
-    """Mean over tokens, over sequences of their token means (sequence) or token sums (sequence_sum), or sum
-    over sequences * rollout.max_tokens (constant) (auto = as in the loss's paper)."""
+    """Mean over tokens, over sequences of their token means (sequence) or token sums
+    (sequence_sum), or sum over sequences * rollout.max_tokens (constant) (auto = as in
+    the loss's paper).
+    """
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The probability ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
     """The probability ratio is clipped above 1 + clip_high."""
     clip_delta: float | None = Field(default=None, gt=1)
-    """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 + clip_high (none
-    = off)."""
+    """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 +
+    clip_high (none = off).
+    """
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
-    behaviour - current logprob exceeds this, in nats (none = off)."""
+    """Off-policy sequence masking: mask tokens with a negative advantage if their
+    sequence's mean of behaviour - current logprob exceeds this, in nats (none = off).
+    """
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Train only this fraction of a step's loss tokens, with the highest entropy (1 = all)."""
+    """Train only this fraction of a step's loss tokens, with the highest entropy (1 =
+    all).
+    """
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5
-    for the correction icepop, else 2)."""
+    """Largest importance weight towards the behaviour policy (tis, mis, icepop,
+    decoupled_ppo) (auto = 5 for the correction icepop, else 2).
+    """
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Proximal logprobs: recomputed with the weights before the batch, or interpolated between behaviour
-    and current by staleness."""
+    """Proximal logprobs: recomputed with the weights before the batch, or interpolated
+    between behaviour and current by staleness.
+    """
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the initial weights (0 = off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_weighted: bool = True
-    """Multiply the KL term by the importance weight, so that its gradient is the current policy's KL on
-    stale data."""
+    """Multiply the KL term by the importance weight, so that its gradient is the
+    current policy's KL on stale data.
+    """
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL term to each token's loss, or subtract it from the reward (estimator k1)."""
+    """Add the KL term to each token's loss, or subtract it from the reward (estimator
+    k1).
+    """
     distill_weight: float = Field(default=0.0, ge=0)
-    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher - behaviour logprob)
-    (0 = off)."""
+    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher
+    - behaviour logprob) (0 = off).
+    """
     reward_weight: float = Field(default=1.0, ge=0)
     """Weight of the reward's advantage (0 = only distillation)."""
     router_replay: bool = False
-    """Route each token to the experts that the engine used (R3, https://arxiv.org/abs/2510.11370)."""
+    """Route each token to the experts that the engine used (R3,
+    https://arxiv.org/abs/2510.11370).
+    """
     overlong_tokens: int = Field(default=0, ge=0)
     """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
     off)."""
@@ -80,9 +98,15 @@ class AlgorithmConfig(FrozenConfig):
     def _terms_agree(self) -> Self:
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         if is_kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1")
+            raise ValueError(
+                f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
+            )
         if self.reward_weight == self.distill_weight == 0:
-            raise ValueError("reward_weight=0 and distill_weight=0 leave nothing to learn from")
+            raise ValueError(
+                "reward_weight=0 and distill_weight=0 leave nothing to learn from"
+            )
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
-            raise ValueError("reward_weight=0: overlong_tokens and kl_in=reward have no effect")
+            raise ValueError(
+                "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
+            )
         return self

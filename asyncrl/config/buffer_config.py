@@ -15,14 +15,19 @@ class BufferConfig(FrozenConfig):
     """The staleness bound, and how far generation runs ahead."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
+    """Hard bound, in policy versions, on the age of every token with a loss weight (0 =
+    on-policy).
+    """
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
-    busy)."""
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest
+    that keep the trainer busy).
+    """
     on_overdue: OnOverdue = "mask"
     """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
     filter: Literal["none", "equal_rewards"] = "none"
-    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
+    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic
+    sampling).
+    """
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:

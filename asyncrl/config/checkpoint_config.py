@@ -15,18 +15,24 @@ class CheckpointConfig(FrozenConfig):
     free_keys: ClassVar = "*"
 
     every: PositiveInt | None = 50
-    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again).
+    """Batches between two checkpoints (none = none; a resumed run then trains the
+    journaled batches again).
     """
     keep_last: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""
     keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
-    (needs `eval` with the same `every` or a multiple of it)."""
+    """Also keep the checkpoint with the best eval/reward_mean: true for the first
+    evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
+    """
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
-        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
-            raise ValueError(f"keep_every={self.keep_every} is not a multiple of every={self.every}")
+        if self.keep_every is not None and (
+            self.every is None or self.keep_every % self.every
+        ):
+            raise ValueError(
+                f"keep_every={self.keep_every} is not a multiple of every={self.every}"
+            )
         return self

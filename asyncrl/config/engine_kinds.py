@@ -10,7 +10,9 @@ EngineKind = Literal["embedded", "vllm", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
+    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind
+    reads.
+    """
 
     settings: tuple[str, ...] = ()
     has_model: bool = True
@@ -20,7 +22,8 @@ class EngineCapabilities:
     split_key: str | None = None
     """Key of `rollout` with the devices that one engine spans; None: always one."""
     urls_key: str | None = None
-    """Key of `rollout` with servers that others have started; None: the run starts all."""
+    """Key of `rollout` with servers that others have started; None: the run starts all.
+    """
     arguments_key: str | None = None
     """Key of `rollout` with the server's own arguments by name."""
     memory_arguments: tuple[str, ...] = ()
@@ -35,7 +38,9 @@ class EngineCapabilities:
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
     pins_length: bool = False
-    """Its maximum length decides length-dependent rotary frequencies, not each sequence's."""
+    """Its maximum length decides length-dependent rotary frequencies, not each
+    sequence's.
+    """
     keeps_turns: bool = False
     """A second KV cache for agent conversations is available."""
     returns_routing: bool = False

@@ -15,7 +15,9 @@ EVAL_SEED = 2**30
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
+    """A held-out task, sampled at one version. A list of sections gives several
+    evaluations.
+    """
 
     name: Name | None = None
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
@@ -26,9 +28,11 @@ class EvalConfig(FrozenConfig):
     at_start: bool = True
     """Also evaluate the initial weights."""
     engine: Literal["auto", "own", "rollout"] = "auto"
-    """own: a separate engine server. rollout: the rollout engines, which get no new weights until the
-    evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
-    it or the machine has no CUDA device; else rollout."""
+    """own: a separate engine server. rollout: the rollout engines, which get no new
+    weights until the evaluation ends. auto = own on placement.eval, a free CUDA device,
+    or the CPU if the rollout engines use it or the machine has no CUDA device; else
+    rollout.
+    """
     num_prompts: int = Field(default=64, ge=1)
     """Prompts per evaluation, from the task's first."""
     samples: int = Field(default=1, ge=1)
@@ -38,7 +42,8 @@ class EvalConfig(FrozenConfig):
     slots: int = Field(default=32, ge=1)
     """Samples that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
+    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported.
+    """
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -53,13 +58,18 @@ class EvalConfig(FrozenConfig):
         if given := self.task.given("name", "share", "sampling"):
             raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
         if self.called == "task":  # a task reports eval/task/NAME
-            raise ValueError("an evaluation cannot be called task; set eval.name to another one")
+            raise ValueError(
+                "an evaluation cannot be called task; set eval.name to another one"
+            )
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"samples={self.samples} are all the same at temperature=0; set either to 1")
+            raise ValueError(
+                f"samples={self.samples} are all the same at temperature=0; set either to 1"
+            )
         return self
 
 
 Evals = Annotated[
-    Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
+    Annotated[EvalConfig, Tag("[one]")]
+    | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
     Discriminator(tag_of),
 ]

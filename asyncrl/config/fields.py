@@ -12,7 +12,10 @@ class FrozenConfig(BaseModel):
     """Frozen; refuses unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
     free_keys: ClassVar[Collection[str]] = ()
     """Keys that change no computed value, so that a resume accepts any (`*` = all)."""
@@ -24,11 +27,20 @@ class FrozenConfig(BaseModel):
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields.items()
-        nullable = {name for name, info in fields if type(None) in get_args(info.annotation)}
-        return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
+        nullable = {
+            name for name, info in fields if type(None) in get_args(info.annotation)
+        }
+        return {
+            key: None if value == "none" and key in nullable else value
+            for key, value in values.items()
+        }
 
     def given(self, *names: str) -> list[str]:
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        return [
+            name
+            for name in names
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
 
 
 def tag_of(value: Any) -> str:

@@ -15,30 +15,37 @@ class GatewayConfig(FrozenConfig):
     free_keys: ClassVar = ("host", "port", "public_url", "max_calls", "lease_timeout_s")
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any address but 127.0.0.1 admits other machines with keys."""
+    """Address to listen on. Any address but 127.0.0.1 admits other machines with keys.
+    """
     port: Port | None = None
     """Port to listen on (none = any free one)."""
     public_url: str | None = None
-    """URL for harnesses on other machines, e.g. http://trainer-host:8700 (none = http://host:port)."""
+    """URL for harnesses on other machines, e.g. http://trainer-host:8700 (none =
+    http://host:port).
+    """
     on_sampling_override: Literal["auto", "use_config", "honour"] = "auto"
-    """Applies to calls with another temperature or top_p than training. use_config: use the configured
-    values. honour: sample as requested, but never train on the tokens (auto = honour under
-    `asyncrl serve gateway`, use_config in a run)."""
+    """Applies to calls with another temperature or top_p than training. use_config: use
+    the configured values. honour: sample as requested, but never train on the tokens
+    (auto = honour under `asyncrl serve gateway`, use_config in a run).
+    """
     tool_format: str = "auto"
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["keep", "as_template"] = "keep"
-    """Thoughts that the chat template strips from earlier answers. keep: prompts contain them, so a
-    conversation is one branch. as_template: each prompt is the template's own, in a new branch if it
-    differs."""
+    """Thoughts that the chat template strips from earlier answers. keep: prompts
+    contain them, so a conversation is one branch. as_template: each prompt is the
+    template's own, in a new branch if it differs.
+    """
     thoughts_field: Literal["content", "reasoning_content"] = "content"
     """Field of a thought in /v1/chat/completions."""
     parse_special_tokens: bool = True
-    """Encode the name of a special token in a message or tool as that token, like vLLM. false: as text, so
-    that a web page cannot write a turn."""
+    """Encode the name of a special token in a message or tool as that token, like vLLM.
+    false: as text, so that a web page cannot write a turn.
+    """
     max_calls: int = Field(default=256, ge=1)
-    """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
-    limit."""
+    """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl
+    serve gateway` has no limit.
+    """
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of a rollout; shared context counts in each branch. The next call gets 429
     (generator.on_overflow) (none = no limit)."""

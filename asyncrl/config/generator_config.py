@@ -17,8 +17,8 @@ OnOverflow = Literal["truncate", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class HarnessKind:
-    """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises ConfigError.
-    `metavar`, `parse`: option of `asyncrl work`.
+    """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises
+    ConfigError. `metavar`, `parse`: option of `asyncrl work`.
     """
 
     place: str
@@ -35,52 +35,73 @@ HARNESSES: Mapping[str, HarnessKind] = {
 
 def kind_of(config: GeneratorConfig) -> HarnessKind | None:
     """Return the harness kind, None without a local harness."""
-    return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
+    return next(
+        (kind for name, kind in HARNESSES.items() if getattr(config, name)), None
+    )
 
 
 class GeneratorConfig(FrozenConfig):
-    """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these = one completion)."""
+    """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these
+    = one completion).
+    """
 
     free_keys: ClassVar = ("workers", "concurrency")
 
     python: str | None = None
-    """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's
-    reward."""
+    """`module:function` of an agent: async (task, session) -> reward, Outcome, or None
+    for the task's reward.
+    """
     command: list[str] | None = None
-    """Program and arguments: reads the task as JSON on stdin and the gateway in OPENAI_BASE_URL and
-    OPENAI_API_KEY, prints the reward as its last line."""
+    """Program and arguments: reads the task as JSON on stdin and the gateway in
+    OPENAI_BASE_URL and OPENAI_API_KEY, prints the reward as its last line.
+    """
     verifiers: str | None = None
-    """Id of a verifiers environment, loaded with `args`; its dataset is the task (task.verifiers)."""
+    """Id of a verifiers environment, loaded with `args`; its dataset is the task
+    (task.verifiers).
+    """
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, Any] = {}
-    """Settings of the verifiers environment, or keyword arguments of the python function."""
+    """Settings of the verifiers environment, or keyword arguments of the python
+    function.
+    """
     env: dict[str, str] = {}
-    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and OPENAI_ variables."""
+    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and
+    OPENAI_ variables.
+    """
     pass_env: list[str] = []
-    """Variables of the run's environment that a command also gets; never written to a file."""
+    """Variables of the run's environment that a command also gets; never written to a
+    file.
+    """
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of a command. bubblewrap: no network except the gateway, and only system files, the work
-    folder and sandbox_paths."""
+    """Isolation of a command. bubblewrap: no network except the gateway, and only
+    system files, the work folder and sandbox_paths.
+    """
     sandbox_paths: list[str] = []
     """Additional files and folders that a sandboxed command can read."""
     max_memory_mb: PositiveInt | None = None
     """Memory per process of a sandboxed command, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
-    """Source of rewards. returned: the function's result, or the command's last line. posted: /v1/outcome,
-    with a key per task. none: the task's reward function."""
+    """Source of rewards. returned: the function's result, or the command's last line.
+    posted: /v1/outcome, with a key per task. none: the task's reward function.
+    """
     on_overflow: OnOverflow = "truncate"
-    """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls or
-    gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as truncated. fail: fail the
-    rollout and retry it."""
+    """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls
+    or gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as
+    truncated. fail: fail the rollout and retry it.
+    """
     give_answer: bool = False
     """Pass each prompt's `answer` to the harness. The model's tools may find it."""
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow harnesses)."""
+    """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow
+    harnesses).
+    """
     stop: list[str] = []
-    """Texts that end a completion, besides the end-of-turn token. Single-turn rollouts only."""
+    """Texts that end a completion, besides the end-of-turn token. Single-turn rollouts
+    only.
+    """
 
     @property
     def is_harness(self) -> bool:
@@ -91,7 +112,9 @@ class GeneratorConfig(FrozenConfig):
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
-            raise ValueError(f"give at most one of {', '.join(kinds)}, and no empty command")
+            raise ValueError(
+                f"give at most one of {', '.join(kinds)}, and no empty command"
+            )
         for_kinds = {
             "stop": ["a single turn"],
             "env": ["command"],
@@ -106,9 +129,15 @@ class GeneratorConfig(FrozenConfig):
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
-                raise ValueError(f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it")
-        if self.sandbox == "none" and (given := self.given("sandbox_paths", "max_memory_mb")):
+                raise ValueError(
+                    f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
+                )
+        if self.sandbox == "none" and (
+            given := self.given("sandbox_paths", "max_memory_mb")
+        ):
             raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from either")
+            raise ValueError(
+                f"env and pass_env both give {', '.join(both)}; remove it from either"
+            )
         return self

@@ -28,15 +28,21 @@ _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 class _KeysOnce(yaml.SafeLoader):
     """Rejects duplicate keys in a mapping; YAML silently keeps the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
         lines = dict[str, int]()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:
-                what = f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
-                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                what = (
+                    f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
+                )
+                raise yaml.constructor.ConstructorError(
+                    None, None, what, key.start_mark
+                )
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
 
@@ -47,7 +53,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         with Path(path).open(encoding="utf-8") as file:
             values = yaml.load(file, _KeysOnce)
     except (OSError, *_NO_YAML) as error:
-        raise ConfigError(f"cannot read the config {path}: {error}", way_out=_way_out_of(error)) from error
+        raise ConfigError(
+            f"cannot read the config {path}: {error}", way_out=_way_out_of(error)
+        ) from error
     return config_from(values, overrides, str(path))
 
 
@@ -68,20 +76,29 @@ def name_of_config(path: Path) -> str:
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
-def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
-    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML. Raises ConfigError
-    for all errors at once.
+def config_from(
+    values: Any, overrides: Sequence[str] = (), path: str = "the config"
+) -> RunConfig:
+    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML.
+    Raises ConfigError for all errors at once.
     """
     for number, override in enumerate(overrides):
-        before = [one for one in overrides[:number][-1:] if one.endswith("=")]  # of `a.b= 3`
+        # of `a.b= 3`
+        before = [one for one in overrides[:number][-1:] if one.endswith("=")]
         values = _with(values, override, [*before, *overrides[number : number + 3]])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = dict[str, str]()
         for problem in error.errors():
-            key, separator, message = _explain(dict(problem), path).partition(f" in {path}: ")
-            lines[key] = f"{lines[key][:-1]}, or: {message}" if key in lines else key + separator + message
+            key, separator, message = _explain(dict(problem), path).partition(
+                f" in {path}: "
+            )
+            lines[key] = (
+                f"{lines[key][:-1]}, or: {message}"
+                if key in lines
+                else key + separator + message
+            )
         way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
         raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
 
@@ -91,10 +108,14 @@ def run_config_yaml(config: RunConfig) -> str:
 
 
 def _with(values: Any, override: str, around: Sequence[str]) -> Any:
-    """Return `values` with an override. `around`: also the arguments before and behind, for the hint."""
+    """Return `values` with an override. `around`: also the arguments before and behind,
+    for the hint.
+    """
     key, separator, text = override.partition("=")
     names = key.split(".")
-    way_out = "write it like buffer.max_staleness=4, and quote texts that YAML does not read."
+    way_out = (
+        "write it like buffer.max_staleness=4, and quote texts that YAML does not read."
+    )
     try:
         if not (separator and all(names)):
             if spaced := SPACED.search(" ".join(around)):
@@ -112,11 +133,18 @@ def _set(section: Any, names: Sequence[str], value: Any) -> Any:
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
-        known = [str(number) for number in range(len(section))] + [one for one in called if one]
+        known = [str(number) for number in range(len(section))] + [
+            one for one in called if one
+        ]
         if name not in known or not inner:
-            raise ValueError(f"there are several; say which one, and its key: {', '.join(map(str, known))}")
+            raise ValueError(
+                f"there are several; say which one, and its key: {', '.join(map(str, known))}"
+            )
         at = called.index(name) if name in called else int(name)
-        return [_set(one, inner, value) if number == at else one for number, one in enumerate(section)]
+        return [
+            _set(one, inner, value) if number == at else one
+            for number, one in enumerate(section)
+        ]
     copied = {} if section is None else {**section}
     copied[name] = _set(copied.get(name), inner, value) if inner else value
     return copied
@@ -128,7 +156,9 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     value = problem["input"]
     if problem["type"] == "extra_forbidden":
         closest = _closest(".".join(part for part in parts if not part.isdigit()))
-        return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")
+        return f"{where} in {path} is not a known key" + (
+            f"; did you mean {closest}?" if closest else "."
+        )
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
     if problem["type"] in ("list_type", "tuple_type") and isinstance(value, str):
@@ -138,12 +168,18 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(wrong: str) -> str | None:
-    """Return the key of another library's name, the only key with the same last part, or a similar one."""
+    """Return the key of another library's name, the only key with the same last part,
+    or a similar one.
+    """
     known = all_keys()
     if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) is not None:
         return ours
     same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    close = same if len(same) == 1 else difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
+    close = (
+        same
+        if len(same) == 1
+        else difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
+    )
     return next(iter(close), None)
 
 
@@ -156,12 +192,18 @@ class Key:
 
 
 def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
-    """Return what to write instead of an invalid command or of `option`, or an empty text."""
+    """Return what to write instead of an invalid command or of `option`, or an empty
+    text.
+    """
     if option == "--resume":
         return "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir."
     if option is None:
         known = COMMANDS.get(arguments[0] if arguments else "")
-        return f"write `asyncrl {known} ...`; `asyncrl --help` lists the commands." if known else ""
+        return (
+            f"write `asyncrl {known} ...`; `asyncrl --help` lists the commands."
+            if known
+            else ""
+        )
     key = option.strip("-")
     ours = key if key in all_keys() else _closest(key.replace("-", "_"))
     text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
@@ -172,7 +214,9 @@ def all_keys() -> list[str]:
     return [name for name, _ in _fields(RunConfig)]
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _fields(
+    model: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
         yield prefix + name, info
         if (section := section_of(info)) is not None:
@@ -197,7 +241,9 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Yield (section, description, keys) in config order; '' is the top level."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
-    tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
+    tops = [
+        key for key in all_known if "." not in key.name and models[key.name] is None
+    ]
     yield "", "Settings outside any section.", tops
     for name, model in models.items():
         if model is not None:
@@ -207,12 +253,17 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def schema_text() -> str:
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RunConfig.model_json_schema(),
+    }
     return json.dumps(schema, indent=1) + "\n"
 
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
-    """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
+    """Describe settings: basic, all, a section, a key, or matches of a word. Raises
+    ConfigError.
+    """
     known = [key for *_, keys in sections() for key in keys]
     if wanted is None:
         found = [key for key in known if lists_all or key.name in BASIC]
@@ -221,7 +272,9 @@ def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
     word = wanted.lower()
     found = [key for key in known if f"{key.name}.".startswith(f"{wanted}.")]
     if "." not in word:
-        found = found or [key for key in known if word in f"{key.name} {key.meaning}".lower()]
+        found = found or [
+            key for key in known if word in f"{key.name} {key.meaning}".lower()
+        ]
     if not found:
         closest = _closest(wanted)
         hint = f"; did you mean {closest}?" if closest else ""
@@ -242,7 +295,12 @@ def _described(keys: Sequence[Key]) -> str:
 
 def _key(name: str, info: FieldInfo) -> Key:
     default = "must be given" if info.is_required() else _value_text(info.get_default())
-    return Key(name, _type_text(info.annotation), default, " ".join((info.description or "").split()))
+    return Key(
+        name,
+        _type_text(info.annotation),
+        default,
+        " ".join((info.description or "").split()),
+    )
 
 
 def _value_text(value: Any) -> str:
@@ -254,7 +312,13 @@ def _value_text(value: Any) -> str:
 
 
 def _type_text(kind: Any) -> str:
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "none"}
+    names = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        type(None): "none",
+    }
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in names:
         return names[kind]

@@ -13,7 +13,9 @@ class ScratchConfig(FrozenConfig):
     """A small model with random weights, seeded by `seed`."""
 
     architecture: dict[str, Any]
-    """Keys of a transformers config, `model_type` included, without vocab_size and token ids."""
+    """Keys of a transformers config, `model_type` included, without vocab_size and
+    token ids.
+    """
     characters: str = Field(min_length=2)
     """Alphabet of the character-level tokenizer, one token per character."""
     has_tool_role: bool = False
@@ -24,7 +26,9 @@ class ScratchConfig(FrozenConfig):
     def _once_each(cls, characters: str) -> str:
         twice = sorted({one for one in characters if characters.count(one) > 1})
         if twice:
-            raise ValueError(f"characters names {''.join(twice)!r} twice; remove one of each")
+            raise ValueError(
+                f"characters names {''.join(twice)!r} twice; remove one of each"
+            )
         return characters
 
 
@@ -36,23 +40,34 @@ class ModelConfig(FrozenConfig):
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
+    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first
+    commit.
+    """
     scratch: ScratchConfig | None = None
     """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
-    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
-    float32)."""
+    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
+    amx_bf16, else float32).
+    """
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
+    """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's
+    own).
+    """
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as enable_thinking: false; calls may override them."""
+    """Variables of the chat template, such as enable_thinking: false; calls may
+    override them.
+    """
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError("give one of model.path (a folder or hub id) and model.scratch (random weights)")
+            raise ValueError(
+                "give one of model.path (a folder or hub id) and model.scratch (random weights)"
+            )
         if self.revision is not None and self.path is None:
-            raise ValueError(f"model.revision={self.revision} is of a hub id, and model.scratch has none")
+            raise ValueError(
+                f"model.revision={self.revision} is of a hub id, and model.scratch has none"
+            )
         return self
 
     @property

@@ -1,5 +1,5 @@
-"""Names of commands and keys in TRL, verl, AReaL, OpenRLHF and prime-rl, for hints. docs/coming-from.md says
-what differs.
+"""Names of commands and keys in TRL, verl, AReaL, OpenRLHF and prime-rl, for hints.
+docs/coming-from.md says what differs.
 """
 
 from __future__ import annotations

@@ -47,23 +47,28 @@ class RolloutConfig(FrozenConfig):
     num_engines: Annotated[int, Field(ge=1, le=MOST_ENGINES)] | EngineRange = 1
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
     engine: EngineKind = "embedded"
-    """embedded: torch, any Hugging Face causal model. vllm: vLLM's server (docs/engines.md). simulated: a
-    latency model, for load tests."""
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's server
+    (docs/engines.md). simulated: a latency model, for load tests.
+    """
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
     vllm: dict[str, Any] = {}
     """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
-    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
+    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout).
+    """
     urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$")]] | None = None
-    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
-    its own)."""
+    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the
+    run starts its own).
+    """
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per vLLM engine."""
     slots: int = Field(default=64, ge=1)
     """Sequences that one engine decodes at once."""
     max_tokens: int = Field(default=256, ge=1)
-    """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call of an agent."""
+    """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call
+    of an agent.
+    """
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)
@@ -78,16 +83,22 @@ class RolloutConfig(FrozenConfig):
     max_requeues: int = Field(default=3, ge=0)
     """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
-    """Make a request's tokens depend only on its prompt, seed and weights (auto = true for embedded on a
-    CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
+    """Make a request's tokens depend only on its prompt, seed and weights (auto = true
+    for embedded on a CPU without experts, and for vLLM on CUDA at
+    buffer.max_staleness=0; else false).
+    """
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores)."""
     fused_decode: bool = False
-    """Embedded engine on CUDA: decode with compiled layers, merged weights and a Triton kernel. A step of 64
-    rows of a 0.6B model takes 0.7 of the time on an H100, a step of 256 rows the same."""
+    """Embedded engine on CUDA: decode with compiled layers, merged weights and a Triton
+    kernel. A step of 64 rows of a 0.6B model takes 0.7 of the time on an H100, a step
+    of 256 rows the same.
+    """
     cache_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request waits until the cache
-    has free pages for all its tokens (0 = slots times the longest request)."""
+    """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request
+    waits until the cache has free pages for all its tokens (0 = slots times the longest
+    request).
+    """
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -103,7 +114,9 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def external_urls(self) -> list[str] | None:
-        """Return the URLs of servers that others have started; None: the run starts its own."""
+        """Return the URLs of servers that others have started; None: the run starts its
+        own.
+        """
         return self._of_kind(self.facts.urls_key, None)
 
     @property
@@ -112,7 +125,11 @@ class RolloutConfig(FrozenConfig):
         key = self.facts.arguments_key
         names = self._of_kind(key, dict[str, Any]())
         plain = {name: name.lstrip("-").replace("-", "_") for name in names}
-        return [f"rollout.{key}.{name}" for name in names if plain[name] in self.facts.memory_arguments]
+        return [
+            f"rollout.{key}.{name}"
+            for name in names
+            if plain[name] in self.facts.memory_arguments
+        ]
 
     def _of_kind(self, key: str | None, default: T) -> T:
         """Read a key that belongs to the engine's kind."""
@@ -140,7 +157,9 @@ class RolloutConfig(FrozenConfig):
     def _settings_fit_the_engine(self) -> Self:
         for engine, facts in ENGINES.items():
             if self.engine != engine and (given := self.given(*facts.settings)):
-                raise ValueError(f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it")
+                raise ValueError(
+                    f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it"
+                )
         if self.cache_tokens and not self.fused_decode:
             raise ValueError(
                 f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "
@@ -155,7 +174,11 @@ class RolloutConfig(FrozenConfig):
             return self
         num = len(set(self.urls))
         if self.is_scaled or not len(self.urls) == num == self.max_engines:
-            raise ValueError(f"urls={self.urls}: name each server once, and set rollout.num_engines={num}")
+            raise ValueError(
+                f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
+            )
         if given := self.given("vllm", "tensor_parallel"):
-            raise ValueError(f"{given[0]} is for servers that the run starts; remove it or rollout.urls")
+            raise ValueError(
+                f"{given[0]} is for servers that the run starts; remove it or rollout.urls"
+            )
         return self

@@ -42,8 +42,9 @@ class RunConfig(FrozenConfig):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of random weights, the shuffle and every sampled token."""
     launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
-    """Launcher of the run's processes. local: this machine. ray: the Ray cluster of RAY_ADDRESS or of this
-    machine. ray:HOST:PORT: the Ray cluster with this head."""
+    """Launcher of the run's processes. local: this machine. ray: the Ray cluster of
+    RAY_ADDRESS or of this machine. ray:HOST:PORT: the Ray cluster with this head.
+    """
     model: ModelConfig
     """The trained model."""
     task: Tasks
@@ -80,7 +81,9 @@ class RunConfig(FrozenConfig):
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
         """Return tasks by name; a single task may be ''."""
-        return _by_name("task", self.task if isinstance(self.task, list) else [self.task])
+        return _by_name(
+            "task", self.task if isinstance(self.task, list) else [self.task]
+        )
 
     @property
     def evals(self) -> Mapping[str, EvalConfig]:
@@ -99,10 +102,14 @@ class RunConfig(FrozenConfig):
     @property
     def shares(self) -> Mapping[str, int]:
         """Return the prompts of each task in one cycle."""
-        parts = {name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()}
+        parts = {
+            name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()
+        }
         whole = math.lcm(*(part.denominator for part in parts.values()))
         counts = {name: int(part * whole) for name, part in parts.items()}
-        return {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
+        return {
+            name: count // math.gcd(*counts.values()) for name, count in counts.items()
+        }
 
     @property
     def best_eval(self) -> str | None:
@@ -111,7 +118,11 @@ class RunConfig(FrozenConfig):
 
     @property
     def evaluates_agent(self) -> bool:
-        return self.eval is not None and self.generator.is_harness and self.generator.verifiers is None
+        return (
+            self.eval is not None
+            and self.generator.is_harness
+            and self.generator.verifiers is None
+        )
 
     @property
     def interrupt(self) -> Interrupt:
@@ -129,7 +140,9 @@ class RunConfig(FrozenConfig):
         kind = "cuda" if device.startswith("cuda") else "cpu"
         if kind == "cpu" and has_experts:
             return False
-        return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
+        return kind == self.rollout.facts.exact_on and (
+            kind == "cpu" or self.buffer.max_staleness == 0
+        )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -157,7 +170,11 @@ class RunConfig(FrozenConfig):
             yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
         if world_size > (sequences := num_groups * group_size // num_steps):
             yield f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step"
-        if group_size == 1 and advantage in GROUP_ADVANTAGES and self.algorithm.reward_weight > 0:
+        if (
+            group_size == 1
+            and advantage in GROUP_ADVANTAGES
+            and self.algorithm.reward_weight > 0
+        ):
             yield f"algorithm.advantage={advantage} {compares}, or algorithm.advantage=reinforce_pp"
         if group_size == 1 and self.buffer.filter == "equal_rewards":
             yield f"buffer.filter=equal_rewards {compares}, or buffer.filter=none"
@@ -171,7 +188,10 @@ class RunConfig(FrozenConfig):
             yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
         if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
             yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
-        for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):
+        for key, written in (
+            ("trainer", self.placement.trainer),
+            ("rollout", self.placement.rollout),
+        ):
             num = written.nodes if isinstance(written, NodesConfig) else 1
             if self.launcher == "local" and num not in (1, "all"):
                 yield f"placement.{key}={written} has {num} nodes; set launcher=ray, or {key}.nodes=1"
@@ -216,7 +236,9 @@ class RunConfig(FrozenConfig):
 
     def _reward_conflicts(self) -> Iterator[str]:
         generator = self.generator
-        if any(task.verifiers for task in self.tasks.values()) != (generator.verifiers is not None):
+        if any(task.verifiers for task in self.tasks.values()) != (
+            generator.verifiers is not None
+        ):
             yield "set both generator.verifiers and task.verifiers, or none"
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
@@ -224,7 +246,11 @@ class RunConfig(FrozenConfig):
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
             if not one.task.has_score and not (has_harness and self.evaluates_agent):
-                lacks = "verifiers cannot be evaluated" if one.task.verifiers else "reward is missing"
+                lacks = (
+                    "verifiers cannot be evaluated"
+                    if one.task.verifiers
+                    else "reward is missing"
+                )
                 yield f"{key_of('eval', name)}.task.{lacks}; give eval.task its own reward"
 
 
@@ -238,5 +264,7 @@ def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
     if len(found) < len(given):
         names = [one.called for one in given]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two of `{section}` are called {twice}; give each a different {section}.name")
+        raise ValueError(
+            f"two of `{section}` are called {twice}; give each a different {section}.name"
+        )
     return found

@@ -15,13 +15,20 @@ class SupervisionConfig(FrozenConfig):
     free_keys: ClassVar = "*"
 
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of each engine, trainer or worker within an hour of work (0 = the run ends at once)."""
+    """Restarts of each engine, trainer or worker within an hour of work (0 = the run
+    ends at once).
+    """
     backoff_s: float = Field(default=1.0, ge=0)
     """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
-    longer)."""
+    """Timeout for a process's first answer, in seconds, after reading its model (vLLM:
+    three times longer).
+    """
     watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without progress until the run reports who waits for whom, with stacks in the log."""
+    """Seconds without progress until the run reports who waits for whom, with stacks in
+    the log.
+    """
     on_stuck: Literal["warn", "restart", "fail"] = "warn"
-    """Reaction to that: keep waiting, restart the engines, or end the run (which can be resumed)."""
+    """Reaction to that: keep waiting, restart the engines, or end the run (which can be
+    resumed).
+    """

@@ -12,11 +12,16 @@ from asyncrl.config.fields import FrozenConfig, Name, tag_of
 
 
 class TaskConfig(FrozenConfig):
-    """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or `verifiers`. A list of
-    sections gives several tasks.
+    """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or
+    `verifiers`. A list of sections gives several tasks.
     """
 
-    free_keys: ClassVar = ("reward_pool", "reward_workers", "reward_timeout_s", "digest")
+    free_keys: ClassVar = (
+        "reward_pool",
+        "reward_workers",
+        "reward_timeout_s",
+        "digest",
+    )
 
     name: Name | None = None
     """Task name in prompt ids, metrics and overrides (none = from its source)."""
@@ -31,44 +36,56 @@ class TaskConfig(FrozenConfig):
     split: str = "train"
     """Split of `dataset`."""
     reasoning_gym: str | None = None
-    """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
+    """Name of a reasoning-gym task, with settings `args` and number of prompts `size`.
+    """
     verifiers: bool = False
     """Tasks and rewards of the environment in generator.verifiers."""
     size: int = Field(default=1000, ge=1, le=10**7)
-    """Number of prompts of a generated task (python, reasoning_gym, endless verifiers environments)."""
+    """Number of prompts of a generated task (python, reasoning_gym, endless verifiers
+    environments).
+    """
     args: dict[str, Any] = {}
     """Settings of the task itself, passed unchanged."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_column: str | None = "answer"
-    """Column with the reference answer for the reward function (none = no such column)."""
+    """Column with the reference answer for the reward function (none = no such column).
+    """
     reward: str | None = None
-    """`module:function` with (prompt, completion, answer) -> float, or `math` for math-verify. A further
-    parameter `sampled` gets ids and logprobs. Not for python, reasoning_gym and verifiers, which score
-    themselves."""
+    """`module:function` with (prompt, completion, answer) -> float, or `math` for
+    math-verify. A further parameter `sampled` gets ids and logprobs. Not for python,
+    reasoning_gym and verifiers, which score themselves.
+    """
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
     shuffle: bool = True
     """Shuffle by seed, differently each epoch (false = file order)."""
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
-    """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly skip prompts with
-    only right or only wrong answers."""
+    """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly
+    skip prompts with only right or only wrong answers.
+    """
     digest: str | None = None
-    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none = any)."""
+    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are
+    refused (none = any).
+    """
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
-    """Execution of the reward function: inline on the event loop, in threads, or in processes, which can be
-    killed (auto = process for `math`, else thread)."""
+    """Execution of the reward function: inline on the event loop, in threads, or in
+    processes, which can be killed (auto = process for `math`, else thread).
+    """
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
-    """Special tokens in sampled answers. visible: as text, such as <unk>, except the end-of-turn token.
-    stripped: removed; hidden tokens can collect reward."""
+    """Special tokens in sampled answers. visible: as text, such as <unk>, except the
+    end-of-turn token. stripped: removed; hidden tokens can collect reward.
+    """
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
     @property
     def scores_itself(self) -> bool:
-        return self.python is not None or self.reasoning_gym is not None or self.verifiers
+        return (
+            self.python is not None or self.reasoning_gym is not None or self.verifiers
+        )
 
     @property
     def has_score(self) -> bool:
@@ -92,15 +109,22 @@ class TaskConfig(FrozenConfig):
             given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
         if self.digest is not None and sources[0] not in ("files", "dataset"):
-            raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
+            raise ValueError(
+                "task.digest is of the data of task.files or task.dataset; remove it"
+            )
         if self.scores_itself and self.reward is not None:
-            raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")
+            raise ValueError(
+                f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
+            )
         if self.verifiers and (given := ", ".join(self.given("args", "system_prompt"))):
-            raise ValueError(f"{given} does not reach a verifiers environment; write generator.args.taskset")
+            raise ValueError(
+                f"{given} does not reach a verifiers environment; write generator.args.taskset"
+            )
         return self
 
 
 Tasks = Annotated[
-    Annotated[TaskConfig, Tag("[one]")] | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
+    Annotated[TaskConfig, Tag("[one]")]
+    | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
     Discriminator(tag_of),
 ]

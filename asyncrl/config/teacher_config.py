@@ -9,9 +9,12 @@ TEACHER_SLOTS = 16
 
 
 class TeacherConfig(FrozenConfig):
-    """A second model for on-policy distillation (docs/algorithms.md), in a separate engine server."""
+    """A second model for on-policy distillation (docs/algorithms.md), in a separate
+    engine server.
+    """
 
     path: str
     """Hugging Face folder or hub id of a model with the vocabulary of `model`."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again."""
+    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
+    """

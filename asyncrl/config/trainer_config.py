@@ -17,21 +17,31 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(FrozenConfig):
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the base weights."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the base
+    weights.
+    """
 
     rank: int = Field(default=16, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """Adapters are scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the head)."""
+    """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the
+    head).
+    """
 
 
 class TrainerConfig(FrozenConfig):
     """The optimizer steps."""
 
     free_keys: ClassVar = (
-        *("world_size", "micro_batch_tokens", "gradient_checkpointing", "cpu_offload", "compile"),
+        *(
+            "world_size",
+            "micro_batch_tokens",
+            "gradient_checkpointing",
+            "cpu_offload",
+            "compile",
+        ),
         *("timeout_s", "logprob_gap_limit"),
     )
 
@@ -58,23 +68,32 @@ class TrainerConfig(FrozenConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass."""
+    """Maximum tokens per forward-backward pass of a process; a longer sequence gets a
+    separate pass.
+    """
     gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
     the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
+    """Keep weights, gradients and optimizer state in host memory between uses (CUDA
+    only).
+    """
     compile: bool | Literal["auto"] = "auto"
-    """Fuse layers around attention with torch.compile (auto = on CUDA, for models that take packed tokens,
-    if a C compiler, Triton and Python's headers are installed)."""
+    """Fuse layers around attention with torch.compile (auto = on CUDA, for models that
+    take packed tokens, if a C compiler, Triton and Python's headers are installed).
+    """
     deterministic: bool = False
-    """Train a batch to the same bits every time, also after a restart, with deterministic kernels. A CPU has
-    no others; on CUDA steps are slower (estimated: 10 %), and FlashAttention 2 takes more memory (estimated:
-    68 kB per token of a micro-batch). An operator without such a kernel ends the run."""
+    """Train a batch to the same bits every time, also after a restart, with
+    deterministic kernels. A CPU has no others; on CUDA steps are slower (estimated: 10
+    %), and FlashAttention 2 takes more memory (estimated: 68 kB per token of a
+    micro-batch). An operator without such a kernel ends the run.
+    """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Timeout for a step, an export or a save, in seconds. On expiry the trainer is restarted."""
+    """Timeout for a step, an export or a save, in seconds. On expiry the trainer is
+    restarted.
+    """
     logprob_gap_limit: float | None = Field(default=None, gt=0)
     """End the run when trainer and engines differ by more than this mean on fresh tokens, in nats (none =
     warn at 0.05)."""
@@ -88,12 +107,16 @@ class TrainerConfig(FrozenConfig):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the bytes per trained parameter of its gradient and of AdamW's two moments, in float32."""
+        """Return the bytes per trained parameter of its gradient and of AdamW's two
+        moments, in float32.
+        """
         return 12
 
     @property
     def kept_activations(self) -> float:
-        """Return the part of a layer's activations that is kept, 0 to 1, besides its inputs."""
+        """Return the part of a layer's activations that is kept, 0 to 1, besides its
+        inputs.
+        """
         given = self.gradient_checkpointing
         return float(not given) if isinstance(given, bool) else given
 
@@ -102,6 +125,10 @@ class TrainerConfig(FrozenConfig):
         return self.lora is not None and self.world_size == 1 and not self.cpu_offload
 
     def is_sharded(self, device: str, dtype: str) -> bool:
-        """Return whether the weights are float32 FSDP2 shards, which also save memory on one CUDA device."""
-        casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+        """Return whether the weights are float32 FSDP2 shards, which also save memory
+        on one CUDA device.
+        """
+        casts_all = (
+            device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+        )
         return self.world_size > 1 or self.cpu_offload or casts_all

@@ -1,7 +1,9 @@
-"""Choose the transport of new weights, and refuse one that does not fit engine, placement and settings.
+"""Choose the transport of new weights, and refuse one that does not fit engine,
+placement and settings.
 
-A new transport is a line in TRANSPORTS (weight_sync_config.py), rules in refuse_transport, and its ends in
-asyncrl/weights/export.py, loaded_weights.py (embedded) and the clients of other engines.
+A new transport is a line in TRANSPORTS (weight_sync_config.py), rules in
+refuse_transport, and its ends in asyncrl/weights/export.py, loaded_weights.py
+(embedded) and the clients of other engines.
 """
 
 from __future__ import annotations
@@ -23,30 +25,48 @@ def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
 
 
 def choose_transport(
-    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
+    config: RunConfig,
+    ranks: Sequence[str],
+    engines: Sequence[str],
+    *,
+    is_turns: bool,
+    num_nodes: int = 1,
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto`, and the reason. Never lora: vLLM computes differently with unmerged
-    adapters.
+    """Return the transport of `auto`, and the reason. Never lora: vLLM computes
+    differently with unmerged adapters.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
         return sync.file_transport, "weight_sync.disk_dir is given"
     by_file: TransportName = "shm" if num_nodes == 1 else "stream"
     if not rollout.facts.receives_transfers:
-        return by_file, f"rollout.engine={rollout.engine} takes part in no transfer between devices"
+        return (
+            by_file,
+            f"rollout.engine={rollout.engine} takes part in no transfer between devices",
+        )
     if rollout.external_urls is not None:
         return by_file, "the run does not start the engines itself"
     if "cpu" in (*ranks, *engines):
         return by_file, "a side is on the CPU"
     if is_turns:
         why = "trainer and engines take turns on CUDA devices"
-        return ("ipc", why) if num_nodes == 1 else ("stream", f"{why} of a run on {num_nodes} nodes")
+        return (
+            ("ipc", why)
+            if num_nodes == 1
+            else ("stream", f"{why} of a run on {num_nodes} nodes")
+        )
     if shared := sorted({*ranks} & {*engines}):
         if num_nodes == 1 and _share_one(ranks, engines):
             return "ipc", f"both sides are on {shared[0]} at once"
-        return by_file, f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
+        return (
+            by_file,
+            f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes",
+        )
     if shared := _used_twice(engines):
-        return by_file, f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
+        return (
+            by_file,
+            f"several engines are on {', '.join(shared)}, where NCCL connects no two processes",
+        )
     return "nccl", "trainer and engines are on separate CUDA devices"
 
 
@@ -55,19 +75,30 @@ def _share_one(ranks: Sequence[str], engines: Sequence[str]) -> bool:
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
-    return sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
+    return sorted(
+        {device for device in devices if device != "cpu" and devices.count(device) > 1}
+    )
 
 
 def refuse_transport(
-    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
+    config: RunConfig,
+    ranks: Sequence[str],
+    engines: Sequence[str],
+    *,
+    is_turns: bool,
+    num_nodes: int = 1,
 ) -> None:
-    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: colocated."""
+    """Raise ConfigError if this transport cannot serve these engines. `is_turns`:
+    colocated.
+    """
     sync = config.weight_sync
     facts = sync.facts
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     how = "colocated" if is_turns else "on separate devices"
     places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {how}"
-    is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
+    is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == (
+        "cpu" in engines
+    )
     _refuse_engine(config, name)
     if num_nodes > 1 and facts.bound and sync.transport != "auto":
         what = f"{name}, and the run is on {num_nodes} nodes: {facts.bound}"
@@ -82,7 +113,9 @@ def refuse_transport(
         raise ConfigError(places, rule=rule, way_out=way_out)
     if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
         rule = "engines that work at the same time as the trainer open memory of its only device"
-        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer.")
+        raise ConfigError(
+            places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer."
+        )
 
 
 def _refuse_engine(config: RunConfig, name: str) -> None:
@@ -91,16 +124,24 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
     lora = config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
         what = f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights"
-        raise ConfigError(what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).")
+        raise ConfigError(
+            what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm)."
+        )
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         what = f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}"
-        raise ConfigError(what, way_out="set trainer.lora={rank: 16}, and an engine with a model.")
+        raise ConfigError(
+            what, way_out="set trainer.lora={rank: 16}, and an engine with a model."
+        )
     if rollout.external_urls is None or facts.is_file_shared:
         return
     key = f"rollout.{rollout.facts.urls_key}"
     if facts.is_transfer or facts.sends_adapters:
-        what = f"{name} needs engines that the run itself starts, and {key} names others"
-        raise ConfigError(what, way_out=f"{TO_SHM} (disk on other machines), or remove {key}.")
+        what = (
+            f"{name} needs engines that the run itself starts, and {key} names others"
+        )
+        raise ConfigError(
+            what, way_out=f"{TO_SHM} (disk on other machines), or remove {key}."
+        )
     for url in rollout.external_urls:
         if urlsplit(url).hostname not in LOOPBACK:
             what = f"{name} is in the memory of this machine, which {url} cannot read"

@@ -20,7 +20,9 @@ class TransportCapabilities:
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
-    """Engines open the trainer's device memory: with the whole version, or chunks when colocated."""
+    """Engines open the trainer's device memory: with the whole version, or chunks when
+    colocated.
+    """
     is_file_shared: bool = False
     """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
@@ -28,18 +30,24 @@ class TransportCapabilities:
     """Why engines cannot be on other nodes, or ''."""
 
     def holds_exports(self, *, is_turns: bool) -> bool:
-        """Return whether the trainer's device holds the newest export, and no older one."""
+        """Return whether the trainer's device holds the newest export, and no older
+        one.
+        """
         return self.is_collective or (self.shares_device and not is_turns)
 
 
 TRANSPORTS: dict[TransportName, TransportCapabilities] = {
-    "shm": TransportCapabilities(bound="its file is in the shared memory of one machine"),
+    "shm": TransportCapabilities(
+        bound="its file is in the shared memory of one machine"
+    ),
     "disk": TransportCapabilities(is_file_shared=True),
     "stream": TransportCapabilities(is_fetched=True),
     "lora": TransportCapabilities(sends_adapters=True, is_fetched=True),
     "nccl": TransportCapabilities(is_transfer=True, is_collective=True),
     "ipc": TransportCapabilities(
-        is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
+        is_transfer=True,
+        shares_device=True,
+        bound="its handles name memory of one machine's devices",
     ),
 }
 
@@ -50,22 +58,29 @@ class WeightSyncConfig(FrozenConfig):
     free_keys: ClassVar = ("timeout_s", "chunk_bytes", "disk_dir", "canary_limit")
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own; ipc if they are
-    colocated on one machine or work at once on one device; else shm, or stream on several nodes. shm: a
-    safetensors file in shared memory. stream: the file, downloaded by each node. disk: the file in disk_dir.
-    lora: only the adapters. nccl: one broadcast to all engines. ipc: memory of shared devices, in chunks when
-    colocated."""
+    """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own;
+    ipc if they are colocated on one machine or work at once on one device; else shm, or
+    stream on several nodes. shm: a safetensors file in shared memory. stream: the file,
+    downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl:
+    one broadcast to all engines. ipc: memory of shared devices, in chunks when
+    colocated.
+    """
     disk_dir: str | None = None
     """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
-    """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
-    KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
+    """Running requests during a swap: abort and resume them from their tokens, keep
+    them with a recomputed KV cache, keep them with the old KV cache, or wait until they
+    finish. auto = abort, the fastest.
+    """
     canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """Maximum difference in nats between vLLM's logprobs of a fixed text and the trainer's after each push
-    (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
+    """Maximum difference in nats between vLLM's logprobs of a fixed text and the
+    trainer's after each push (auto = 0.001 in float32, 0.25 in bfloat16; none = not
+    compared).
+    """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Timeout for each phase of a push or a handover, in seconds. On expiry an engine is restarted; a late
-    export or handover ends the run."""
+    """Timeout for each phase of a push or a handover, in seconds. On expiry an engine
+    is restarted; a late export or handover ends the run.
+    """
     chunk_bytes: int = Field(default=2**28, ge=2**16)
     """When colocated, bytes per chunk of weights. A larger tensor is one chunk."""
 
@@ -77,7 +92,9 @@ class WeightSyncConfig(FrozenConfig):
     @property
     def facts(self) -> TransportCapabilities:
         """Return this transport's facts; for auto the common ones."""
-        return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
+        return TRANSPORTS[
+            self.file_transport if self.transport == "auto" else self.transport
+        ]
 
     @property
     def file_transport(self) -> TransportName:

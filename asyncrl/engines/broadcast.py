@@ -10,7 +10,13 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from asyncrl.base.errors import ComponentError, EngineError, TrainerError, TrainerLost, WeightsLost
+from asyncrl.base.errors import (
+    ComponentError,
+    EngineError,
+    TrainerError,
+    TrainerLost,
+    WeightsLost,
+)
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest
 
@@ -19,12 +25,16 @@ STEP_FRACTION = 0.1
 """Fraction of weight_sync.timeout_s for forming a group and per buffer."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupMember], Awaitable[None]]
-_FAILS_ALL = "weights are sent once, to all engines; an early failure ends the broadcast for all"
+_FAILS_ALL = (
+    "weights are sent once, to all engines; an early failure ends the broadcast for all"
+)
 
 
 @dataclass
 class Broadcast:
-    """A broadcast; the first of `ranks` asks the trainer to send. `outcome`: sent, or the first failure."""
+    """A broadcast; the first of `ranks` asks the trainer to send. `outcome`: sent, or
+    the first failure.
+    """
 
     version: int
     ranks: dict[str, GroupMember]
@@ -35,22 +45,29 @@ class Broadcast:
         """End the round for all members, unless everything was sent."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
-            self.outcome.exception()  # retrieved: a failed round may have no member left
+            # retrieved: a failed round may have no member left
+            self.outcome.exception()
 
     def failed(self, name: str) -> ComponentError:
         """WeightsLost if the trainer was lost: a new one has other weights to send."""
         why = self.outcome.exception()
         kind = WeightsLost if isinstance(why, TrainerLost) else EngineError
         what = f"was to be sent policy_version {self.version}: {why}"
-        return kind(name, what, rule=_FAILS_ALL, way_out="read the logs of the engine and the trainer.")
+        return kind(
+            name,
+            what,
+            rule=_FAILS_ALL,
+            way_out="read the logs of the engine and the trainer.",
+        )
 
 
 class BroadcastGroup:
     """Collects the engines of a broadcast; the trainer sends once all of them wait.
 
-    Life: per version: engines are expected as they prepare -> each waits in receive(), or leaves -> the
-        trainer sends -> all have the version, or it failed.
-    Waits: receive sleeps for the trainer, all members, and its workers, at most weight_sync.timeout_s.
+    Life: per version: engines are expected as they prepare -> each waits in receive(),
+        or leaves -> the trainer sends -> all have the version, or it failed.
+    Waits: receive sleeps for the trainer, all members, and its workers, at most
+        weight_sync.timeout_s.
     Invariant: none joins later, so trainer and workers make the same calls.
     """
 
@@ -63,8 +80,9 @@ class BroadcastGroup:
         store: Callable[[], str] = str,
         wait_up: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0),
     ) -> None:
-        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: of the
-        group's file. `store`: ADDRESS:PORT of the trainer instead, for several nodes.
+        """`send` raises TrainerError; `wait_up` returns once the trainer can send.
+        `folder`: of the group's file. `store`: ADDRESS:PORT of the trainer instead, for
+        several nodes.
         """
         self._send_all, self._folder = send, folder
         self._timeout_s = min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
@@ -85,7 +103,11 @@ class BroadcastGroup:
         turn = self._here.pop(name, None)
         if turn is not None and not turn.done():
             what = f"left before policy_version {self._version} was sent"
-            turn.set_exception(EngineError(name, what, rule="weights go only to engines that take part"))
+            turn.set_exception(
+                EngineError(
+                    name, what, rule="weights go only to engines that take part"
+                )
+            )
         if self._last is not None and name in self._last.ranks:
             self._last = None
         self._begin_nowait()
@@ -94,13 +116,15 @@ class BroadcastGroup:
         self._last = None
 
     async def receive(self, name: str, version: int, take: Take) -> None:
-        """Have `take` join and receive for this engine. Raises EngineError, WeightsLost, and errors of
-        wait_up.
+        """Have `take` join and receive for this engine. Raises EngineError,
+        WeightsLost, and errors of wait_up.
         """
         await self._wait_up()
         if version != self._version or name not in self._expected:
             what = f"is to receive policy_version {version}, and it did not prepare it"
-            raise EngineError(name, what, rule="an engine prepares a version before it receives it")
+            raise EngineError(
+                name, what, rule="an engine prepares a version before it receives it"
+            )
         turn = self._here[name] = asyncio.get_running_loop().create_future()
         self._begin_nowait()
         try:
@@ -112,7 +136,11 @@ class BroadcastGroup:
                 begun = turn.result()
                 if self._last is begun:
                     self._last = None
-                why = "is gone" if isinstance(error, asyncio.CancelledError) else f"failed: {error}"
+                why = (
+                    "is gone"
+                    if isinstance(error, asyncio.CancelledError)
+                    else f"failed: {error}"
+                )
                 begun.fail_nowait(ComponentError(name, why))
             raise
 
@@ -122,9 +150,13 @@ class BroadcastGroup:
         sizes = dict(sorted(self._expected.items()))
         size = 1 + sum(sizes.values())
         last = self._last
-        is_kept = last is not None and [*last.ranks] == [*sizes] and last.sender.size == size
+        is_kept = (
+            last is not None and [*last.ranks] == [*sizes] and last.sender.size == size
+        )
         sender = GroupMember(
-            path=last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}"),
+            path=last.sender.path
+            if last and is_kept
+            else str(self._folder / f"group-{uuid.uuid4().hex}"),
             store=self._store(),
             is_new=not is_kept,
             size=size,
@@ -133,7 +165,8 @@ class BroadcastGroup:
         )
         firsts = accumulate(sizes.values(), initial=1)
         ranks = {
-            name: sender.model_copy(update={"rank": rank}) for name, rank in zip(sizes, firsts, strict=False)
+            name: sender.model_copy(update={"rank": rank})
+            for name, rank in zip(sizes, firsts, strict=False)
         }
         outcome = asyncio.get_running_loop().create_future()
         self._last = Broadcast(self._version, ranks, sender, outcome)
@@ -147,7 +180,9 @@ class BroadcastGroup:
         if name == next(iter(begun.ranks)):
             parts.append(asyncio.ensure_future(self._send(begun)))
         try:
-            await asyncio.wait([begun.outcome, *parts], return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(
+                [begun.outcome, *parts], return_when=asyncio.FIRST_EXCEPTION
+            )
             for part in parts:
                 if part.done():
                     part.result()
@@ -160,7 +195,9 @@ class BroadcastGroup:
 
     async def _send(self, begun: Broadcast) -> None:
         try:
-            await self._send_all(BroadcastRequest(version=begun.version, member=begun.sender))
+            await self._send_all(
+                BroadcastRequest(version=begun.version, member=begun.sender)
+            )
         except TrainerError as error:
             begun.fail_nowait(error)
         else:

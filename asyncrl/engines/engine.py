@@ -20,10 +20,13 @@ from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 
 class CallScope:
-    """Ends all calls to a lost process; its successor gets a new CallScope. `version`: last confirmed.
+    """Ends all calls to a lost process; its successor gets a new CallScope. `version`:
+    last confirmed.
 
-    Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken (break_nowait).
-    Waits: calls() sleeps in its block until a cut: a frozen process keeps its connections.
+    Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken
+        (break_nowait).
+    Waits: calls() sleeps in its block until a cut: a frozen process keeps its
+        connections.
     """
 
     def __init__(self, caller: Caller, version: int = 0) -> None:
@@ -81,15 +84,20 @@ class CallScope:
         if isinstance(failure, CallRefused):
             said = failure.body
             what = f"{where} answered {failure.status} to {failure.path}: {said.error}"
-            return EngineError(self.name, what, rule=said.rule, way_out=said.way_out or way_out)
+            return EngineError(
+                self.name, what, rule=said.rule, way_out=said.way_out or way_out
+            )
         if isinstance(failure, CallGarbled):
             what = f"{where} gave an invalid answer to {failure.path}: {failure.why}"
             return EngineError(self.name, what, way_out=way_out)
         return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
 
 
-def refused(name: str, request: SamplingRequest, refusal: CallRefused) -> RequestRefused:
-    said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
+def refused(
+    name: str, request: SamplingRequest, refusal: CallRefused
+) -> RequestRefused:
+    said = refusal.body
+    sizes = f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
     why = said.error.replace(f"request {request.request_id}", "this call")
@@ -98,20 +106,24 @@ def refused(name: str, request: SamplingRequest, refusal: CallRefused) -> Reques
 
 @contextlib.contextmanager
 def reading(manifest: ExportResponse) -> Iterator[None]:
-    """Raise WeightsLost if an engine cannot read the trainer's memory: the trainer may have died with it."""
+    """Raise WeightsLost if an engine cannot read the trainer's memory: the trainer may
+    have died with it.
+    """
     try:
         yield
     except EngineError as error:
         if manifest.memory is None or isinstance(error, EngineLost):
             raise
-        raise WeightsLost(error.component, error.fault, rule=error.rule, way_out=error.way_out) from error
+        raise WeightsLost(
+            error.component, error.fault, rule=error.rule, way_out=error.way_out
+        ) from error
 
 
 class ServerClient(ABC):
     """Client of one server that a run starts, in any role.
 
-    A supervisor calls disconnect_nowait() when a process is lost, reset_nowait() before the next one starts,
-    and up_nowait() once that serves.
+    A supervisor calls disconnect_nowait() when a process is lost, reset_nowait() before
+    the next one starts, and up_nowait() once that serves.
     """
 
     name: str
@@ -134,23 +146,28 @@ class ServerClient(ABC):
     async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
 
     async def ready(self, timeout_s: float) -> api.EngineHealth:
-        """Wait until a new process serves. Raises ConfigError, EngineError or EngineLost."""
+        """Wait until a new process serves. Raises ConfigError, EngineError or
+        EngineLost.
+        """
         return await self.health(timeout_s=timeout_s)
 
 
 class EngineClient(ServerClient):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
-    Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
-    `policy_version` is the last confirmed version. A new process has the initial weights.
+    Calls raise EngineError, EngineLost if the process is gone or given up, and
+    RequestRefused. `policy_version` is the last confirmed version. A new process has
+    the initial weights.
 
-    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
-      the answer is the rest. A server that can hold an interrupted request passes its tokens to
-      `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
+    - generate_segment: sample until the end, the budget or an interruption. `on_chunk`
+      gets tokens early; the answer is the rest. A server that can hold an interrupted
+      request passes its tokens to `on_interrupted` and continues if that returns true.
+      Cancelling the call ends the request.
     - abort: end these requests (None: all) with their tokens; return the ids found.
-    - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: interrupt requests and free all memory; allocate these parts again. Idempotent. Requests
-      wait until all parts are awake and a push is committed.
+    - prepare, load_chunk: load weights during serving, or a chunk into woken weights;
+      return the digest.
+    - sleep, wake: interrupt requests and free all memory; allocate these parts again.
+      Idempotent. Requests wait until all parts are awake and a push is committed.
 
     `broadcast_group`: for transport nccl.
     """
@@ -158,7 +175,11 @@ class EngineClient(ServerClient):
     _line: CallScope
 
     def __init__(
-        self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None
+        self,
+        caller: Caller,
+        *,
+        policy_version: int = 0,
+        broadcast_group: BroadcastGroup | None = None,
     ) -> None:
         self._caller = caller
         self.name = caller.name
@@ -188,14 +209,22 @@ class EngineClient(ServerClient):
 
     @abstractmethod
     async def generate_segment(
-        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+        self,
+        request: SamplingRequest,
+        *,
+        on_chunk: OnChunk = None,
+        on_interrupted: OnInterrupted = None,
     ) -> SegmentPart: ...
     @abstractmethod
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
+    async def abort(
+        self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0
+    ) -> list[str]: ...
     @abstractmethod
     async def prepare(self, manifest: ExportResponse) -> str: ...
     @abstractmethod
-    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse: ...
+    async def commit(
+        self, version: int, digest: str, interrupt: api.Interrupt
+    ) -> api.CommitResponse: ...
     @abstractmethod
     async def sleep(self) -> api.TransferStats: ...
     @abstractmethod
@@ -208,10 +237,12 @@ class EngineServer(EngineClient):
     """EngineClient of an embedded or simulated engine.
 
     Life: connected -> disconnect_nowait() -> reset_nowait(): a new process.
-    Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits.
+    Waits: calls sleep until the server answers, is gone or is given up. The caller sets
+        limits.
     Invariant: no token is older than the version confirmed at sending (SegmentCheck).
 
-    With a broadcast_group sampling continues until all members wait; a failed commit receives once more.
+    With a broadcast_group sampling continues until all members wait; a failed commit
+    receives once more.
     """
 
     def _begin_nowait(self) -> None:
@@ -227,7 +258,11 @@ class EngineServer(EngineClient):
             self._link = None
 
     async def generate_segment(
-        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+        self,
+        request: SamplingRequest,
+        *,
+        on_chunk: OnChunk = None,
+        on_interrupted: OnInterrupted = None,
     ) -> SegmentPart:
         line = self._line
         check = SegmentCheck(self.name, request, oldest=line.version)
@@ -236,14 +271,18 @@ class EngineServer(EngineClient):
         if self._link is None or self._link.is_broken:
             self._link = Link(self._caller, lambda: self._offered_version)
         try:
-            return await self._link.sample(OpenRequest(request, check, on_chunk, on_interrupted))
+            return await self._link.sample(
+                OpenRequest(request, check, on_chunk, on_interrupted)
+            )
         except (CallLost, CallRefused) as failure:
             if isinstance(failure, CallRefused) and failure.status in (400, 422):
                 raise refused(self.name, request, failure) from failure
             line.check_whole()
             raise await line.error_of(failure) from failure
 
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
+    async def abort(
+        self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0
+    ) -> list[str]:
         if self._link is None:
             return []
         link, found = self._link, self._link.find(request_ids)
@@ -255,7 +294,9 @@ class EngineServer(EngineClient):
 
     async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         async with self._line.calls():
-            return await self._caller.get("/health", api.EngineHealth, timeout_s=timeout_s)
+            return await self._caller.get(
+                "/health", api.EngineHealth, timeout_s=timeout_s
+            )
 
     async def prepare(self, manifest: ExportResponse) -> str:
         if self._group is not None and manifest.is_held:
@@ -267,7 +308,9 @@ class EngineServer(EngineClient):
         with reading(manifest):
             return (await self._post("/prepare", request, api.Loaded)).digest
 
-    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
+    async def commit(
+        self, version: int, digest: str, interrupt: api.Interrupt
+    ) -> api.CommitResponse:
         expected, self._expected = self._expected, None
         if expected is not None:
             await self._receive(expected)
@@ -281,7 +324,9 @@ class EngineServer(EngineClient):
         return await self._post("/sleep", None, api.TransferStats)
 
     async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
-        return await self._post("/wake", api.WakeRequest(parts=list(parts)), api.TransferStats)
+        return await self._post(
+            "/wake", api.WakeRequest(parts=list(parts)), api.TransferStats
+        )
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True)
@@ -290,10 +335,16 @@ class EngineServer(EngineClient):
     async def _receive(self, manifest: ExportResponse) -> None:
         """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
         assert self._group is not None, "weights are expected only from a broadcast"
-        announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
+        announced = manifest.model_dump(
+            include={"version", "digest", "num_tensors", "num_bytes"}
+        )
 
         async def take(member: api.GroupMember) -> None:
-            await self._post("/prepare", api.PrepareRequest(path="", member=member, **announced), api.Loaded)
+            await self._post(
+                "/prepare",
+                api.PrepareRequest(path="", member=member, **announced),
+                api.Loaded,
+            )
 
         for is_last in (False, True):
             try:
@@ -306,6 +357,8 @@ class EngineServer(EngineClient):
                     raise self._line.lost(error.fault) from error
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
-    async def _post(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
+    async def _post(
+        self, path: str, body: BaseModel | None, answer: type[Answer]
+    ) -> Answer:
         async with self._line.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)

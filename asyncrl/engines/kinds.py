@@ -1,8 +1,8 @@
-"""Make engine servers of every kind: start arguments and client. ENGINES (config/engine_kinds.py) has the
-settings, devices and memory of each kind.
+"""Make engine servers of every kind: start arguments and client. ENGINES
+(config/engine_kinds.py) has the settings, devices and memory of each kind.
 
-A new kind is a row in ENGINES, a row in KINDS, its client beside vllm_server.py, and its server in
-servers/asyncrl_servers.
+A new kind is a row in ENGINES, a row in KINDS, its client beside vllm_server.py, and
+its server in servers/asyncrl_servers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class ServerOrder:
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
-    """`start_factor`: multiple of supervision.start_timeout_s until it serves. `canary_tokens`: longest text
-    whose logprobs a push compares with the trainer's; 0: none.
+    """`start_factor`: multiple of supervision.start_timeout_s until it serves.
+    `canary_tokens`: longest text whose logprobs a push compares with the trainer's; 0:
+    none.
     """
 
     spec: Callable[[ServerOrder], Body]
@@ -74,11 +75,17 @@ class EngineMaker:
 
 
 def _size_spec(order: ServerOrder) -> Body:
-    return {"name": order.name, "slots": order.slots, "max_length": order.config.rollout.max_length}
+    return {
+        "name": order.name,
+        "slots": order.slots,
+        "max_length": order.config.rollout.max_length,
+    }
 
 
 def _model_spec(order: ServerOrder) -> Body:
-    """Return the start arguments of every engine with a model. It sees only its own devices."""
+    """Return the start arguments of every engine with a model. It sees only its own
+    devices.
+    """
     return _size_spec(order) | {
         "model_path": str(order.model_path),
         "dtype": order.config.model.dtype,
@@ -113,7 +120,9 @@ def _embedded_client(order: ServerOrder, caller: Caller) -> EngineClient:
 
 
 def _vllm_spec(order: ServerOrder) -> Body:
-    """Add the user's own arguments of `vllm serve`. An eval engine is never split over devices."""
+    """Add the user's own arguments of `vllm serve`. An eval engine is never split over
+    devices.
+    """
     config = order.config
     rollout = config.rollout
     lora = config.trainer.lora

@@ -1,4 +1,6 @@
-"""Client end of the link to an engine server: frames on one WebSocket, and the check of what it sampled."""
+"""Client end of the link to an engine server: frames on one WebSocket, and the check of
+what it sampled.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,25 @@ _RULE = "ids are 0 or more, logprobs finite and at most 0, spans cover every tok
 
 
 def are_sampled(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> bool:
-    """Return whether ids [N] are not negative, and logprobs [N] are finite and at most 0."""
+    """Return whether ids [N] are not negative, and logprobs [N] are finite and at most
+    0.
+    """
     if not len(ids):
         return True
-    # NaN passes no comparison. The bare ufuncs take half as long as the methods, which matters for one token.
+    # NaN passes no comparison. The bare ufuncs take half as long as the methods, which
+    # matters for one token.
     largest, least = np.maximum.reduce(logprobs), np.minimum.reduce(logprobs)
-    return bool(np.minimum.reduce(ids) >= 0 and largest <= LOGPROB_SLACK and least > -np.inf)
+    return bool(
+        np.minimum.reduce(ids) >= 0 and largest <= LOGPROB_SLACK and least > -np.inf
+    )
 
 
 class SegmentCheck:
     """Raises EngineError for invalid answers of server `name` to `request`.
 
-    Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest` (offered last). A
-        completion's last token comes with its finish_reason, so a request can continue after a lost
-        server.
+    Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest`
+        (offered last). A completion's last token comes with its finish_reason, so a
+        request can continue after a lost server.
     """
 
     def __init__(self, name: str, request: SamplingRequest, *, oldest: int) -> None:
@@ -57,7 +64,9 @@ class SegmentCheck:
         self._num_accepted = 0
         self._version = oldest
 
-    def accept(self, part: SegmentPart, *, newest: int, has_fine_values: bool = False) -> None:
+    def accept(
+        self, part: SegmentPart, *, newest: int, has_fine_values: bool = False
+    ) -> None:
         """Check the part's values too, unless its whole frame `has_fine_values`."""
         request = self._request
         num_known = len(request.prompt_ids) + self._num_accepted
@@ -68,12 +77,18 @@ class SegmentCheck:
             new, num_context = part.tokens, 0
         self._num_accepted += len(new)
         oldest = self._version
-        if fault := self._fault(new, part.finish_reason, newest, has_fine_values=has_fine_values):
+        if fault := self._fault(
+            new, part.finish_reason, newest, has_fine_values=has_fine_values
+        ):
             what = f"answered request {request.request_id} of {request.max_tokens} tokens with {fault}"
             rule = f"{_RULE} {oldest} (confirmed before) to {newest} (offered last), in order"
-            raise EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
+            raise EngineError(
+                self._name, what, rule=rule, way_out=f"read {self._name}'s log."
+            )
 
-    def _fault(self, new: Tokens, finish: str | None, newest: int, *, has_fine_values: bool) -> str:
+    def _fault(
+        self, new: Tokens, finish: str | None, newest: int, *, has_fine_values: bool
+    ) -> str:
         num_new = len(new.ids)
         num_left = self._request.max_tokens - self._num_accepted
         if num_left < 0 or (finish is None and not num_left):
@@ -81,13 +96,23 @@ class SegmentCheck:
         if (finish == "length" and num_left) or (finish == "stop" and not num_new):
             return f"finish_reason {finish} after {self._num_accepted} tokens"
         logprobs: Any = new.columns.get(BEHAVIOUR, _NO_LOGPROBS)
-        if len(logprobs) != num_new or not (has_fine_values or are_sampled(new.ids, logprobs)):
+        if len(logprobs) != num_new or not (
+            has_fine_values or are_sampled(new.ids, logprobs)
+        ):
             pairs = zip(new.ids.tolist(), logprobs.tolist(), strict=False)
-            bad = [pair for pair in pairs if pair[0] < 0 or not -math.inf < pair[1] <= LOGPROB_SLACK]
+            bad = [
+                pair
+                for pair in pairs
+                if pair[0] < 0 or not -math.inf < pair[1] <= LOGPROB_SLACK
+            ]
             return f"{len(logprobs)} logprobs for {num_new} tokens, invalid (id, logprob) {bad[:3]}"
         end = 0
         for span in new.spans:
-            if span.start != end or span.end <= end or not self._version <= span.version <= newest:
+            if (
+                span.start != end
+                or span.end <= end
+                or not self._version <= span.version <= newest
+            ):
                 break
             end = span.end
             self._version = span.version
@@ -131,7 +156,11 @@ class Link:
 
     def find(self, request_ids: list[str] | None) -> list[OpenRequest]:
         wanted = None if request_ids is None else set(request_ids)
-        return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
+        return [
+            one
+            for one in self._open.values()
+            if wanted is None or one.request.request_id in wanted
+        ]
 
     async def sample(self, opened: OpenRequest) -> SegmentPart:
         """Raises CallRefused, CallLost or EngineError."""
@@ -185,13 +214,19 @@ class Link:
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
                 # Taken together, so that resumes and aborts follow their requests.
-                numbers_of = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
+                numbers_of = {
+                    "resume": self._resumed,
+                    "abort": [*dict.fromkeys(self._aborted)],
+                }
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
                     if first:
                         await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
-                    rows = [codec.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
+                    rows = [
+                        codec.Asked(one.number, one.request, one.on_chunk is not None)
+                        for one in batch
+                    ]
                     await socket.send(codec.submit_frame(rows))
                 for kind, numbers in numbers_of.items():
                     if numbers:
@@ -207,7 +242,8 @@ class Link:
                 frame = codec.read_frame(data)
                 if frame.kind == "sampled":
                     tokens = Tokens.from_arrays(frame.arrays)
-                    # Once for all rows: per row it would take as long as all other checks.
+                    # Once for all rows: per row it would take as long as all other
+                    # checks.
                     has_fine_values = are_sampled(tokens.ids, tokens.behaviour_logprobs)
                     rows = iter(codec.read_sampled(frame, tokens))
                     while turn := [*itertools.islice(rows, TURN_ROWS)]:
@@ -217,7 +253,9 @@ class Link:
                 elif frame.kind == "refused":
                     self._refused(frame)
                 else:
-                    raise ValueError(f"unexpected frame of kind {frame.kind} with {sorted(frame.arrays)}")
+                    raise ValueError(
+                        f"unexpected frame of kind {frame.kind} with {sorted(frame.arrays)}"
+                    )
             except (ValueError, LookupError, TypeError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
@@ -227,7 +265,9 @@ class Link:
             return
         try:
             part = row.part
-            opened.check.accept(part, newest=self._newest(), has_fine_values=has_fine_values)
+            opened.check.accept(
+                part, newest=self._newest(), has_fine_values=has_fine_values
+            )
             if part.finish_reason is None:
                 assert opened.on_chunk is not None, "only streamed requests get chunks"
                 opened.on_chunk(part)

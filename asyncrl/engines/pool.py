@@ -20,7 +20,9 @@ from asyncrl.messages.tokens import EMPTY, SegmentPart, Tokens
 
 DRAIN_TIMEOUT_S = 30.0
 MAX_CHUNKS = 32
-"""Chunks kept apart: one of a single token takes some 800 bytes, joined ones 20 per token."""
+"""Chunks kept apart: one of a single token takes some 800 bytes, joined ones 20 per
+token.
+"""
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
@@ -30,17 +32,24 @@ OnSpent = Callable[[int], None]
 class EnginePool:
     """Samples on M servers: one logical request in, one joined completion out.
 
-    Life: a request moves, with its tokens, if its server is lost, or is overloaded at an interruption
-        while another has a free slot.
-    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is
-        rollout.timeout_s.
-    Invariant: SegmentJoin keeps seed and positions, so a completion equals an uninterrupted one.
+    Life: a request moves, with its tokens, if its server is lost, or is overloaded at
+        an interruption while another has a free slot.
+    Waits: generate sleeps in the server's answer; without a server, until up_nowait.
+        The limit is rollout.timeout_s.
+    Invariant: SegmentJoin keeps seed and positions, so a completion equals an
+        uninterrupted one.
 
-    `on_lost` gets every EngineLost and must take the server down; without it the error reaches the
-    caller.
+    `on_lost` gets every EngineLost and must take the server down; without it the error
+    reaches the caller.
     """
 
-    def __init__(self, servers: Sequence[EngineClient], *, slots: int, on_lost: OnLost | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[EngineClient],
+        *,
+        slots: int,
+        on_lost: OnLost | None = None,
+    ) -> None:
         assert servers, "an EnginePool needs one server at least"
         self.servers = tuple(servers)
         self.slots = slots
@@ -55,16 +64,25 @@ class EnginePool:
 
     @property
     def load(self) -> dict[str, int]:
-        return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
+        return {
+            server.name: count
+            for server, count in zip(self.servers, self._router.load, strict=True)
+        }
 
     def busy_s(self, now_s: float) -> dict[str, float]:
         """Return each server's request-seconds up to `now_s`."""
         sums = zip(self.servers, self._busy_s, self._sent, strict=True)
-        return {server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums}
+        return {
+            server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums
+        }
 
     @property
     def down(self) -> tuple[str, ...]:
-        return tuple(one.name for index, one in enumerate(self.servers) if index not in self._router.up)
+        return tuple(
+            one.name
+            for index, one in enumerate(self.servers)
+            if index not in self._router.up
+        )
 
     def gauges(self) -> dict[str, float]:
         gauges: dict[str, float] = {
@@ -110,11 +128,12 @@ class EnginePool:
         on_tokens: OnTokens | None = None,
         on_spent: OnSpent | None = None,
     ) -> Completion:
-        """Sample one completion across pushes, aborts and lost servers. Raises RequestRefused (data) or
-        EngineError.
+        """Sample one completion across pushes, aborts and lost servers. Raises
+        RequestRefused (data) or EngineError.
 
-        The calls of `on_tokens`, joined, are the completion's token_ids, `partial` included. `on_spent`
-        gets each segment's number of tokens, even if the request fails later.
+        The calls of `on_tokens`, joined, are the completion's token_ids, `partial`
+        included. `on_spent` gets each segment's number of tokens, even if the request
+        fails later.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and partial is not None and partial.token_ids:
@@ -133,7 +152,9 @@ class EnginePool:
                     await self._changed.wait_for(lambda: self._router.up)
             with self._router.take(request.route_key, self._near(request)) as charge:
                 try:
-                    await self._sample_on(charge, join, on_part, is_streamed=on_tokens is not None)
+                    await self._sample_on(
+                        charge, join, on_part, is_streamed=on_tokens is not None
+                    )
                 except EngineLost as lost:
                     join.cut()
                     if self._on_lost is None:
@@ -143,10 +164,15 @@ class EnginePool:
         return join.completion()
 
     async def _sample_on(
-        self, charge: Charge, join: SegmentJoin, on_part: Callable[[Tokens], None], *, is_streamed: bool
+        self,
+        charge: Charge,
+        join: SegmentJoin,
+        on_part: Callable[[Tokens], None],
+        *,
+        is_streamed: bool,
     ) -> None:
-        """Append segments to `join` until the request ends or moves. A token is in `join` before
-        `on_part` gets it.
+        """Append segments to `join` until the request ends or moves. A token is in
+        `join` before `on_part` gets it.
         """
         index = charge.index
         server = self.servers[index]
@@ -170,7 +196,9 @@ class EnginePool:
             try:
                 with waiting("completions", on=server.name, who="rollouts"):
                     rest = await server.generate_segment(
-                        request, on_chunk=on_chunk if is_streamed else None, on_interrupted=on_interrupted
+                        request,
+                        on_chunk=on_chunk if is_streamed else None,
+                        on_interrupted=on_interrupted,
                     )
             finally:
                 del sent[request.request_id]
@@ -183,7 +211,11 @@ class EnginePool:
         after = request.after
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
-        return after.engine if self.servers[after.engine].policy_version == after.version else -1
+        return (
+            after.engine
+            if self.servers[after.engine].policy_version == after.version
+            else -1
+        )
 
 
 @dataclass(slots=True)
@@ -193,11 +225,11 @@ class Charge:
 
 
 class Router:
-    """Prefers the server with the request's prefix while it has a free slot, else the least loaded one.
-    Pure.
+    """Prefers the server with the request's prefix while it has a free slot, else the
+    least loaded one. Pure.
 
-    Invariant: a full server gets a request only if all are full. Only interrupted requests of overloaded
-        servers move, so none oscillates.
+    Invariant: a full server gets a request only if all are full. Only interrupted
+        requests of overloaded servers move, so none oscillates.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -230,14 +262,19 @@ class Router:
         """Return whether an interrupted request must move, and move its charge."""
         index = charge.index
         is_full = self.load[index] > self.slots
-        if index in self.up and not (is_full and any(self.load[other] < self.slots for other in self.up)):
+        if index in self.up and not (
+            is_full and any(self.load[other] < self.slots for other in self.up)
+        ):
             return False
         if self.up:
             self.load[index] -= 1
             charge.index = self._least_loaded()
             self.load[charge.index] += 1
             if charge.route_key:
-                self._keys[charge.route_key] = charge.index, self._keys[charge.route_key][1]
+                self._keys[charge.route_key] = (
+                    charge.index,
+                    self._keys[charge.route_key][1],
+                )
         return True
 
     def _least_loaded(self) -> int:
@@ -247,11 +284,11 @@ class Router:
 class SegmentJoin:
     """Sampled tokens of one request and its next segment. Pure.
 
-    A segment is any number of chunks and an end, or cut(). `partial`: tokens of an earlier process.
-    `on_segment` gets all tokens after each interruption.
+    A segment is any number of chunks and an end, or cut(). `partial`: tokens of an
+    earlier process. `on_segment` gets all tokens after each interruption.
 
-    Invariant: the spans cover every sampled token once; there are at most request.max_tokens tokens unless
-        `partial` has more.
+    Invariant: the spans cover every sampled token once; there are at most
+        request.max_tokens tokens unless `partial` has more.
 
     Example: the prompt 5 6 and max_tokens 3.
         >>> from asyncrl.messages.records import VersionSpan
@@ -307,13 +344,20 @@ class SegmentJoin:
         return self._has_stopped or self.num_left <= 0
 
     def next_request(self) -> SamplingRequest:
-        """Continue after the last segment: the server draws by (seed, absolute position)."""
+        """Continue after the last segment: the server draws by (seed, absolute
+        position).
+        """
         request = self.request
         if not self.num_tokens:
             return request
         parts = [self._prompt, self._kept, *self._blocks, *self._chunks]
         prompt_ids = np.concatenate([part.ids for part in parts])
-        return replace(request, prompt_ids=prompt_ids, num_resumed=self.num_tokens, max_tokens=self.num_left)
+        return replace(
+            request,
+            prompt_ids=prompt_ids,
+            num_resumed=self.num_tokens,
+            max_tokens=self.num_left,
+        )
 
     def add(self, part: SegmentPart, engine: int = -1) -> None:
         new, num_context = part.new, part.tokens.num_context
@@ -342,14 +386,17 @@ class SegmentJoin:
         return Completion(tokens, len(self._prompt), finish, self.num_interruptions)
 
     def _learn(self, context: Tokens) -> None:
-        """Take the prompt's values from its first reading, and those of the segment's chunks. Tokens of
-        earlier segments were sampled by other weights: their values stay, or stay unknown.
+        """Take the prompt's values from its first reading, and those of the segment's
+        chunks. Tokens of earlier segments were sampled by other weights: their values
+        stay, or stay unknown.
         """
         columns = context.as_context()
         num_prompt = len(self._prompt)
         self._prompt = self._prompt.with_columns(columns.slice(0, num_prompt).columns)
         earlier = Tokens.join([EMPTY, *self._blocks, *self._chunks[:-1]])
-        self._blocks = [earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)]
+        self._blocks = [
+            earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
+        ]
         del self._chunks[:-1]
 
     def _end_segment(self, *, is_interrupted: bool) -> None:
@@ -359,5 +406,9 @@ class SegmentJoin:
         self._blocks, self._chunks = [], []
         if is_interrupted:
             self.num_interruptions += 1
-            if self._on_segment is not None and self.num_left > 0 and self.num_tokens > num_before:
+            if (
+                self._on_segment is not None
+                and self.num_left > 0
+                and self.num_tokens > num_before
+            ):
                 self._on_segment(self.completion())

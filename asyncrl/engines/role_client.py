@@ -18,13 +18,16 @@ CALL_TIMEOUT_S = 120.0
 
 
 class RoleClient(ServerClient):
-    """Calls one server. A call that is lost with its process is repeated in the next process.
+    """Calls one server. A call that is lost with its process is repeated in the next
+    process.
 
-    Life: up -> disconnect_nowait(): open calls restart later -> reset_nowait(): a new process -> up_nowait().
-    Waits: call() sleeps until the server is up, for one of `places`, then for the answer, at most
-        CALL_TIMEOUT_S.
+    Life: up -> disconnect_nowait(): open calls restart later -> reset_nowait(): a new
+        process -> up_nowait().
+    Waits: call() sleeps until the server is up, for one of `places`, then for the
+        answer, at most CALL_TIMEOUT_S.
 
-    `on_lost` gets every EngineLost and must take the client down; without it the error reaches the caller.
+    `on_lost` gets every EngineLost and must take the client down; without it the error
+    reaches the caller.
     """
 
     def __init__(
@@ -57,8 +60,8 @@ class RoleClient(ServerClient):
         return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
     async def judge(self, rollout: Rollout) -> Rollout:
-        """Return a finished rollout with what this server adds to it: by default, nothing. Raises
-        RequestRefused (data) or EngineError.
+        """Return a finished rollout with what this server adds to it: by default,
+        nothing. Raises RequestRefused (data) or EngineError.
         """
         return rollout
 
@@ -70,7 +73,9 @@ class RoleClient(ServerClient):
             try:
                 with waiting(f"an answer to {path}", on=self.name, who="rollouts"):
                     async with self._places, self._scope.calls():
-                        return await self._caller.post(path, body, answer, timeout_s=CALL_TIMEOUT_S)
+                        return await self._caller.post(
+                            path, body, answer, timeout_s=CALL_TIMEOUT_S
+                        )
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
@@ -79,4 +84,6 @@ class RoleClient(ServerClient):
                 refusal = error.__cause__
                 if not isinstance(refusal, CallRefused) or refusal.status != 400:
                     raise
-                raise RequestRefused(error.what, rule=error.rule, way_out=error.way_out) from refusal
+                raise RequestRefused(
+                    error.what, rule=error.rule, way_out=error.way_out
+                ) from refusal

@@ -19,7 +19,11 @@ from asyncrl.messages.tokens import TEACHER
 
 class Teacher(RoleClient):
     def __init__(
-        self, caller: Caller, *, temperature: float, on_lost: Callable[[EngineLost], None] | None
+        self,
+        caller: Caller,
+        *,
+        temperature: float,
+        on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
@@ -37,19 +41,29 @@ class Teacher(RoleClient):
         (places,) = np.nonzero(branch.loss_mask)
         start, end = int(places[0]), int(places[-1]) + 1
         request = ScoreRequest(
-            token_ids=branch.token_ids[:end].tolist(), start=start, temperature=self._temperature
+            token_ids=branch.token_ids[:end].tolist(),
+            start=start,
+            temperature=self._temperature,
         )
         answer = await self.call("/score", request, ScoreResponse)
         found = np.array(answer.logprobs, np.float32)
-        if len(found) != end - start or not (found <= LOGPROB_SLACK).all() or not np.isfinite(found).all():
+        if (
+            len(found) != end - start
+            or not (found <= LOGPROB_SLACK).all()
+            or not np.isfinite(found).all()
+        ):
             what = f"answered {len(found)} logprobs for {end - start} tokens: {found[:8].tolist()}"
             rule = "one finite logprob a token, none above 0"
-            raise EngineError(self.name, what, rule=rule, way_out=f"read {self.name}'s log.")
+            raise EngineError(
+                self.name, what, rule=rule, way_out=f"read {self.name}'s log."
+            )
         logprobs = np.zeros(len(branch.token_ids), np.float32)
         logprobs[start:end] = found
         logprobs[~branch.loss_mask] = 0.0
         # Under a grammar the teacher would have sampled from other tokens: no term.
         for span in branch.tokens.grammars:
-            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[span.start : span.end]
+            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[
+                span.start : span.end
+            ]
         self._num_scored += len(places)
         return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))

@@ -62,7 +62,11 @@ class Text(Read):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
-        return cls(text=json_data if isinstance(json_data, str) else json_data.decode(errors="replace"))
+        return cls(
+            text=json_data
+            if isinstance(json_data, str)
+            else json_data.decode(errors="replace")
+        )
 
 
 class LabelSpan(Read):
@@ -100,7 +104,9 @@ class Choice(Read):
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
     routed_experts: str | None = None
-    """With the finish_reason: .npy file in base64, uint8 or uint16 [T, layers, k], without the last token."""
+    """With the finish_reason: .npy file in base64, uint8 or uint16 [T, layers, k],
+    without the last token.
+    """
 
 
 class Generated(Read):
@@ -111,24 +117,29 @@ class Generated(Read):
 
 
 def vllm_request(
-    token_ids: list[int], request_id: str, label: str, model: str | None, **sampling: Any
+    token_ids: list[int],
+    request_id: str,
+    label: str,
+    model: str | None,
+    **sampling: Any,
 ) -> dict[str, Any]:
-    """Return the body of GENERATE. The salt contains the label, so cached prefixes never outlive their
-    weights.
+    """Return the body of GENERATE. The salt contains the label, so cached prefixes
+    never outlive their weights.
     """
     return {
         "token_ids": token_ids,
         "request_id": request_id,
         "cache_salt": f"v{label}",
         "model": model,
-        "sampling_params": {"logprobs": 0, "ignore_eos": True, "detokenize": False} | sampling,
+        "sampling_params": {"logprobs": 0, "ignore_eos": True, "detokenize": False}
+        | sampling,
     }
 
 
 @contextlib.contextmanager
 def _vllm_errors() -> Iterator[None]:
-    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or
-    {"detail": ..}.
+    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error":
+    "..."} or {"detail": ..}.
     """
     try:
         yield
@@ -141,18 +152,20 @@ def _vllm_errors() -> Iterator[None]:
             error = answer.get("error") or answer.get("detail")
         error = error if isinstance(error, dict) else {"message": error}
         body = ErrorBody(error=str(error.get("message") or garbled.why))
-        raise CallRefused(garbled.server, garbled.path, error.get("code", garbled.status), body) from garbled
+        raise CallRefused(
+            garbled.server, garbled.path, error.get("code", garbled.status), body
+        ) from garbled
 
 
 class VllmProcess(CallScope):
     """vLLM process of a server.
 
-    Life: `state` is serving -> paused (a commit holds new requests back) -> loading -> serving, once
-        checked; or asleep. A process that fails while loading is cut.
-    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began;
-        `changed` wakes both.
-    Invariant: a segment is sent only under `label` while `version` serves. No token of a failed load is
-        passed on.
+    Life: `state` is serving -> paused (a commit holds new requests back) -> loading ->
+        serving, once checked; or asleep. A process that fails while loading is cut.
+    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a
+        load began; `changed` wakes both.
+    Invariant: a segment is sent only under `label` while `version` serves. No token of
+        a failed load is passed on.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str) -> None:
@@ -174,7 +187,11 @@ class VllmProcess(CallScope):
 
     @property
     def sent(self) -> list[Segment]:
-        return [one for one in self.segments.values() if one.is_sent and not one.answered.is_set()]
+        return [
+            one
+            for one in self.segments.values()
+            if one.is_sent and not one.answered.is_set()
+        ]
 
     def label_of(self, version: int) -> str:
         return f"{version}~{self._mark}"  # vLLM allows no @ in a salt
@@ -202,11 +219,15 @@ class VllmProcess(CallScope):
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        await self.changed.wait_for(lambda: segment.is_certain or self.state != "loading")
+        await self.changed.wait_for(
+            lambda: segment.is_certain or self.state != "loading"
+        )
 
     async def end(self, segments: Sequence[Segment]) -> None:
         """Abort these segments and wait for vLLM's answers."""
-        while wire_ids := [segment.wire_id for segment in segments if not segment.answered.is_set()]:
+        while wire_ids := [
+            segment.wire_id for segment in segments if not segment.answered.is_set()
+        ]:
             await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_AGAIN_S):
@@ -214,7 +235,9 @@ class VllmProcess(CallScope):
                         await segment.answered.wait()
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """Return EngineLost if the engine is dead: its server briefly answers 500 or above."""
+        """Return EngineLost if the engine is dead: its server briefly answers 500 or
+        above.
+        """
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
                 await self.get("/health", Text, _HEALTH_LIMIT_S)
@@ -225,12 +248,18 @@ class VllmProcess(CallScope):
 
     # ---- calls: raise CallRefused with vLLM's error, or CallLost; `timeout_s` None: no limit
 
-    async def get(self, path: str, answer: type[Answer], timeout_s: float | None = None) -> Answer:
+    async def get(
+        self, path: str, answer: type[Answer], timeout_s: float | None = None
+    ) -> Answer:
         with _vllm_errors():
             return await self.caller.get(path, answer, timeout_s=timeout_s)
 
     async def post(
-        self, path: str, body: dict[str, Any] | None, answer: type[Answer], timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        answer: type[Answer],
+        timeout_s: float | None = None,
     ) -> Answer:
         with _vllm_errors():
             return await self.caller.post(
@@ -238,7 +267,10 @@ class VllmProcess(CallScope):
             )
 
     async def tell(
-        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         await self.post(path, body, Text, timeout_s)
 
@@ -254,11 +286,16 @@ class VllmProcess(CallScope):
                             part = Generated.model_validate_json(data)
                         except ValidationError:
                             why = f"no {Generated.__name__}: {data[:200].decode(errors='replace')}"
-                            raise CallGarbled(self.name, GENERATE, why, status=500, text=data) from None
+                            raise CallGarbled(
+                                self.name, GENERATE, why, status=500, text=data
+                            ) from None
                         yield part
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
+        await self.tell(
+            "/abort_requests",
+            {"request_ids": [_WIRE_ID.format(name) for name in request_ids]},
+        )
 
     async def reset_cache(self) -> None:
         """Clear the KV cache; running requests recompute theirs. Raises EngineError."""
@@ -266,40 +303,59 @@ class VllmProcess(CallScope):
         if not (await self.post(path, None, Json)).root.get("success"):
             rule = "no token is sampled from new weights over an old KV cache"
             way_out = "set weight_sync.interrupt=abort."
-            raise EngineError(self.name, f"could not clear its KV cache ({path})", rule=rule, way_out=way_out)
+            raise EngineError(
+                self.name,
+                f"could not clear its KV cache ({path})",
+                rule=rule,
+                way_out=way_out,
+            )
 
     async def rpc(self, method: str, **argument: Any) -> list[dict[str, Any]]:
         """Call our extension in each worker. Raises CallRefused."""
         body = {"method": f"asyncrl_{method}", "args": [json.dumps(argument)]}
-        results: list[dict[str, Any]] = (await self.post(_RPC, body, Json)).root["results"]
+        results: list[dict[str, Any]] = (await self.post(_RPC, body, Json)).root[
+            "results"
+        ]
         for result in results:
             if "error" in result:
-                raise CallRefused(self.name, f"{_RPC} {method}", 409, ErrorBody.model_validate(result))
+                raise CallRefused(
+                    self.name, f"{_RPC} {method}", 409, ErrorBody.model_validate(result)
+                )
         return results
 
     async def set_label(self, label: str) -> None:
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def served_label(self, timeout_s: float | None = None) -> str:
-        return str((await self.get("/weight_info", Json, timeout_s)).root["weight_version"])
+        return str(
+            (await self.get("/weight_info", Json, timeout_s)).root["weight_version"]
+        )
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
         """Return counts from its metrics."""
         text = (await self.get("/metrics", Text, timeout_s)).text
-        values = dict.fromkeys((name for names in _COUNTS.values() for name in names), 0.0)
-        for name, value in re.findall(r"^vllm:(\w+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE):
+        values = dict.fromkeys(
+            (name for names in _COUNTS.values() for name in names), 0.0
+        )
+        for name, value in re.findall(
+            r"^vllm:(\w+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE
+        ):
             if name in values:
                 values[name] += float(value)
-        return {ours: sum(values[theirs] for theirs in names) for ours, names in _COUNTS.items()}
+        return {
+            ours: sum(values[theirs] for theirs in names)
+            for ours, names in _COUNTS.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRequirements:
     """Requirements of the run.
 
-    `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for stop strings.
-    `stays`: keeps its memory during sleep. `canary_limit` in nats. `decode`: for stop strings across two
-    segments. `mark`: in all labels; tokens of other runs raise EngineError.
+    `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for
+    stop strings. `stays`: keeps its memory during sleep. `canary_limit` in nats.
+    `decode`: for stop strings across two segments. `mark`: in all labels; tokens of
+    other runs raise EngineError.
     """
 
     model_path: str
@@ -316,7 +372,9 @@ class VllmRequirements:
 
 
 def has_length_dependent_rope(folder: Path) -> bool:
-    """Return whether vLLM chooses the model's rotary frequencies by max_model_len (LongRoPE)."""
+    """Return whether vLLM chooses the model's rotary frequencies by max_model_len
+    (LongRoPE).
+    """
     config = folder / "config.json"
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     return re.search(r'"(rope_)?type":\s*"(longrope|su)"', text) is not None
@@ -327,7 +385,10 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     config = info["vllm_config"]
     model = config["model_config"]
     equal: dict[str, tuple[Any, Any]] = {
-        "model": (os.path.realpath(model["model"]), os.path.realpath(needed.model_path)),
+        "model": (
+            os.path.realpath(model["model"]),
+            os.path.realpath(needed.model_path),
+        ),
         "dtype": (str(model["dtype"]).removeprefix("torch."), needed.dtype),
         "logprobs_mode": (model["logprobs_mode"], "processed_logprobs"),
         _PLUGIN: (config["structured_outputs_config"][_PLUGIN], GRAMMARS),
@@ -335,21 +396,38 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     at_least = {
         "max_model_len": (model["max_model_len"], needed.max_length),
         "max_num_seqs": (config["scheduler_config"]["max_num_seqs"], needed.slots),
-        _ROUTING: (bool(config.get("aux_output_config", {}).get(_ROUTING)), needed.returns_routing),
-        _KEEP_ALIVE: (info.get("vllm_env", {}).get(_KEEP_ALIVE) or _MIN_KEEP_ALIVE_S, _MIN_KEEP_ALIVE_S),
+        _ROUTING: (
+            bool(config.get("aux_output_config", {}).get(_ROUTING)),
+            needed.returns_routing,
+        ),
+        _KEEP_ALIVE: (
+            info.get("vllm_env", {}).get(_KEEP_ALIVE) or _MIN_KEEP_ALIVE_S,
+            _MIN_KEEP_ALIVE_S,
+        ),
     }
     if has_length_dependent_rope(Path(needed.model_path)):
-        # The trainer uses the frequencies of rollout's lengths, and the server those of its own.
+        # The trainer uses the frequencies of rollout's lengths, and the server those of
+        # its own.
         equal["max_model_len"] = at_least.pop("max_model_len")
-    wrong = [f"{key}={has} instead of {want}" for key, (has, want) in equal.items() if has != want]
-    wrong += [f"{key}={has} instead of {want} or more" for key, (has, want) in at_least.items() if has < want]
+    wrong = [
+        f"{key}={has} instead of {want}"
+        for key, (has, want) in equal.items()
+        if has != want
+    ]
+    wrong += [
+        f"{key}={has} instead of {want} or more"
+        for key, (has, want) in at_least.items()
+        if has < want
+    ]
     if wrong:
         what = f"{name}: the vLLM server there has {' and '.join(wrong)}"
         raise ConfigError(what, way_out=_WAY_OUT)
 
 
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
-    """Wait until the server is up and configured. Raises ConfigError, CallRefused or CallLost."""
+    """Wait until the server is up and configured. Raises ConfigError, CallRefused or
+    CallLost.
+    """
     try:
         await _until_up(process)
         settings = await process.get("/server_info?config_format=json", Json)
@@ -359,10 +437,18 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         process.vocab_size = min(worker["vocab_size"] for worker in workers)
         await process.tell("/resume")  # an earlier run may have paused it and died
         await process.set_label(process.label)
-        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs. Without top_p: on CUDA
-        # it would compile a large kernel that few runs use.
-        sampling = {"max_tokens": 2, "temperature": 0.7, "seed": 1, "prompt_logprobs": 0}
-        await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
+        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
+        # Without top_p: on CUDA it would compile a large kernel that few runs use.
+        sampling = {
+            "max_tokens": 2,
+            "temperature": 0.7,
+            "seed": 1,
+            "prompt_logprobs": 0,
+        }
+        await process.tell(
+            GENERATE,
+            vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling),
+        )
     except CallRefused as refusal:
         if refusal.status not in (401, 403, 404):
             raise

@@ -47,12 +47,16 @@ from asyncrl.messages.tokens import (
 _NO_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 0.01
 _PAUSED = 503
-"""Status of a request that reaches a paused vLLM 0.33; vLLM 0.32 holds it until the resume."""
+"""Status of a request that reaches a paused vLLM 0.33; vLLM 0.32 holds it until the
+resume.
+"""
 
 
-def check_request(process: VllmProcess, request: SamplingRequest, requirements: VllmRequirements) -> None:
-    """Raise RequestRefused for a request that vLLM would change, or that would end its engine (invalid
-    ids).
+def check_request(
+    process: VllmProcess, request: SamplingRequest, requirements: VllmRequirements
+) -> None:
+    """Raise RequestRefused for a request that vLLM would change, or that would end its
+    engine (invalid ids).
     """
     fault = request_fault(request, requirements.max_length, process.vocab_size)
     if 0.0 < request.temperature < _MIN_TEMPERATURE:
@@ -63,15 +67,17 @@ def check_request(process: VllmProcess, request: SamplingRequest, requirements: 
         )
     if fault:
         what = f"{process.name} refused request {request.request_id}: {fault.error}"
-        raise RequestRefused(what, why=fault.error, rule=fault.rule, way_out=fault.way_out)
+        raise RequestRefused(
+            what, why=fault.error, rule=fault.rule, way_out=fault.way_out
+        )
 
 
 class Segment:
     """A request to vLLM and the tokens of its answer.
 
     Life: waiting -> sent -> answered; or aborted. `is_certain` until a load begins.
-    Invariant: sent once, under one version and its label. on_chunk has got `_num_told` tokens, all before
-        any load. `_labels` come with the end and cover all tokens.
+    Invariant: sent once, under one version and its label. on_chunk has got `_num_told`
+        tokens, all before any load. `_labels` come with the end and cover all tokens.
     """
 
     def __init__(
@@ -108,7 +114,9 @@ class Segment:
                 if not self.is_sent:
                     return self._part([], "abort")
                 self._version = process.version
-                self._check = SegmentCheck(process.name, self.request, oldest=self._version)
+                self._check = SegmentCheck(
+                    process.name, self.request, oldest=self._version
+                )
                 await self._ask()
                 self.answered.set()
                 await process.wait_settled(self)
@@ -138,7 +146,8 @@ class Segment:
                 self._add(part)
                 if watch is not None and num_wanted is None:
                     end = len(self._token_ids)
-                    if request.thinking is None:  # past its window no stop string reaches back
+                    # past its window no stop string reaches back
+                    if request.thinking is None:
                         end = min(end, watch.window)
                     for at in range(num_before, end):
                         if watch.is_complete(self._token_ids[at]):
@@ -149,18 +158,21 @@ class Segment:
                 if self._finish is None and num_wanted is None and self.is_certain:
                     self._tell()
         if self._finish is None:
-            raise CallLost(process.name, GENERATE, "the answer broke off before its end")
+            raise CallLost(
+                process.name, GENERATE, "the answer broke off before its end"
+            )
         if num_wanted is not None:
             self._cut(num_wanted, "stop")
 
     def _body(self) -> dict[str, Any]:
-        """Return the body. vLLM restarts its random stream per request, so the seed (63 bits) depends on
-        the segment's position.
+        """Return the body. vLLM restarts its random stream per request, so the seed (63
+        bits) depends on the segment's position.
         """
         request, requirements = self.request, self._requirements
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
-        # vLLM would also stop inside a thought, so stop strings after a thought are only watched for.
+        # vLLM would also stop inside a thought, so stop strings after a thought are
+        # only watched for.
         stop = [text for text in request.stop if text and request.thinking is None]
         sampling: dict[str, Any] = {
             **request.parameters,
@@ -178,13 +190,18 @@ class Segment:
             sampling["structured_outputs"] = {"grammar": request.grammar}
             sampling["extra_args"] = {"num_resumed": request.num_resumed}
         process = self._process
-        return vllm_request(ids_of(request), self.wire_id, process.label, process.model, **sampling)
+        return vllm_request(
+            ids_of(request), self.wire_id, process.label, process.model, **sampling
+        )
 
     def _add(self, part: Generated) -> None:
         for choice in part.choices:
             content = [] if choice.logprobs is None else choice.logprobs.content or []
             self._token_ids += choice.token_ids or []
-            self._logprobs += [math.nan if one.logprob <= _NO_LOGPROB else one.logprob for one in content]
+            self._logprobs += [
+                math.nan if one.logprob <= _NO_LOGPROB else one.logprob
+                for one in content
+            ]
             if num_top := self.request.top_logprobs:
                 self._top += [_likeliest(one.top_logprobs, num_top) for one in content]
             self._finish = choice.finish_reason or self._finish
@@ -210,8 +227,8 @@ class Segment:
             self._num_told = num_tokens
 
     def _part(self, spans: Sequence[VersionSpan], finish: Finish | None) -> SegmentPart:
-        """Return the tokens that on_chunk did not get. The experts come with the end and cover the prompt, so
-        then the whole text is told again.
+        """Return the tokens that on_chunk did not get. The experts come with the end
+        and cover the prompt, so then the whole text is told again.
         """
         told = self._num_told
         new = self._tokens(told, len(self._token_ids), spans)
@@ -222,35 +239,60 @@ class Segment:
         whole = Tokens.join([prompt, self._tokens(0, told).as_context(), new])
         return SegmentPart(whole.with_columns({ROUTING: experts}), finish)
 
-    def _tokens(self, start: int, end: int, spans: Sequence[VersionSpan] = ()) -> Tokens:
-        """Return sampled tokens [start, end); `spans` count from the first token of the answer."""
+    def _tokens(
+        self, start: int, end: int, spans: Sequence[VersionSpan] = ()
+    ) -> Tokens:
+        """Return sampled tokens [start, end); `spans` count from the first token of the
+        answer.
+        """
         logprobs = np.array(self._logprobs[start:end], np.float32)
         columns: dict[str, Values] = {BEHAVIOUR: logprobs}
         if self.request.top_logprobs:
             top = self._top[start:end]
-            columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in top], "<i4")
-            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in top], "<f4")
+            columns[TOP_IDS] = Ragged.of(
+                [[token for token, _ in one] for one in top], "<i4"
+            )
+            columns[TOP_LOGPROBS] = Ragged.of(
+                [[value for _, value in one] for one in top], "<f4"
+            )
         moved = [
             VersionSpan(max(0, span.start - start), span.end - start, span.version)
             for span in spans
             if span.end > start
         ]
-        return Tokens(np.array(self._token_ids[start:end], np.int32), tuple(moved), columns)
+        return Tokens(
+            np.array(self._token_ids[start:end], np.int32), tuple(moved), columns
+        )
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
-        del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
+        del (
+            self._token_ids[num_tokens:],
+            self._logprobs[num_tokens:],
+            self._top[num_tokens:],
+        )
         self._finish = finish
 
     def _response(self) -> SegmentPart:
         """Return the tokens not reported yet. Raises EngineError."""
         spans: list[VersionSpan] = []
         for label in self._labels or []:
-            end = min(label.end, len(self._token_ids))  # labels also cover tokens cut after a stop string
+            # labels also cover tokens cut after a stop string
+            end = min(label.end, len(self._token_ids))
             if label.start < end:
-                spans.append(VersionSpan(label.start, end, self._process.version_of(label.version)))
+                spans.append(
+                    VersionSpan(
+                        label.start, end, self._process.version_of(label.version)
+                    )
+                )
         is_labelled = bool(spans) or not self._token_ids
-        if self._finish is None or not is_labelled or any(span.version < 0 for span in spans):
-            labels = [(label.start, label.end, label.version) for label in self._labels or []]
+        if (
+            self._finish is None
+            or not is_labelled
+            or any(span.version < 0 for span in spans)
+        ):
+            labels = [
+                (label.start, label.end, label.version) for label in self._labels or []
+            ]
             what = f"answered request {self.request.request_id} with finish_reason {self._finish}, "
             what += f"{len(self._token_ids)} tokens and labels {labels}"
             rule = "vLLM reports an answer's end and the label of each token; one run sets the labels"
@@ -288,22 +330,35 @@ def ids_of(request: SamplingRequest) -> list[int]:
 def _likeliest(top: Sequence[TopLogprob], num: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens, without impossible ones."""
     found = sorted(
-        (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0
+        (one for one in top if one.rank is not None and one.rank <= num),
+        key=lambda one: one.rank or 0,
     )
-    return [(one.token_id, one.logprob) for one in found[:num] if one.logprob > _NO_LOGPROB]
+    return [
+        (one.token_id, one.logprob) for one in found[:num] if one.logprob > _NO_LOGPROB
+    ]
 
 
 def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
-    """Decode routed_experts to [T, E] for layers with a router; vLLM writes zeros for the others."""
+    """Decode routed_experts to [T, E] for layers with a router; vLLM writes zeros for
+    the others.
+    """
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
-    found: npt.NDArray[np.uint16] = experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
+    found: npt.NDArray[np.uint16] = (
+        experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
+    )
     return found
 
 
-def joint_watch(request: SamplingRequest, requirements: VllmRequirements) -> StopWatch | None:
-    """Watch for what vLLM does not find: stop strings across segments, and those after a thought."""
-    decode, special, thinking = requirements.decode, requirements.special_ids, request.thinking
+def joint_watch(
+    request: SamplingRequest, requirements: VllmRequirements
+) -> StopWatch | None:
+    """Watch for what vLLM does not find: stop strings across segments, and those after
+    a thought.
+    """
+    decode = requirements.decode
+    special = requirements.special_ids
+    thinking = request.thinking
     if decode is None or not any(request.stop) or not (request.num_resumed or thinking):
         return None
     resumed_ids = ids_of(request)[len(request.prompt_ids) - request.num_resumed :]

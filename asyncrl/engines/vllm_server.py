@@ -1,4 +1,6 @@
-"""Client of one vLLM server: how the weights of each transport get into it, and the canary that proves it."""
+"""Client of one vLLM server: how the weights of each transport get into it, and the
+canary that proves it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 ADAPTER = "policy-adapter"
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""weight_sync.canary_limit=auto, in nats. vLLM with correct weights: 6e-6 in float32, 0.09 in bfloat16."""
+"""weight_sync.canary_limit=auto, in nats. vLLM with correct weights: 6e-6 in float32,
+0.09 in bfloat16.
+"""
 CANARY_TOKENS = 160
 """Longer than vLLM's CPU block, so that its prefix cache takes part."""
 RESUME_LIMIT_S = 10.0
@@ -48,8 +52,9 @@ class CanaryError(EngineError):
 
 
 class Load:
-    """Load of one version into one process: stage() during generation, then load(). Transports shm, disk and
-    stream: one file. ipc: the trainer's memory, which is hashed in place and copied by load().
+    """Load of one version into one process: stage() during generation, then load().
+    Transports shm, disk and stream: one file. ipc: the trainer's memory, which is
+    hashed in place and copied by load().
     """
 
     model: str | None = None
@@ -65,7 +70,15 @@ class Load:
     async def stage(self) -> str:
         """Return the digest. Poll: a blocking call would stop generation."""
         wait_s = _ASK_AGAIN_S
-        names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind", "memory"}
+        names = {
+            "version",
+            "path",
+            "digest",
+            "num_tensors",
+            "num_bytes",
+            "kind",
+            "memory",
+        }
         request = self.manifest.model_dump(include=names)
         is_new = True
         while True:
@@ -85,7 +98,9 @@ class ChunksLoad(Load):
     """A colocated push, whose chunks are loaded already."""
 
     async def load(self) -> None:
-        await self.process.rpc("finish_chunks", version=self.version, digest=self.digest)
+        await self.process.rpc(
+            "finish_chunks", version=self.version, digest=self.digest
+        )
 
 
 class BroadcastLoad(Load):
@@ -95,30 +110,44 @@ class BroadcastLoad(Load):
 
     async def stage(self) -> str:
         """Announce this engine and its workers, which compare the digest later."""
-        self.group.expect_nowait(self.process.name, self.version, self.process.num_workers)
+        self.group.expect_nowait(
+            self.process.name, self.version, self.process.num_workers
+        )
         return self.digest
 
     async def load(self) -> None:
-        announced = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
+        announced = self.manifest.model_dump(
+            include={"version", "digest", "num_tensors", "num_bytes"}
+        )
 
         async def take(member: api.GroupMember) -> None:
-            await self.process.rpc("receive", path="", member=member.model_dump(), **announced)
+            await self.process.rpc(
+                "receive", path="", member=member.model_dump(), **announced
+            )
 
         await self.group.receive(self.process.name, self.version, take)
 
 
 class AdapterLoad(Load):
-    """Transport lora: a peft folder per version, by which vLLM's prefix cache tells adapters apart."""
+    """Transport lora: a peft folder per version, by which vLLM's prefix cache tells
+    adapters apart.
+    """
 
     model = ADAPTER
 
     async def load(self) -> None:
-        adapter = {"lora_name": ADAPTER, "lora_path": self.staged["folder"], "load_inplace": True}
+        adapter = {
+            "lora_name": ADAPTER,
+            "lora_path": self.staged["folder"],
+            "load_inplace": True,
+        }
         await self.process.tell("/v1/load_lora_adapter", adapter)
         await self.process.rpc("check_adapter", version=self.version)
 
 
-def load_of(process: VllmProcess, manifest: ExportResponse, group: BroadcastGroup | None) -> Load:
+def load_of(
+    process: VllmProcess, manifest: ExportResponse, group: BroadcastGroup | None
+) -> Load:
     if group is not None and manifest.is_held:
         load = BroadcastLoad(process, manifest)
         load.group = group
@@ -139,10 +168,14 @@ async def check_canary(load: Load, limit: float) -> None:
     choices = []
     for name, probe in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
         sampling = {"max_tokens": 1, "temperature": 0.0} | probe
-        body = vllm_request(canary.token_ids, f"canary-{label}-{name}", label, load.model, **sampling)
+        body = vllm_request(
+            canary.token_ids, f"canary-{label}-{name}", label, load.model, **sampling
+        )
         answer = await process.post(GENERATE, body, Generated)
         choices += answer.choices
-    labels = [span.version for choice in choices for span in choice.weight_versions or []]
+    labels = [
+        span.version for choice in choices for span in choice.weight_versions or []
+    ]
     sampled = choices[0].logprobs
     assert sampled is not None, "requested with logprobs"
     assert sampled.content, "one token was requested"
@@ -151,10 +184,9 @@ async def check_canary(load: Load, limit: float) -> None:
     prompt = [entry[token].logprob for entry, token in scored if entry is not None]
     prompt_gap = float(np.abs(np.subtract(prompt, canary.logprobs)).mean())
     if labels != [label, label] or not next_gap <= limit or not prompt_gap <= limit:
-        what = (
-            f"does not compute with policy_version {version}: labels {labels}, not {label}; the next token's "
-        )
-        what += f"logprob differs by {next_gap:.6f}, the prompt's by {prompt_gap:.6f} on average"
+        what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
+        what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
+        what += f"{prompt_gap:.6f} on average"
         rule = f"the canary must agree to weight_sync.canary_limit={limit} nats"
         way_out = "if model.dtype rounds so much, raise weight_sync.canary_limit; else start again."
         raise CanaryError(process.name, what, rule=rule, way_out=way_out)
@@ -181,29 +213,41 @@ class VllmServer(EngineClient):
         broadcast_group: BroadcastGroup | None = None,
     ) -> None:
         self.needed = needed
-        super().__init__(caller, policy_version=policy_version, broadcast_group=broadcast_group)
+        super().__init__(
+            caller, policy_version=policy_version, broadcast_group=broadcast_group
+        )
 
     def _begin_nowait(self) -> None:
-        self._line = self._process = VllmProcess(self._caller, self._start_version, self.needed.mark)
+        self._line = self._process = VllmProcess(
+            self._caller, self._start_version, self.needed.mark
+        )
         self._staged: Load | None = None
         self._unchecked: Load | None = None
 
     async def ready(self, timeout_s: float) -> api.EngineHealth:
-        """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
-        EngineLost after `timeout_s`.
+        """Wait until the server is configured and warmed up. Raises ConfigError,
+        EngineError, or EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
             await make_ready(self._process, self.needed)
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
-        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+        self,
+        request: SamplingRequest,
+        *,
+        on_chunk: OnChunk = None,
+        on_interrupted: OnInterrupted = None,
     ) -> SegmentPart:
-        """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
+        """Sample a segment. vLLM cannot hold an interrupted request and answers with
+        its tokens.
+        """
         check_request(self._process, request, self.needed)
         return await Segment(self._process, request, self.needed, on_chunk).sample()
 
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
+    async def abort(
+        self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0
+    ) -> list[str]:
         process = self._process
         segments = [
             segment
@@ -246,26 +290,47 @@ class VllmServer(EngineClient):
         process = self._process
         self._staged = None
         process.begin_load_nowait()
-        request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
+        request = api.LoadChunkRequest.model_validate(
+            chunk, from_attributes=True
+        ).model_dump()
         async with process.calls():
             workers = await process.rpc("load_chunk", **request)
         if chunk.is_last:
-            whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
-            self._staged = ChunksLoad(process, ExportResponse(**whole, digest=chunk.whole_digest))
+            whole = chunk.model_dump(
+                include={"version", "path", "num_tensors", "num_bytes", "canary"}
+            )
+            self._staged = ChunksLoad(
+                process, ExportResponse(**whole, digest=chunk.whole_digest)
+            )
         return str(workers[0]["digest"])
 
-    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
+    async def commit(
+        self, version: int, digest: str, interrupt: api.Interrupt
+    ) -> api.CommitResponse:
         """Return once the canary agrees, or a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._staged = None
-        answer = api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
-        if (version, digest) == (process.version, process.digest) and process.state == "serving":
+        answer = api.CommitResponse(
+            version=version, digest=digest, pause_s=0.0, num_interrupted=0
+        )
+        if (version, digest) == (
+            process.version,
+            process.digest,
+        ) and process.state == "serving":
             self._leave_group_nowait()
             return answer
         if load is None or (load.version, load.digest) != (version, digest):
-            staged = "nothing" if load is None else f"policy_version {load.version} with digest {load.digest}"
+            staged = (
+                "nothing"
+                if load is None
+                else f"policy_version {load.version} with digest {load.digest}"
+            )
             what = f"cannot serve policy_version {version} with digest {digest}: staged is {staged}"
-            raise EngineError(self.name, what, rule="staged weights are committed, one version at a time")
+            raise EngineError(
+                self.name,
+                what,
+                rule="staged weights are committed, one version at a time",
+            )
         with self._all_or_broken(process, version):
             async with process.calls():
                 if process.asleep:
@@ -277,8 +342,9 @@ class VllmServer(EngineClient):
         return answer
 
     async def sleep(self) -> api.TransferStats:
-        """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory that vLLM never frees
-        (vLLM #16663). With `stays` vLLM pauses instead and clears its prefix cache.
+        """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory
+        that vLLM never frees (vLLM #16663). With `stays` vLLM pauses instead and clears
+        its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)
@@ -293,7 +359,9 @@ class VllmServer(EngineClient):
                     await self._wake(asleep_before)  # vLLM sleeps as a whole
                     await process.tell("/sleep?level=2&mode=abort")
                 await process.end(process.sent)
-        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(
+            num_bytes=0, seconds=asyncio.get_running_loop().time() - started
+        )
 
     async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
         process, started = self._process, asyncio.get_running_loop().time()
@@ -310,12 +378,20 @@ class VllmServer(EngineClient):
                         await self._confirm(process, load)
             process.asleep -= woken
             process.changed.notify()
-        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(
+            num_bytes=0, seconds=asyncio.get_running_loop().time() - started
+        )
 
-    async def _swap(self, process: VllmProcess, load: Load, interrupt: api.Interrupt) -> api.CommitResponse:
+    async def _swap(
+        self, process: VllmProcess, load: Load, interrupt: api.Interrupt
+    ) -> api.CommitResponse:
         clock = asyncio.get_running_loop().time
-        keeps = interrupt in ("keep", "keep_kv")  # vLLM is about to ignore clear_cache here
-        pause = {"mode": "keep" if keeps else interrupt, "clear_cache": str(not keeps).lower()}
+        # vLLM is about to ignore clear_cache here
+        keeps = interrupt in ("keep", "keep_kv")
+        pause = {
+            "mode": "keep" if keeps else interrupt,
+            "clear_cache": str(not keeps).lower(),
+        }
         num_running = len(process.sent)
         num_interrupted = {"abort": num_running, "wait": 0}.get(
             interrupt, min(num_running, self.needed.slots)
@@ -327,11 +403,18 @@ class VllmServer(EngineClient):
             await process.tell(f"/pause?{urlencode(pause)}")
             if interrupt == "wait":
                 started = clock()
-            # End streams, whose tokens could not be reported early, and leave the canary a slot.
-            kept = [] if interrupt == "abort" else [one for one in process.sent if one.on_chunk is None]
+            # End streams, whose tokens could not be reported early, and leave the
+            # canary a slot.
+            kept = (
+                []
+                if interrupt == "abort"
+                else [one for one in process.sent if one.on_chunk is None]
+            )
             if load.manifest.canary is not None:
                 kept = kept[: self.needed.slots - 1]
-            await process.end([segment for segment in process.sent if segment not in kept])
+            await process.end(
+                [segment for segment in process.sent if segment not in kept]
+            )
             if interrupt == "keep":
                 await process.reset_cache()
             await self._load(process, load)
@@ -354,8 +437,8 @@ class VllmServer(EngineClient):
         await process.set_label(process.label_of(load.version))
 
     async def _resume(self, process: VllmProcess) -> None:
-        """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn), losing a /resume sent on
-        it.
+        """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn),
+        losing a /resume sent on it.
         """
         for is_last in (False, True):
             try:
@@ -385,18 +468,23 @@ class VllmServer(EngineClient):
                 self._leave_group_nowait()
             if process.state == "loading":
                 process.break_nowait(failed)
-                if isinstance(error, EngineError) and not isinstance(error, EngineLost | CanaryError):
+                if isinstance(error, EngineError) and not isinstance(
+                    error, EngineLost | CanaryError
+                ):
                     raise process.lost(f"{failed}: {error.fault}") from error
             raise
 
     async def _wake(self, parts: Iterable[api.EnginePart]) -> None:
         """After level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
-            await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
+            await self._process.tell(
+                f"/wake_up?{urlencode([('tags', tag) for tag in tags])}"
+            )
 
     @asynccontextmanager
     async def _within(self, timeout_s: float | None, what: str) -> AsyncIterator[None]:
         """Raise EngineLost if the calls in the block take longer."""
-        process, what = self._process, f"({self._caller.url}) {what} within {timeout_s} s"
+        process = self._process
+        what = f"({self._caller.url}) {what} within {timeout_s} s"
         async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield

@@ -19,11 +19,23 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.launch.supervise import Server, Supervision, Supervisor, health_over, start_all, summary_of
+from asyncrl.launch.supervise import (
+    Server,
+    Supervision,
+    Supervisor,
+    health_over,
+    start_all,
+    summary_of,
+)
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
+from asyncrl.rollouts.rollout import (
+    Generator,
+    HarnessGenerator,
+    SingleTurn,
+    derive_seed,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
@@ -48,7 +60,9 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
     """Return end-of-turn tokens, and special tokens outside tool calls and thoughts."""
     tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
     vocabulary = tokenizer.vocabulary
-    marks = {vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)}
+    marks = {
+        vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)
+    }
     stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
     return SpecialTokens(tokenizer.end_ids, stray_ids)
 
@@ -72,7 +86,9 @@ def make_gateway(
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.work_queue import RolloutQueue
 
-    config, seed, rollout = lifecycle.config, lifecycle.config.seed, lifecycle.config.rollout
+    config = lifecycle.config
+    seed = lifecycle.config.seed
+    rollout = lifecycle.config.rollout
     override = config.gateway.on_sampling_override
     if override == "auto":
         override = "honour" if is_for_users else "use_config"
@@ -101,7 +117,9 @@ def make_gateway(
         find_tool_format(config.gateway.tool_format, tokenizer.template),
         rules,
         config.gateway,
-        seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
+        seed_of=lambda prompt, sample, attempt, call: derive_seed(
+            seed, prompt, sample, call, attempt
+        ),
         on_broken=lifecycle.on_broken,
         extra_routes=queue.routes(),
     )
@@ -116,23 +134,40 @@ class AgentRuntime:
     """
 
     def __init__(
-        self, job: Lifecycle, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
+        self,
+        job: Lifecycle,
+        engines: EnginePool,
+        tokenizer: HFChatTokenizer,
+        supervision: Supervision,
     ) -> None:
         path = job.run_dir / "gateway.json"
         is_remote = job.config.generator.remote
-        saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
+        saved = (
+            json.loads(path.read_text(encoding="utf-8"))
+            if path.exists() and is_remote
+            else {}
+        )
         env_key = os.environ.get(WORKER_KEY_ENV) if is_remote else None
-        # Remote workers reconnect to a resumed run with their old key. The key of local workers is in no
-        # file: a program of the model could read it, lease rollouts and reward them.
+        # Remote workers reconnect to a resumed run with their old key. The key of local
+        # workers is in no file: a program of the model could read it, lease rollouts
+        # and reward them.
         self.worker_key = env_key or saved.get("worker_key") or secrets.token_hex(24)
-        self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
+        self.gateway, self.queue = make_gateway(
+            job, engines, tokenizer, self.worker_key
+        )
         self.url = self.gateway.bind()
-        address = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
-        self._command = f"asyncrl work {self.url} --key-file {path} --python MODULE:FUNCTION"
+        address = {"url": self.url} | (
+            {"worker_key": self.worker_key} if is_remote else {}
+        )
+        self._command = (
+            f"asyncrl work {self.url} --key-file {path} --python MODULE:FUNCTION"
+        )
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        self.supervisors = [self._supervised(worker, supervision) for worker in self.workers]
+        self.supervisors = [
+            self._supervised(worker, supervision) for worker in self.workers
+        ]
 
     def _supervised(self, worker: Server, supervision: Supervision) -> Supervisor:
         """Keep a worker running. Its lost rollouts are retried."""
@@ -140,13 +175,17 @@ class AgentRuntime:
             [worker],
             supervision,
             kind="worker",
-            on_down=lambda lost: self.queue.worker_gone_nowait(worker.name, summary_of(lost)),
+            on_down=lambda lost: self.queue.worker_gone_nowait(
+                worker.name, summary_of(lost)
+            ),
         )
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""
         config = job.config
-        num_slots = num_rollouts(config) + (config.eval_slots if config.evaluates_agent else 0)
+        num_slots = num_rollouts(config) + (
+            config.eval_slots if config.evaluates_agent else 0
+        )
         name = f"worker-{number}"
         spec = {
             "name": name,
@@ -157,9 +196,18 @@ class AgentRuntime:
         secret = secrets.token_hex(24)
         keys = {WORKER_KEY_ENV: self.worker_key}
         module = "asyncrl.agents.worker"
-        child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), job.run_dir, secret, secrets=keys))
+        child = ChildProcess(
+            ProcessSpec(
+                name, module, json.dumps(spec), job.run_dir, secret, secrets=keys
+            )
+        )
         caller = Caller(name, "", secret)
-        return Server(child, caller, health_over(caller, WorkerHealth), config.supervision.start_timeout_s)
+        return Server(
+            child,
+            caller,
+            health_over(caller, WorkerHealth),
+            config.supervision.start_timeout_s,
+        )
 
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway and start the workers."""
@@ -175,16 +223,27 @@ class AgentRuntime:
     def missing_workers(self) -> str | None:
         """Return a warning if rollouts wait and no worker comes."""
         work = self.queue.gauges()
-        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
+        if (
+            work["harness/workers"]
+            or not work["harness/queued"]
+            or work["harness/unseen_s"] < NO_WORKER_S
+        ):
             return None
-        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {self._command}"
+        way_out = (
+            "see logs/worker-0.log"
+            if self.workers
+            else f"start one with: {self._command}"
+        )
         return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:
         self.gateway.sessions.end_all_nowait("it has ended")
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
-            with contextlib.suppress(TimeoutError), waiting("remote workers to disconnect", on="the workers"):
+            with (
+                contextlib.suppress(TimeoutError),
+                waiting("remote workers to disconnect", on="the workers"),
+            ):
                 async with asyncio.timeout(GOODBYE_S):
                     await self.queue.wait_no_workers()
         for worker in self.workers:
@@ -202,7 +261,9 @@ def make_generator(
 ) -> Generator:
     """Return the generator of a run; `sampling` None: its own parameters."""
     if agents is not None:
-        return HarnessGenerator(agents.gateway, agents.queue, scorers, config.generator.on_overflow)
+        return HarnessGenerator(
+            agents.gateway, agents.queue, scorers, config.generator.on_overflow
+        )
     return SingleTurn(
         engines,
         tokenizer,

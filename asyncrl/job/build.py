@@ -18,7 +18,12 @@ from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_stag
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
+from asyncrl.job.agent_runtime import (
+    AgentRuntime,
+    make_generator,
+    num_rollouts,
+    special_tokens,
+)
 from asyncrl.job.check import check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
@@ -86,7 +91,10 @@ class Components:
 
 
 async def build(
-    lifecycle: Lifecycle, placement: Placement, reporter: Reporter, point: ResumePoint | None
+    lifecycle: Lifecycle,
+    placement: Placement,
+    reporter: Reporter,
+    point: ResumePoint | None,
 ) -> Components:
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
@@ -94,14 +102,24 @@ async def build(
     journal, staging_dir = await _open_journal(lifecycle)
     found = await check_everything(lifecycle)
     tasks = found.tasks
-    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
-    digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
-    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point is not None and point.may_change_data)
+    pinned = dict(tasks) | {
+        f"eval/{name}": task for name, (task, _) in found.evals.items()
+    }
+    digests = {
+        name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
+    }
+    data_pin = DataPin(
+        lifecycle.run_dir, digests, is_free=point is not None and point.may_change_data
+    )
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     is_free = point is not None and point.may_change_model
     model_pin = ModelPin(lifecycle.run_dir, config.model.source, is_free=is_free)
-    model_path, tokenizer = await prepare_model(lifecycle, model_pin.revision, journal.start_date)
-    scorer = Scorers(tasks, config.tasks, tokenizer, seed=config.seed, warn=lifecycle.log.warn)
+    model_path, tokenizer = await prepare_model(
+        lifecycle, model_pin.revision, journal.start_date
+    )
+    scorer = Scorers(
+        tasks, config.tasks, tokenizer, seed=config.seed, warn=lifecycle.log.warn
+    )
     lifecycle.closes("rewards", scorer.aclose)
 
     async def wait_for_devices() -> None:
@@ -121,8 +139,13 @@ async def build(
     )
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-    fleet = Fleet(lifecycle, servers, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(lifecycle.run_dir, rollout.engine_range.numbers) or rollout.engine_range.min
+    fleet = Fleet(
+        lifecycle, servers, staging_dir, journal, checkpoints, wait_for_devices
+    )
+    num_engines = (
+        read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
+        or rollout.engine_range.min
+    )
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -148,7 +171,9 @@ async def build(
     producers = Producers(
         sink=buffer,
         source=feed,
-        runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+        runner=RolloutRunner(
+            generator, timeout_s=rollout.timeout_s, retries=rollout.retries
+        ),
         spawn=lifecycle.spawn,
         config=rollout,
         capacity=num_rollouts(config, num_engines),
@@ -157,7 +182,9 @@ async def build(
     )
     evaluation = None
     if found.evals:
-        evaluation = _make_evaluation(lifecycle, fleet, found.evals, tokenizer, agents, checkpoints, reporter)
+        evaluation = _make_evaluation(
+            lifecycle, fleet, found.evals, tokenizer, agents, checkpoints, reporter
+        )
     scheduler = _make_scheduler(lifecycle, fleet, journal, buffer, evaluation, reporter)
     scale = _make_scale(lifecycle, fleet, scheduler, producers, num_engines)
     if agents is not None:
@@ -177,7 +204,9 @@ async def build(
         buffer=buffer,
         producers=producers,
         scheduler=scheduler,
-        checkpointer=Checkpointer(checkpoints, fleet.trainer, journal, state, lifecycle),
+        checkpointer=Checkpointer(
+            checkpoints, fleet.trainer, journal, state, lifecycle
+        ),
         evaluation=evaluation,
         agents=agents,
     )
@@ -190,7 +219,9 @@ async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
     path = journal_path(lifecycle.run_dir)
-    journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(lifecycle.run_dir))
+    journal = await asyncio.to_thread(
+        Journal.open, path, run_id=run_id(lifecycle.run_dir)
+    )
     lifecycle.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)
     lifecycle.stack.callback(remove_staging_dir, staging_dir)
@@ -200,10 +231,14 @@ async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
 async def prepare_model(
     lifecycle: Lifecycle, commit: str | None = None, now: date | None = None
 ) -> tuple[Path, HFChatTokenizer]:
-    """Return the model's folder and its tokenizer, whose templates write the date `now` (None: today)."""
+    """Return the model's folder and its tokenizer, whose templates write the date `now`
+    (None: today).
+    """
     model = lifecycle.config.model
     lifecycle.log.activity("making the model" if model.scratch else "finding the model")
-    folder = await make_model_folder(lifecycle.config, lifecycle.run_dir, run_module, commit=commit)
+    folder = await make_model_folder(
+        lifecycle.config, lifecycle.run_dir, run_module, commit=commit
+    )
     tokenizer = await asyncio.to_thread(
         HFChatTokenizer,
         folder,
@@ -232,7 +267,9 @@ def _make_evaluation(
         engine = EnginePool([target], slots=config.eval_slots)
     earlier = by_evaluation(read_evaluations(lifecycle.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
-        checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
+        checkpoints.evaluated(
+            line["policy_version"], line.get("eval/reward_mean", -math.inf)
+        )
 
     def generator_of(
         sampling: SamplingParameters, scorers: Scorers, broken: list[ComponentError]
@@ -243,17 +280,25 @@ def _make_evaluation(
         host = agents.gateway.add_route(
             engine,
             sampling=sampling,
-            seed_of=lambda prompt, index, attempt, call: derive_seed(EVAL_SEED, prompt, index, call, attempt),
+            seed_of=lambda prompt, index, attempt, call: derive_seed(
+                EVAL_SEED, prompt, index, call, attempt
+            ),
             on_broken=broken.append,
         )
-        return HarnessGenerator(host, agents.queue, scorers, on_overflow=config.generator.on_overflow)
+        return HarnessGenerator(
+            host, agents.queue, scorers, on_overflow=config.generator.on_overflow
+        )
 
     sets = list[HeldOut]()
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[ComponentError]()
         scorers = Scorers(
-            {name: task}, {name: settings.task}, tokenizer, seed=EVAL_SEED, warn=lifecycle.log.warn
+            {name: task},
+            {name: settings.task},
+            tokenizer,
+            seed=EVAL_SEED,
+            warn=lifecycle.log.warn,
         )
         lifecycle.closes("eval rewards", scorers.aclose)
         sets.append(
@@ -265,13 +310,18 @@ def _make_evaluation(
                 last=config.trainer.num_steps,
                 rollout_timeout_s=config.rollout.timeout_s,
                 broken=broken,
-                evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
+                evaluated=max(
+                    (int(line["policy_version"]) for line in earlier.get(name, [])),
+                    default=None,
+                ),
             )
         )
 
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
-            checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
+            checkpoints.evaluated(
+                result.version, result.metrics().get("eval/reward_mean", -math.inf)
+            )
         reporter.evaluated(result)
 
     is_fetched = fleet.node_files is not None
@@ -349,7 +399,11 @@ def _make_scheduler(
 
 
 def _make_scale(
-    lifecycle: Lifecycle, fleet: Fleet, scheduler: WeightScheduler, producers: Producers, num_engines: int
+    lifecycle: Lifecycle,
+    fleet: Fleet,
+    scheduler: WeightScheduler,
+    producers: Producers,
+    num_engines: int,
 ) -> EngineScale:
     """Supervise the engines; the first `num_engines` work at first."""
     engines = [
@@ -373,15 +427,18 @@ def _make_scale(
     )
 
 
-def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> dict[str, Any]:
-    """Return the state for a resume without the journal. `out`: num_requeued by id of drawn prompts that
-    are in no batch yet.
+def controller_state(
+    feed: PromptSource, producers: Producers, buffer: Buffer
+) -> dict[str, Any]:
+    """Return the state for a resume without the journal. `out`: num_requeued by id of
+    drawn prompts that are in no batch yet.
     """
     prompts = (*producers.prompts_out(), *buffer.prompts_ready())
     return {
         "order": feed.order,
         "num_drawn": feed.num_drawn,
-        "out": feed.requeued | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
+        "out": feed.requeued
+        | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
         "next_group_id": buffer.rule.num_issued,
         "epochs": feed.epochs(),
     }

@@ -40,7 +40,13 @@ from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.rewards import UserCodeFailed, call, call_async, optional
-from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
+from asyncrl.tasks.sources import (
+    EvalTask,
+    build_task,
+    look_at_task,
+    make_prompt_source,
+    take_prompts,
+)
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
     check_model_type,
@@ -96,9 +102,11 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     refuse_over_capacity(plan, config)
 
 
-def _try_prompt(config: RunConfig, found: Found, name: str, prompt: Prompt) -> Iterator[str]:
-    """Yield the prompt as the model reads it, and rewards of its reference answer and of an empty one. Raises
-    ConfigError if the reward returns no numbers.
+def _try_prompt(
+    config: RunConfig, found: Found, name: str, prompt: Prompt
+) -> Iterator[str]:
+    """Yield the prompt as the model reads it, and rewards of its reference answer and
+    of an empty one. Raises ConfigError if the reward returns no numbers.
     """
     key = key_of("task", name)
     settings = config.tasks[name]
@@ -115,22 +123,34 @@ def _try_prompt(config: RunConfig, found: Found, name: str, prompt: Prompt) -> I
     faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
     if len(rewards) < len(texts):
         yield f"warning: {source} takes more than {TRIAL_S:g} s; it is not checked"
-    elif len(faults) == len(texts) and all(fault.startswith("returned") for fault in faults):
+    elif len(faults) == len(texts) and all(
+        fault.startswith("returned") for fault in faults
+    ):
         what = f"{source} {faults[0]}"
-        raise ConfigError(what, rule="a reward is one finite number", way_out="correct the function.")
+        raise ConfigError(
+            what, rule="a reward is one finite number", way_out="correct the function."
+        )
     elif faults or len({*rewards}) < len(texts):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
 
 
-def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[float | UserCodeFailed]:
+def try_reward(
+    task: PromptTask, prompt: Prompt, texts: Sequence[str]
+) -> list[float | UserCodeFailed]:
     """Return the reward of each text, or its failure; fewer after TRIAL_S."""
     rewards = list[float | UserCodeFailed]()
 
     def score() -> None:
         for text in texts:
             try:
-                reward = call(task.score, prompt, text, optional(task.score, NO_COMPLETION))
-                rewards.append(asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward)
+                reward = call(
+                    task.score, prompt, text, optional(task.score, NO_COMPLETION)
+                )
+                rewards.append(
+                    asyncio.run(call_async(reward))
+                    if isinstance(reward, Awaitable)
+                    else reward
+                )
             except UserCodeFailed as failure:
                 rewards.append(failure)
 
@@ -162,9 +182,12 @@ async def check_everything(lifecycle: Lifecycle, *, reads_all: bool = True) -> F
     return found
 
 
-def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool = True) -> Found:
-    """Load everything except weights. `reads_all`: also tasks that only a start may read. `needs_weights`:
-    False accepts a model folder with only config.json. Raises ConfigError.
+def validate(
+    config: RunConfig, *, reads_all: bool = False, needs_weights: bool = True
+) -> Found:
+    """Load everything except weights. `reads_all`: also tasks that only a start may
+    read. `needs_weights`: False accepts a model folder with only config.json. Raises
+    ConfigError.
     """
     resolve(config.algorithm)
     found = Found()
@@ -172,7 +195,9 @@ def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool 
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
     _check_support(config, found)
-    tokenizer = found.tokenizer = _check_model(config, found, needs_weights=needs_weights)
+    tokenizer = found.tokenizer = _check_model(
+        config, found, needs_weights=needs_weights
+    )
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
         find_tool_format(config.gateway.tool_format, tokenizer.template)
@@ -180,7 +205,10 @@ def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool 
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
         find_models(config, tokenizer, find_on_disk)
-    for setting, load in ((config.algorithm.loss, load_loss), (config.algorithm.advantage, load_advantage)):
+    for setting, load in (
+        (config.algorithm.loss, load_loss),
+        (config.algorithm.advantage, load_advantage),
+    ):
         if ":" in setting:
             load(setting)
     if config.generator.python or config.generator.command:
@@ -189,37 +217,53 @@ def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool 
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
-    def load(key: str, settings: TaskConfig, seed: int, more: str = "") -> PromptTask | None:
+    def load(
+        key: str, settings: TaskConfig, seed: int, more: str = ""
+    ) -> PromptTask | None:
         task, text = look_at_task(settings, seed, load_taskset=taskset)
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
             return build_task(settings, seed, load_taskset=taskset)
         return task
 
-    taskset = partial(load_taskset, config.generator.verifiers or "", config.generator.args)
+    taskset = partial(
+        load_taskset, config.generator.verifiers or "", config.generator.args
+    )
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
         share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
-        if (task := load(key_of("task", name), settings, config.seed, share)) is not None:
+        if (
+            task := load(key_of("task", name), settings, config.seed, share)
+        ) is not None:
             found.tasks[name] = task
     for name, eval_settings in config.evals.items():
-        if (task := load(key_of("eval", name), eval_settings.task, EVAL_SEED)) is not None:
+        if (
+            task := load(key_of("eval", name), eval_settings.task, EVAL_SEED)
+        ) is not None:
             found.evals[name] = take_prompts(eval_settings, task, name)
 
 
 def _check_support(config: RunConfig, found: Found) -> None:
-    """Add how models of this type are trained and served. Raises ConfigError if the engine refuses them."""
+    """Add how models of this type are trained and served. Raises ConfigError if the
+    engine refuses them.
+    """
     model_type = read_architecture(config.model).get("model_type", "not known yet")
     rows = find_support(model_type)
-    found.lines += support_lines(rows) or [f"model: its type, {model_type}, is not tested (docs/models.md)"]
-    if config.rollout.engine == "embedded" and {row["embedded engine"] for row in rows} == {"refused"}:
+    found.lines += support_lines(rows) or [
+        f"model: its type, {model_type}, is not tested (docs/models.md)"
+    ]
+    if config.rollout.engine == "embedded" and {
+        row["embedded engine"] for row in rows
+    } == {"refused"}:
         raise ConfigError(
             f"the embedded engine refuses {model_type} models: {rows[0]['known deviation']}",
             way_out=f"set rollout.engine=vllm (vLLM lists this family: {rows[0]['vllm']}).",
         )
 
 
-def _check_model(config: RunConfig, found: Found, *, needs_weights: bool) -> HFChatTokenizer | None:
+def _check_model(
+    config: RunConfig, found: Found, *, needs_weights: bool
+) -> HFChatTokenizer | None:
     """Return None if a part is not here."""
     model = config.model
     architecture = read_architecture(model)
@@ -229,14 +273,21 @@ def _check_model(config: RunConfig, found: Found, *, needs_weights: bool) -> HFC
         read_template(Path(template))
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         if model.scratch is not None:
-            check_model_type(architecture.get("model_type"), "model.scratch.architecture")
+            check_model_type(
+                architecture.get("model_type"), "model.scratch.architecture"
+            )
             from asyncrl.trainer.random_init import make_character_tokenizer
 
-            characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
-            make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
+            characters = model.scratch.characters
+            has_tool_role = model.scratch.has_tool_role
+            make_character_tokenizer(
+                characters, has_tool_role=has_tool_role
+            ).save_pretrained(made)
             folder = Path(made)
         else:
-            there = find_on_disk(str(model.path), revision=model.revision, needs_weights=needs_weights)
+            there = find_on_disk(
+                str(model.path), revision=model.revision, needs_weights=needs_weights
+            )
             if there is None or not (needs_weights or any(there.glob("tokenizer*"))):
                 text = "has no tokenizer here; not checked: its files, the template, and lengths of prompts"
                 found.lines.append(f"model: {model.source} {text}")
@@ -249,14 +300,24 @@ def _check_model(config: RunConfig, found: Found, *, needs_weights: bool) -> HFC
             parse_special_tokens=config.gateway.parse_special_tokens,
         )
     if config.rollout.facts.has_model:
-        _refuse_beyond_positions(config.rollout, architecture.get("text_config", architecture))
+        _refuse_beyond_positions(
+            config.rollout, architecture.get("text_config", architecture)
+        )
     return tokenizer
 
 
-def _refuse_beyond_positions(rollout: RolloutConfig, architecture: Mapping[str, Any]) -> None:
+def _refuse_beyond_positions(
+    rollout: RolloutConfig, architecture: Mapping[str, Any]
+) -> None:
     positions = architecture.get("max_position_embeddings")
-    scaling = architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
-    if positions is not None and "factor" not in scaling and rollout.max_length > positions:
+    scaling = (
+        architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
+    )
+    if (
+        positions is not None
+        and "factor" not in scaling
+        and rollout.max_length > positions
+    ):
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_tokens="
             f"{rollout.max_tokens} allow {rollout.max_length} tokens",
@@ -265,7 +326,9 @@ def _refuse_beyond_positions(rollout: RolloutConfig, architecture: Mapping[str, 
         )
 
 
-def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
+def _check_prompts(
+    config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None
+) -> None:
     by_task = dict[str, list[Prompt]]()
     if len(found.tasks) == len(config.tasks):
         source = make_prompt_source(config, found.tasks)
@@ -280,16 +343,24 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     if tokenizer is None:
         return
     agents = {"task": config.generator.is_harness, "eval": config.evaluates_agent}
-    rendered = {name: prompts for name, prompts in by_task.items() if not agents[name[:4]]}
+    rendered = {
+        name: prompts for name, prompts in by_task.items() if not agents[name[:4]]
+    }
     if any(agents.values()):  # an agent writes its own prompts
-        rendered["simplest chat"] = [Prompt("", ({"role": "user", "content": "Hello"},))]
+        rendered["simplest chat"] = [
+            Prompt("", ({"role": "user", "content": "Hello"},))
+        ]
     for name, prompts in rendered.items():
         found.notes += _check_lengths(name, prompts[:NUM_PROMPTS], tokenizer, config)
 
 
-def _refuse_outside_alphabet(by_task: Mapping[str, Sequence[Prompt]], characters: str) -> None:
+def _refuse_outside_alphabet(
+    by_task: Mapping[str, Sequence[Prompt]], characters: str
+) -> None:
     for name, prompts in by_task.items():
-        chats = (message["content"] for prompt in prompts for message in prompt.messages)
+        chats = (
+            message["content"] for prompt in prompts for message in prompt.messages
+        )
         used = {character for text in chats for character in text}
         if unknown := "".join(sorted(used - set(characters))):
             raise ConfigError(
@@ -302,10 +373,16 @@ def _refuse_outside_alphabet(by_task: Mapping[str, Sequence[Prompt]], characters
 def _check_lengths(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """Return notes. Raises ConfigError if all prompts are too long, or one cannot be rendered."""
+    """Return notes. Raises ConfigError if all prompts are too long, or one cannot be
+    rendered.
+    """
     limit = config.rollout.max_prompt_tokens
     template = config.model.chat_template
-    source = "the model's template" if template is None else f"model.chat_template={template}"
+    source = (
+        "the model's template"
+        if template is None
+        else f"model.chat_template={template}"
+    )
     try:
         chats = [tokenizer.encode_chat(prompt.messages) for prompt in prompts]
     except ValueError as error:
@@ -331,14 +408,18 @@ def _check_lengths(
     if num_too_long < len(lengths):
         return [f"{note}: their rollouts fail"]
     way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
-    raise ConfigError(note, rule="prompts are never truncated; their rollouts fail", way_out=way_out)
+    raise ConfigError(
+        note, rule="prompts are never truncated; their rollouts fail", way_out=way_out
+    )
 
 
 def find_models(
-    config: RunConfig, tokenizer: HFChatTokenizer, find: Callable[..., Path | None] = find_model
+    config: RunConfig,
+    tokenizer: HFChatTokenizer,
+    find: Callable[..., Path | None] = find_model,
 ) -> dict[str, Path]:
-    """Return the model folders of roles with a model of their own. Raises ConfigError if one has tokens that
-    differ from the trained model's. Blocks.
+    """Return the model folders of roles with a model of their own. Raises ConfigError
+    if one has tokens that differ from the trained model's. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
     found = dict[str, Path]()
@@ -348,7 +429,11 @@ def find_models(
             continue
         found[role] = folder
         theirs = {number: token for token, number in read_vocabulary(folder).items()}
-        differing = [number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number)]
+        differing = [
+            number
+            for number in {*theirs, *ours}
+            if theirs.get(number) != ours.get(number)
+        ]
         if differing:
             first = min(differing)
             raise ConfigError(

@@ -23,9 +23,11 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 class Checkpointer:
     """Makes checkpoints in parallel with training.
 
-    Life: after_step() -> begun (copied during the next step) -> written, checked, renamed -> idle.
+    Life: after_step() -> begun (copied during the next step) -> written, checked,
+        renamed -> idle.
     Waits: after_step sleeps until the copy has begun.
-    Invariant: one at a time; a checkpoint due during another write is skipped, and a failed write only warns.
+    Invariant: one at a time; a checkpoint due during another write is skipped, and a
+        failed write only warns.
     """
 
     checkpoints: Checkpoints
@@ -49,7 +51,9 @@ class Checkpointer:
             self.lifecycle.log.warn(f"checkpoint of version {version} skipped: {text}")
             return
         begun = asyncio.Event()
-        self._writing = self.lifecycle.spawn(self._make(begun), name=f"checkpoint {version}")
+        self._writing = self.lifecycle.spawn(
+            self._make(begun), name=f"checkpoint {version}"
+        )
         await begun.wait()
 
     async def make_last(self, version: int) -> None:
@@ -74,9 +78,17 @@ class Checkpointer:
             # a dead trainer goes back first
             async with self.checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(self.checkpoints.finish, pending, version, controller)
+                    await asyncio.to_thread(
+                        self.checkpoints.finish, pending, version, controller
+                    )
                 self.num_made += 1
-                note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
+                note_span(
+                    "checkpoints",
+                    "checkpoint",
+                    began_s,
+                    asyncio.get_running_loop().time(),
+                    version,
+                )
                 if self.lifecycle.config.journal.keep == "checkpoint":
                     await self.journal.compact(self.checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:

@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Disaggregated(PushLoop):
-    """Separate devices: pushes run during generation. External engines, not `are_ours`, hold any weights."""
+    """Separate devices: pushes run during generation. External engines, not `are_ours`,
+    hold any weights.
+    """
 
     _: KW_ONLY
     num_steps: int
@@ -41,7 +43,9 @@ class Disaggregated(PushLoop):
     async def to_trainer(self) -> None:
         """Return at once."""
 
-    async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
+    async def to_engines(
+        self, version: int, *, is_for_evaluation: bool = False
+    ) -> None:
         """Return once the copy of the weights has begun."""
         if version < self.num_steps:
             await self.wait_exported_or_busy(version)
@@ -52,7 +56,9 @@ class Disaggregated(PushLoop):
 
     async def bring_up(self, name: str) -> None:
         """Send the announced weights to a new engine."""
-        with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
+        with waiting(
+            f"the announced weights in {name}", on="publisher", who="supervisor"
+        ):
             await super().bring_up(name)
 
     async def wait_room_for_trainer(self) -> None:
@@ -66,12 +72,15 @@ class Disaggregated(PushLoop):
 class Colocated(ColocatedPush):
     """Trainer and engines time-share devices. Same methods as Disaggregated.
 
-    Life: start() -> to_trainer() and to_engines() alternate; the trainer keeps the devices after the last
-        step. A dead engine restarts in the engines' turn, then all get the served weights again; a dead
-        trainer restarts once the engines sleep.
-    Waits: to_trainer for evaluations and a restarting trainer; each side for the end of the other's turn.
-    Invariant: a version is announced after the handover that brought it. Between handovers only the lease
-        holder uses the devices, unless both are resident. A dead engine takes no part.
+    Life: start() -> to_trainer() and to_engines() alternate; the trainer keeps the
+        devices after the last step. A dead engine restarts in the engines' turn, then
+        all get the served weights again; a dead trainer restarts once the engines
+        sleep.
+    Waits: to_trainer for evaluations and a restarting trainer; each side for the end of
+        the other's turn.
+    Invariant: a version is announced after the handover that brought it. Between
+        handovers only the lease holder uses the devices, unless both are resident. A
+        dead engine takes no part.
 
     `resident`: both sides stay in memory. `wait_released` waits for evaluations.
     """
@@ -87,7 +96,10 @@ class Colocated(ColocatedPush):
         super().__post_init__()
         self._changed = Signal()
         self.lease = Lease(
-            self._calls, timeout_s=self.timeout_s, on_change=self._changed.notify, resident=self.resident
+            self._calls,
+            timeout_s=self.timeout_s,
+            on_change=self._changed.notify,
+            resident=self.resident,
         )
         self._handover = asyncio.Lock()
         self._num_needing = 0
@@ -95,7 +107,11 @@ class Colocated(ColocatedPush):
 
     def status(self) -> dict[str, Any]:
         lease = self.lease
-        return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
+        return {
+            "state": lease.state,
+            "phase": lease.phase,
+            "num_handovers": lease.num_handovers,
+        }
 
     def gauges(self) -> dict[str, float]:
         seconds = {side: report.seconds for side, report in self._last.items()}
@@ -121,7 +137,9 @@ class Colocated(ColocatedPush):
                 if self.lease.owner != "trainer":
                     self._last = {"trainer": await self._hand_to_trainer()}
 
-    async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
+    async def to_engines(
+        self, version: int, *, is_for_evaluation: bool = False
+    ) -> None:
         """Hand the devices to the engines and announce the weights."""
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
@@ -137,11 +155,17 @@ class Colocated(ColocatedPush):
             async with self._handover:
                 if self.lease.state == "broken":
                     what = f"{name} cannot be restarted: the device lease is broken: {self.lease.broken}"
-                    raise ComponentError("placement", what, way_out="start the run again to resume it.")
+                    raise ComponentError(
+                        "placement", what, way_out="start the run again to resume it."
+                    )
                 if self.lease.state == "generating":
                     yield
                     return
-            with waiting(f"the engines' turn, to start {name}", on="the train loop", who="supervisor"):
+            with waiting(
+                f"the engines' turn, to start {name}",
+                on="the train loop",
+                who="supervisor",
+            ):
                 await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
@@ -158,14 +182,22 @@ class Colocated(ColocatedPush):
 
     async def wait_room_for_trainer(self) -> None:
         """Return when the engines have no turn, or a handover waits."""
-        with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
+        with waiting(
+            "the engines to leave the devices, to start the trainer",
+            on="the train loop",
+        ):
             await self._changed.wait_for(
-                lambda: self._num_needing or self.lease.state not in ("generating", "handover")
+                lambda: (
+                    self._num_needing
+                    or self.lease.state not in ("generating", "handover")
+                )
             )
 
     async def _hand_to_trainer(self) -> TransferStats:
         if not self.trainer.is_up:
-            await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
+            await asyncio.gather(
+                *self._calls(Call("engines", "sleep", ("kv", "weights"))).values()
+            )
             await self._needing(self.trainer.wait_up())
         return await self.lease.hand_to("trainer")
 
@@ -181,7 +213,9 @@ class Colocated(ColocatedPush):
         """Call an engine; a lost one is skipped."""
         try:
             if not self.is_down(engine.name):
-                return await (engine.sleep() if call.verb == "sleep" else engine.wake(call.parts))
+                return await (
+                    engine.sleep() if call.verb == "sleep" else engine.wake(call.parts)
+                )
         except EngineLost as lost:
             self.on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)

@@ -24,7 +24,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from asyncrl.base.errors import AsyncrlError, CallbackError, ComponentError, ConfigError, first_cause
+from asyncrl.base.errors import (
+    AsyncrlError,
+    CallbackError,
+    ComponentError,
+    ConfigError,
+    first_cause,
+)
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import uncut
@@ -49,16 +55,19 @@ SAME_SIGNAL_S = 0.1
 
 @dataclass(eq=False)
 class Lifecycle:
-    """Signals, tasks and shutdown of a command that starts processes. Owns the only TaskGroup.
+    """Signals, tasks and shutdown of a command that starts processes. Owns the only
+    TaskGroup.
 
-    Life: run(live) awaits live(), which starts everything; shutdown is in reverse order.
+    Life: run(live) awaits live(), which starts everything; shutdown is in reverse
+        order.
     Waits: run() waits for live(). A task that raises, or on_broken, ends it.
-    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, and
-        otherwise cancels live(); the second kills all processes and exits. So does the first after
-        MAX_DEAF_S, if user code blocks the event loop.
+    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop`
+        while `can_stop`, and otherwise cancels live(); the second kills all processes
+        and exits. So does the first after MAX_DEAF_S, if user code blocks the event
+        loop.
 
-    `on_end` gets the state (done, interrupted or failed), the reason, and whether a rerun may succeed;
-    `on_exit` is awaited last.
+    `on_end` gets the state (done, interrupted or failed), the reason, and whether a
+    rerun may succeed; `on_exit` is awaited last.
     """
 
     config: RunConfig
@@ -72,7 +81,8 @@ class Lifecycle:
     """Their deaths replace the failed calls that they cause."""
 
     def __post_init__(self) -> None:
-        self.run_dir = self.run_dir.absolute()  # other nodes have another working directory
+        # other nodes have another working directory
+        self.run_dir = self.run_dir.absolute()
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
@@ -86,7 +96,9 @@ class Lifecycle:
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
-        """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that ended it."""
+        """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that
+        ended it.
+        """
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
@@ -94,8 +106,11 @@ class Lifecycle:
             self.interrupt_nowait(self._early_signal)
         if _is_in_main_thread():
             for number in SIGNALS:
-                asyncio.get_running_loop().add_signal_handler(number, self.interrupt_nowait, number)
-                # The loop keeps hearing of signals. This handler also runs within user code that blocks it.
+                asyncio.get_running_loop().add_signal_handler(
+                    number, self.interrupt_nowait, number
+                )
+                # The loop keeps hearing of signals. This handler also runs within user
+                # code that blocks it.
                 signal.signal(number, self._on_signal)
         try:
             try:
@@ -107,7 +122,11 @@ class Lifecycle:
                 self._main.uncancel()
                 code = 128 + self.signal
             if code > 128:
-                self.on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
+                self.on_end(
+                    "interrupted",
+                    f"interrupted by {signal.Signals(code - 128).name}",
+                    True,
+                )
             else:
                 self.on_end("done", "", True)
             return code
@@ -131,14 +150,19 @@ class Lifecycle:
                     code = await live()
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
-                # a broken call may mean that its process just died: give the kernel time to report it
-                timeout_s = 1.0 if isinstance(first_cause(errors), ComponentError) else 0.0
+                # a broken call may mean that its process just died: give the kernel
+                # time to report it
+                timeout_s = (
+                    1.0 if isinstance(first_cause(errors), ComponentError) else 0.0
+                )
                 if (death := await first_death(self.servers, timeout_s)) is not None:
                     raise death from errors
                 raise
         return code
 
-    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    def spawn(
+        self, coro: Coroutine[Any, Any, None], *, name: str
+    ) -> asyncio.Task[None]:
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
@@ -164,7 +188,9 @@ class Lifecycle:
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, BaseExceptionGroup):
             error = first_cause(error)
-        if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
+        if isinstance(error, OSError) and (
+            error.filename or error.errno in DISK_ERRORS
+        ):
             error = ComponentError(
                 "controller",
                 f"cannot use {error.filename or f'the run directory {self.run_dir}'}: {error.strerror}",
@@ -203,7 +229,9 @@ class Lifecycle:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """End at once at the second signal, and watch whether the loop hears the first."""
         if not self._signals:
-            watch = threading.Timer(MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident()))
+            watch = threading.Timer(
+                MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident())
+            )
             watch.daemon = True
             watch.start()
         # Another kind of signal is a second one in any case.
@@ -247,8 +275,9 @@ def _release_signals() -> None:
 
 
 def _forget_signals() -> None:
-    """Let signals end a process that user code forks, from its first moment on. Our handlers would kill the
-    run's servers, and the inherited wakeup descriptor would stop the run.
+    """Let signals end a process that user code forks, from its first moment on. Our
+    handlers would kill the run's servers, and the inherited wakeup descriptor would
+    stop the run.
     """
     for number in SIGNALS:
         module = getattr(signal.getsignal(number), "__module__", None) or ""
@@ -258,20 +287,30 @@ def _forget_signals() -> None:
     _release_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_signals)
+os.register_at_fork(
+    before=_hold_signals,
+    after_in_parent=_release_signals,
+    after_in_child=_forget_signals,
+)
 
 
 def _is_in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
-    """Close a resource within a time limit; log a failure. A cancellation passes on afterwards."""
+async def close_within(
+    timeout_s: float, name: str, close: Callable[[], Awaitable[None]]
+) -> None:
+    """Close a resource within a time limit; log a failure. A cancellation passes on
+    afterwards.
+    """
     closing = asyncio.ensure_future(close())
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
     if not closing.done():
         closing.cancel()
-        logger.warning("closing %s took longer than %s s and was given up", name, timeout_s)
+        logger.warning(
+            "closing %s took longer than %s s and was given up", name, timeout_s
+        )
     elif not closing.cancelled() and (error := closing.exception()) is not None:
         logger.warning("closing %s failed: %s", name, error)
     if cancelled is not None:
@@ -284,16 +323,20 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. Permissions of a non-empty directory are not changed."""
+    """Make and lock the directory. Permissions of a non-empty directory are not
+    changed.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not any(folder.iterdir()):
-            with contextlib.suppress(PermissionError):  # a mounted volume of another user
+            # a mounted volume of another user
+            with contextlib.suppress(PermissionError):
                 folder.chmod(mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}", way_out="choose another --run-dir."
+            f"cannot write to {folder}: {error.strerror}",
+            way_out="choose another --run-dir.",
         ) from error
     with run_lock(folder / "run.lock"):
         yield
@@ -308,18 +351,21 @@ def run_id(run_dir: Path) -> str:
 
 
 def run_again(folder: Path, *more: str) -> str:
-    return shlex.join(["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more])
+    return shlex.join(
+        ["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more]
+    )
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the cycle collector rarely: it blocks the event loop for a microsecond per object, and finished
-    rollouts contain no cycles.
+    """Run the cycle collector rarely: it blocks the event loop for a microsecond per
+    object, and finished rollouts contain no cycles.
     """
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 20_000, 10)  # older objects: about every 20 million net allocations
+    # older objects: about every 20 million net allocations
+    gc.set_threshold(1_000, 20_000, 10)
     try:
         yield
     finally:
@@ -328,7 +374,9 @@ def rare_collections() -> Iterator[None]:
 
 
 def refuse_few_files(config: RunConfig) -> None:
-    """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts need more."""
+    """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts
+    need more.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rollout = config.rollout

@@ -18,7 +18,9 @@ ENGINES = "engines"
 KEY = "rollout.num_engines"
 
 
-async def follow_live(run_dir: Path, allowed: range, apply: Callable[[int], None]) -> None:
+async def follow_live(
+    run_dir: Path, allowed: range, apply: Callable[[int], None]
+) -> None:
     """Apply the number in RUN_DIR/wanted.json, each second."""
     while True:
         await asyncio.sleep(LOOK_PERIOD_S)

@@ -1,7 +1,8 @@
-"""Control loop of a run: start the components, train batch after batch, end everything. A broken component
-raises ComponentError; a lost process first restarts.
+"""Control loop of a run: start the components, train batch after batch, end everything.
+A broken component raises ComponentError; a lost process first restarts.
 
-Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the way.
+Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the
+way.
 
   "producers"          "rollout g3/r1", one per rollout      train loop (main task)        "publisher"
       |                    ^      |       |                      ^       |   |                ^     |
@@ -15,8 +16,9 @@ Tasks in quotes, queues in brackets; docs/architecture.md names the functions on
  ---------------------------- WebSocket ------------------------------ HTTP ---------------------- HTTP --
   engine servers: [inbox] --> engine thread  <=== weights ===  trainer: rank 0 --> all ranks
 
-"producers" wait for a free slot, then for the rule to open a batch; a rollout for its tokens; the train loop
-for a whole batch, then for the trainer; "publisher" for a new version, then for every engine.
+"producers" wait for a free slot, then for the rule to open a batch; a rollout for its
+tokens; the train loop for a whole batch, then for the trainer; "publisher" for a new
+version, then for every engine.
 """
 
 from __future__ import annotations
@@ -82,8 +84,8 @@ def run_job(
     callbacks: Callbacks | None = None,
     on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
 ) -> int:
-    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises AsyncrlError, leaving no
-    child process and no shared memory.
+    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises
+    AsyncrlError, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
         hide_memory()  # protect keys and answers
@@ -95,12 +97,21 @@ def run_job(
         fetch_architectures(config.model, *extra_models(config).values())
         plan, messages = plan_run(config, launcher.nodes, extra)
         refuse_over_capacity(plan, config)
-        with _opened_run_dir(config, run_dir or new_run_dir(name), resume, allow_change) as (folder, point):
+        with _opened_run_dir(
+            config, run_dir or new_run_dir(name), resume, allow_change
+        ) as (folder, point):
             for text in (*resolved, *messages):
                 logger.info("%s", text)
-            reporter = Reporter(config, folder, name, callbacks, goes_on=point is not None)
+            reporter = Reporter(
+                config, folder, name, callbacks, goes_on=point is not None
+            )
             lifecycle = Lifecycle(
-                config, folder, reporter.log, launcher, on_end=reporter.finish, on_exit=reporter.aclose
+                config,
+                folder,
+                reporter.log,
+                launcher,
+                on_end=reporter.finish,
+                on_exit=reporter.aclose,
             )
             on_start(lifecycle)
             job = Job(lifecycle, reporter, plan.placement, point)
@@ -130,8 +141,8 @@ def _opened_run_dir(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A run: start -> catch up, if resumed -> train loop -> save -> close. The first SIGINT or SIGTERM
-    finishes the step and makes a checkpoint; the second ends at once.
+    """A run: start -> catch up, if resumed -> train loop -> save -> close. The first
+    SIGINT or SIGTERM finishes the step and makes a checkpoint; the second ends at once.
     """
 
     lifecycle: Lifecycle
@@ -173,7 +184,10 @@ class Job:
         self.lifecycle.spawn(run.trainer.run(), name="watch trainer")
         run.scale.watch_nowait()
         for name, extra in run.fleet.extra.items():
-            self.lifecycle.spawn(extra.watch(self.lifecycle.config.observe.heartbeat_s), name=f"watch {name}")
+            self.lifecycle.spawn(
+                extra.watch(self.lifecycle.config.observe.heartbeat_s),
+                name=f"watch {name}",
+            )
 
     def _make_watchdog(self, run: Components) -> Watchdog:
         log_path = self.lifecycle.run_dir / LOG_FILE
@@ -192,7 +206,9 @@ class Job:
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"
             for engine in run.scale.engines:
-                engine.lost_nowait(EngineLost(engine.name, why, rule="supervision.on_stuck=restart"))
+                engine.lost_nowait(
+                    EngineLost(engine.name, why, rule="supervision.on_stuck=restart")
+                )
 
         return Watchdog(
             self.lifecycle.config.supervision,
@@ -218,20 +234,27 @@ class Job:
         )
         unfinished = await restore(run, self.reporter, point, state)
         # a refused resume changes nothing
-        write_whole(self.lifecycle.run_dir / "config.yaml", run_config_yaml(self.lifecycle.config))
+        write_whole(
+            self.lifecycle.run_dir / "config.yaml",
+            run_config_yaml(self.lifecycle.config),
+        )
         run.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
             self.lifecycle.log.info(text)
         return unfinished
 
-    async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
+    async def _start_services(
+        self, run: Components, unfinished: Sequence[UnfinishedGroup]
+    ) -> None:
         version = run.trainer.policy_version
         evaluation = run.evaluation
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
         if evaluation is not None:
             self.lifecycle.spawn(evaluation.run(), name="evaluation")
         if on_rollout_engines is not None:
-            self.lifecycle.spawn(self._stop_evaluation(on_rollout_engines), name="evaluation stop")
+            self.lifecycle.spawn(
+                self._stop_evaluation(on_rollout_engines), name="evaluation stop"
+            )
         if version > 0:
             self.lifecycle.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
@@ -269,7 +292,9 @@ class Job:
             with span("trainer", "to engines", batch.version):
                 await run.scheduler.to_engines(report.policy_version)
             with span("trainer", "record", batch.version):
-                found = counted | await computed(batch_metrics, batch, run.special_tokens)
+                found = counted | await computed(
+                    batch_metrics, batch, run.special_tokens
+                )
                 self.reporter.step(run, batch, report, found)
             with span("trainer", "copy", batch.version):
                 await run.checkpointer.after_step(report.policy_version)
@@ -290,7 +315,9 @@ class Job:
         is_interrupted = self.lifecycle.signal is not None
         self.lifecycle.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted
-        self.lifecycle.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)
+        self.lifecycle.cancel_tasks(
+            all_but=GUARDS + EVALUATING if has_evaluation else GUARDS
+        )
         # colocated: the host may lack memory for a second copy of the trainer's state
         self.lifecycle.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
@@ -303,7 +330,9 @@ class Job:
         if run.evaluation is not None:
             self.lifecycle.log.activity("evaluating the last weights")
             if run.fleet.eval_client is None:
-                await run.scheduler.to_engines(run.trainer.policy_version, is_for_evaluation=True)
+                await run.scheduler.to_engines(
+                    run.trainer.policy_version, is_for_evaluation=True
+                )
             await run.evaluation.wait_last()
         if run.agents is not None:
             run.agents.queue.is_over = True

@@ -1,4 +1,6 @@
-"""Turn component numbers into step metrics, status, the watchdog's input and the summary."""
+"""Turn component numbers into step metrics, status, the watchdog's input and the
+summary.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,20 @@ from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
-from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several
+from asyncrl.observe.run_dir import (
+    SUMMARY_FILE,
+    Recorder,
+    evaluation_metrics,
+    read_evaluations,
+    read_metrics,
+)
+from asyncrl.observe.run_numbers import (
+    Steps,
+    by_evaluation,
+    duration,
+    evaluation_text,
+    several,
+)
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
@@ -48,8 +62,8 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
 class Reporter:
-    """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run (`goes_on`) keeps the
-    killed run's files until resumes().
+    """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run
+    (`goes_on`) keeps the killed run's files until resumes().
     """
 
     def __init__(
@@ -75,7 +89,9 @@ class Reporter:
         self._trackers = Background(config.observe, self.log.warn, callbacks)
         self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
-        self._samples = SampleWriter(run_dir, seed=config.seed, per_step=config.observe.samples_per_step)
+        self._samples = SampleWriter(
+            run_dir, seed=config.seed, per_step=config.observe.samples_per_step
+        )
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
         self._now: Mapping[str, Any] = {}
@@ -91,18 +107,23 @@ class Reporter:
         self._slots_at: tuple[float, float] | None = None
         self._is_to_resume = goes_on
         self._spent_s = defaultdict[str, float](float)
-        """Seconds of the train loop by kind of span, since the last step was reported."""
+        """Seconds of the train loop by kind of span, since the last step was reported.
+        """
 
     def start(self) -> None:
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
-        self._trackers.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
+        self._trackers.start(
+            TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain)
+        )
         self._recorder.write_status({"state": "starting"})
         listen_to_spans(self._note_span)
         if not self._is_to_resume:
             self._timeline.open()
         num_steps = self.config.trainer.num_steps
-        self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
+        self._console.say(
+            f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}"
+        )
         self._console.start()
 
     def status_server(self) -> WebServer | None:
@@ -114,7 +135,9 @@ class Reporter:
 
         server = status_server(self.run_dir, observe, self._numbers)
         self._status_url = server.url
-        self._console.say(f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}")
+        self._console.say(
+            f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}"
+        )
         return server
 
     def _numbers(self) -> dict[str, Any]:
@@ -125,7 +148,9 @@ class Reporter:
         self._trackers.tell("weights", version, digest)
 
     def resumes(self, version: int, counted: Mapping[str, float]) -> None:
-        """Keep steps up to `version`; later ones are reported again. `counted`: the journal's totals."""
+        """Keep steps up to `version`; later ones are reported again. `counted`: the
+        journal's totals.
+        """
         self._is_to_resume = False
         self._timeline.open()
         steps = Steps()
@@ -138,13 +163,17 @@ class Reporter:
         self._last = self._recorder.keep_steps(version)
         self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
-            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync")
+            self.log.warn(
+                f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync"
+            )
         self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         # Evaluations are not repeated, unlike the steps that report them.
         for evaluation in self._evaluations:
             metrics = evaluation_metrics(evaluation)
-            held_by = [line["step"] for line in lines if metrics.items() <= line.items()]
+            held_by = [
+                line["step"] for line in lines if metrics.items() <= line.items()
+            ]
             step = max(held_by, default=max(evaluation["policy_version"], version) + 1)
             self._evaluated[step] = self._evaluated.get(step, {}) | metrics
         for before in (self._last, *self._evaluations[-1:]):
@@ -158,19 +187,27 @@ class Reporter:
         note_span("restarts", "start", self._opened_s, time.monotonic())
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
-        self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
+        self._console.say(
+            f"ready after {duration(time.monotonic() - self._opened_s)}; training"
+        )
         self._console.training_starts()
         self.log.activity("training")
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
-        """Return the sampled tokens before engines sample for the next batch: reproducible at max_staleness
-        0.
+        """Return the sampled tokens before engines sample for the next batch:
+        reproducible at max_staleness 0.
         """
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         name = "tokens/generated"
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
 
-    def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
+    def step(
+        self,
+        run: Components,
+        batch: Batch,
+        report: TrainResponse,
+        found: Mapping[str, float],
+    ) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
         metrics = self._metrics(run, batch, report, found) | evaluated
@@ -180,13 +217,24 @@ class Reporter:
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        advantages = {(group, index): round(value, 6) for group, index, value in report.rollout_advantages}
-        self._show_samples(self._samples.step(batch, gaps, advantages, run.tokenizer.decode))
+        advantages = {
+            (group, index): round(value, 6)
+            for group, index, value in report.rollout_advantages
+        }
+        self._show_samples(
+            self._samples.step(batch, gaps, advantages, run.tokenizer.decode)
+        )
 
     def rollout_failed(
-        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
+        self,
+        tokenizer: HFChatTokenizer,
+        group_id: GroupId,
+        prompt: Prompt,
+        failed: FailedRollout,
     ) -> None:
-        self._show_samples(self._samples.failed(group_id, prompt, failed, tokenizer.decode))
+        self._show_samples(
+            self._samples.failed(group_id, prompt, failed, tokenizer.decode)
+        )
 
     def _show_samples(self, samples: list[ShownRollout]) -> None:
         if samples:
@@ -197,9 +245,15 @@ class Reporter:
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         now_s = time.monotonic()
-        note_span("evaluations", "evaluation", now_s - result.seconds, now_s, result.version)
+        note_span(
+            "evaluations", "evaluation", now_s - result.seconds, now_s, result.version
+        )
         time_s = now_s - self._trained_since_s
-        line: dict[str, Any] = {"policy_version": result.version, "time_s": time_s, **metrics}
+        line: dict[str, Any] = {
+            "policy_version": result.version,
+            "time_s": time_s,
+            **metrics,
+        }
         line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
@@ -219,7 +273,9 @@ class Reporter:
             )
         if num_skipped := metrics.get("trainer/skipped_steps", 0.0):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
-            skipped = f"{several(num_skipped, 'update')} skipped in step {batch.version + 1}"
+            skipped = (
+                f"{several(num_skipped, 'update')} skipped in step {batch.version + 1}"
+            )
             text = f"{skipped}, groups {groups}: loss or gradient was not finite"
             logger.warning("%s", text)
             self.log.warn_once("skipped", text)
@@ -230,7 +286,8 @@ class Reporter:
         missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
-        if self._slots_at is None and self.log.current_activity == "training":  # the first batch fills
+        # the first batch fills
+        if self._slots_at is None and self.log.current_activity == "training":
             self._console.show_filling(run.producers.filling())
         self._recorder.write_status(
             {
@@ -246,7 +303,9 @@ class Reporter:
         )
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
-        """Write verdict and summary.json. `state`: done, interrupted or failed. Raises OSError."""
+        """Write verdict and summary.json. `state`: done, interrupted or failed. Raises
+        OSError.
+        """
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
@@ -259,30 +318,49 @@ class Reporter:
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
-        status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
+        status = {
+            "state": state,
+            "num_steps": self.config.trainer.num_steps,
+            "why": why,
+        }
         if self._is_to_resume:
             self._recorder.write_status(status)
             return
         self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
-        summary: dict[str, Any] = {"state": state, "why": why, "warnings": self.log.warnings}
+        summary: dict[str, Any] = {
+            "state": state,
+            "why": why,
+            "warnings": self.log.warnings,
+        }
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
         if newest:
-            summary |= {"evaluation": newest[0]} if len(newest) == 1 else {"evaluations": newest}
+            summary |= (
+                {"evaluation": newest[0]}
+                if len(newest) == 1
+                else {"evaluations": newest}
+            )
         if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
-            verdict = judge(steps, self.config, self.run_dir, has_failed=state == "failed")
+            verdict = judge(
+                steps, self.config, self.run_dir, has_failed=state == "failed"
+            )
             summary |= asdict(verdict)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
-            if len(steps) > 1:  # one point is not a curve, and matplotlib takes half a second
-                write_reward_plot(plot, steps, title=self.name, marks=read_marks(self.run_dir))
+            # one point is not a curve, and matplotlib takes half a second
+            if len(steps) > 1:
+                write_reward_plot(
+                    plot, steps, title=self.name, marks=read_marks(self.run_dir)
+                )
                 self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
-                self._console.say(f"weights: {final}; with a model card: asyncrl export {folder} OUT")
+                self._console.say(
+                    f"weights: {final}; with a model card: asyncrl export {folder} OUT"
+                )
         sync_records(self.run_dir)
         write_trace(self.run_dir)
         write_whole(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
@@ -294,7 +372,11 @@ class Reporter:
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
-        self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]
+        self,
+        run: Components,
+        batch: Batch,
+        report: TrainResponse,
+        found: Mapping[str, float],
     ) -> dict[str, float]:
         time_s = time.monotonic() - self._trained_since_s
         step_s = time_s - self._last.get("time_s", 0.0)
@@ -306,22 +388,31 @@ class Reporter:
             **report.metrics,
             "perf/step_s": step_s,
         }
-        metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
+        metrics["perf/tokens_per_s"] = (
+            metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
+        )
         now_s = time.monotonic()
         busy_s = sum(run.engines.busy_s(now_s).values())
         if self._slots_at is not None and now_s > self._slots_at[0]:
-            metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (now_s - self._slots_at[0])
+            metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (
+                now_s - self._slots_at[0]
+            )
         self._slots_at = now_s, busy_s
         for name, value in self._counted(gauges(run)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
-        # What follows the report, such as the rest of its record, is of the next step, as in perf/step_s.
+        # What follows the report, such as the rest of its record, is of the next step,
+        # as in perf/step_s.
         spent_s = self._spent_s.copy()
         self._spent_s.clear()
         return metrics | {
             "perf/journal_s": spent_s["journal"],
-            "perf/request_s": max(0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)),
-            "perf/export_s": max(0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)),
+            "perf/request_s": max(
+                0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)
+            ),
+            "perf/export_s": max(
+                0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)
+            ),
             "perf/record_s": spent_s["record"],
         }
 
@@ -338,13 +429,27 @@ class Reporter:
 def processes(run: Components) -> tuple[Server, ...]:
     workers = () if run.agents is None else run.agents.workers
     servers = (*run.fleet.servers, *run.fleet.side_servers)
-    return (*(server for server in servers if run.scale.states.get(server.name) != "parked"), *workers)
+    return (
+        *(
+            server
+            for server in servers
+            if run.scale.states.get(server.name) != "parked"
+        ),
+        *workers,
+    )
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
     agents = run.agents
-    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler, run.scorer, run.trainer]
+    sources: list[Any] = [
+        run.buffer,
+        run.producers,
+        run.engines,
+        run.scheduler,
+        run.scorer,
+        run.trainer,
+    ]
     sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
     if agents is not None:
         sources += [agents.gateway, agents.queue]
@@ -352,19 +457,35 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     for source in sources:
         found |= {} if source is None else source.gauges()
     healths = {server.name: server.health for server in processes(run)}
-    engines = {name: health for name, health in healths.items() if isinstance(health, EngineHealth)}
+    engines = {
+        name: health
+        for name, health in healths.items()
+        if isinstance(health, EngineHealth)
+    }
     trained_on = {server.name for server in run.fleet.engine_servers}
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
-        "engine/decode_s": {name: engines[name].decode_s for name in engines if name in trained_on},
+        "engine/decode_s": {
+            name: engines[name].decode_s for name in engines if name in trained_on
+        },
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
-        "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
+        "trainer/version": sum(
+            h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)
+        ),
     }
     if agents is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in agents.supervisors)
-        workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
-        found["harness/abandoned"] = {name: health.num_abandoned for name, health in workers.items()}
-        found["harness/cpu_s"] = {name: health.cpu_s for name, health in workers.items()}
+        workers = {
+            name: health
+            for name, health in healths.items()
+            if isinstance(health, WorkerHealth)
+        }
+        found["harness/abandoned"] = {
+            name: health.num_abandoned for name, health in workers.items()
+        }
+        found["harness/cpu_s"] = {
+            name: health.cpu_s for name, health in workers.items()
+        }
     return found
 
 
@@ -372,10 +493,15 @@ def reported(run: Components) -> Reported:
     marks = {
         name: value
         for name, value in gauges(run).items()
-        if (name in PROGRESS or name.partition("/")[0] in run.fleet.extra) and not isinstance(value, Mapping)
+        if (name in PROGRESS or name.partition("/")[0] in run.fleet.extra)
+        and not isinstance(value, Mapping)
     }
     supervisors = (run.trainer, *run.fleet.supervisors.values())
-    return Reported(marks, tuple(run.producers.oldest()), any(one.is_starting for one in supervisors))
+    return Reported(
+        marks,
+        tuple(run.producers.oldest()),
+        any(one.is_starting for one in supervisors),
+    )
 
 
 def _engine_state(run: Components, name: str, version: int) -> str:
@@ -390,14 +516,19 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
     engines = {
-        server.name: _engine_state(run, server.name, server.policy_version) for server in run.engines.servers
+        server.name: _engine_state(run, server.name, server.policy_version)
+        for server in run.engines.servers
     }
     return {
         "buffer": {name: now[f"buffer/{name}"] for name in buffer},
         "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
-        "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
+        "weight_sync": {
+            "version": now["publish/version"],
+            "skipped": now["weight_sync/skipped"],
+        },
         "engines": engines,
-        "servers": {name: extra.state for name, extra in run.fleet.extra.items()} or None,
+        "servers": {name: extra.state for name, extra in run.fleet.extra.items()}
+        or None,
         "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
         "turns": run.scheduler.status() or None,
         "evaluation": run.evaluation and asdict(run.evaluation.stats),
@@ -407,4 +538,8 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}
+    return {
+        name: num
+        for name, num in line.items()
+        if is_total(name) and isinstance(num, int | float)
+    }

@@ -1,6 +1,7 @@
-"""Decide if and from where a run resumes, and restore its components. The checkpoint holds the weights, the
-journal everything since: its batches are trained again unchanged, ready groups are ready again, running
-groups continue from their partial turns, and requeued prompts come first.
+"""Decide if and from where a run resumes, and restore its components. The checkpoint
+holds the weights, the journal everything since: its batches are trained again
+unchanged, ready groups are ready again, running groups continue from their partial
+turns, and requeued prompts come first.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger("asyncrl.job.resume")
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Resume from `checkpoint` (None: the initial weights). `notes`: warnings; `damaged`: skipped checkpoints
-    to set aside; `may_change_*`: the files may differ.
+    """Resume from `checkpoint` (None: the initial weights). `notes`: warnings;
+    `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may differ.
     """
 
     checkpoint: Whole | None
@@ -51,7 +52,9 @@ class ResumePoint:
 
 
 def settle_saved(folder: Path) -> bool:
-    """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
+    """Restore or remove unfinished weight folders. Return True if the directory is a
+    run's.
+    """
     is_ours = (folder / "run.id").exists()
     for saved in ("final", "model") if is_ours else ():
         settle_folder(folder / saved)
@@ -64,7 +67,9 @@ def has_begun(run_dir: Path) -> bool:
         return True
     journal = journal_path(run_dir)
     if not journal.exists():
-        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+        return (run_dir / "metrics.jsonl").exists() and (
+            run_dir / "metrics.jsonl"
+        ).stat().st_size > 0
     with reading(journal) as connection:
         return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
@@ -72,24 +77,35 @@ def has_begun(run_dir: Path) -> bool:
 def find_resume(
     run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
-    """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
-    OSError for an unreadable checkpoint.
+    """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or
+    changed keys forbid it, OSError for an unreadable checkpoint.
     """
     if mode not in ("auto", "never", "must"):
-        raise ConfigError(f"--resume {mode} is not known", rule="it is auto, never or must")
+        raise ConfigError(
+            f"--resume {mode} is not known", rule="it is auto, never or must"
+        )
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
         if mode == "must":
-            raise _refused(run_dir, "no run", "pass the directory of a run, or omit --resume.")
+            raise _refused(
+                run_dir, "no run", "pass the directory of a run, or omit --resume."
+            )
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
         if (run_dir / "final").exists():
-            raise _refused(run_dir, f"no run, and {run_dir / 'final'}, which a new run would replace")
+            raise _refused(
+                run_dir,
+                f"no run, and {run_dir / 'final'}, which a new run would replace",
+            )
         return None
     if not saved.exists():
-        raise _refused(run_dir, "a run without its config.yaml", "restore its original config.")
+        raise _refused(
+            run_dir, "a run without its config.yaml", "restore its original config."
+        )
     if mode == "never":
-        raise _refused(run_dir, "a run already", "choose another --run-dir, or omit --resume.")
+        raise _refused(
+            run_dir, "a run already", "choose another --run-dir, or omit --resume."
+        )
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
@@ -103,7 +119,9 @@ def find_resume(
 
 
 def _refused(
-    run_dir: Path, what: str, way_out: str = "choose another --run-dir, or move it away."
+    run_dir: Path,
+    what: str,
+    way_out: str = "choose another --run-dir, or move it away.",
 ) -> ConfigError:
     rule = "a run resumes in its own directory, and never overwrites other files"
     return ConfigError(f"{run_dir} contains {what}", rule=rule, way_out=way_out)
@@ -113,7 +131,11 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
-    return {key: (then.get(key), new.get(key)) for key in keys if then.get(key) != new.get(key)}
+    return {
+        key: (then.get(key), new.get(key))
+        for key in keys
+        if then.get(key) != new.get(key)
+    }
 
 
 def _keys(config: RunConfig) -> dict[str, Any]:
@@ -121,7 +143,10 @@ def _keys(config: RunConfig) -> dict[str, Any]:
     for name, several in (("task", config.tasks), ("eval", config.evals)):
         if isinstance(sections[name], list):
             entries = sections.pop(name)
-            sections |= {key_of(name, one): entry for one, entry in zip(several, entries, strict=True)}
+            sections |= {
+                key_of(name, one): entry
+                for one, entry in zip(several, entries, strict=True)
+            }
     found = dict[str, Any]()
     for key, section in sections.items():
         if isinstance(section, dict) and section:
@@ -131,7 +156,9 @@ def _keys(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
+def _refuse_changes(
+    before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path
+) -> list[str]:
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}"
         for key, values in changed_keys(before, now).items()
@@ -149,7 +176,8 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
 
 
 def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
-    if key == "weight_sync.transport":  # with lora, vLLM computes with unmerged adapters
+    # with lora, vLLM computes with unmerged adapters
+    if key == "weight_sync.transport":
         return "lora" not in values
     if key == "trainer.num_steps":
         return not config.trainer.rate_needs_end
@@ -185,12 +213,15 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
 async def restore(
     run: Components, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Restore everything except the engines; return the groups that continue. Data, buffer and trainer state
-    come first: they may refuse.
+    """Restore everything except the engines; return the groups that continue. Data,
+    buffer and trainer state come first: they may refuse.
     """
     feed, journal = run.feed, run.journal
-    if state.num_drawn == 0 and point.checkpoint is not None:  # the old journal was moved away
-        journal.note_nowait("began_at", {"version": point.version, **point.checkpoint.controller})
+    # the old journal was moved away
+    if state.num_drawn == 0 and point.checkpoint is not None:
+        journal.note_nowait(
+            "began_at", {"version": point.version, **point.checkpoint.controller}
+        )
         state = await journal.read_resume(point.version)
     if state.order is not None:
         feed.check_order(state.order)
@@ -213,7 +244,9 @@ async def restore(
         await run.trainer.recover(folder, missed, trained_again)
     restored()
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
-        journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
+        journal.group_ended_nowait(
+            group_id, "requeued", why, requeued=prompt.num_requeued
+        )
     return unfinished
 
 
@@ -222,21 +255,30 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
+    first = {
+        name: count
+        for name, count in state.requeued.items()
+        if name not in state.returning
+    }
     feed.restore_nowait(state.num_drawn, first, state.epochs, state.observed)
     prompts = {group.group_id: group.prompt for group in ready}
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
         group_id, prompt = found.ticket.group_id, found.prompt
-        made = feed.make_again(prompt.prompt_id, prompt.num_requeued)  # only the task has its answer
+        # only the task has its answer
+        made = feed.make_again(prompt.prompt_id, prompt.num_requeued)
         if tuple(map(dict, made.messages)) != prompt.messages:
             ended[group_id] = (prompt, "the task now makes a different prompt")
             continue
         prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
     tickets = [group.ticket for group in whole.values()]
-    late = run.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
+    late = run.buffer.restore_nowait(
+        state.next_version, state.next_group_id, tickets, ready
+    )
     if late:
-        logger.warning("requeued groups that are too old for the changed settings: %s", list(late))
+        logger.warning(
+            "requeued groups that are too old for the changed settings: %s", list(late)
+        )
     for group_id in late:
         ended[group_id] = (prompts[group_id], "too old for the changed settings")
         whole.pop(group_id, None)

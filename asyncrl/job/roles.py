@@ -14,8 +14,8 @@ A server is always in one of these states:
                 the old process, such as the served weights.
     gone        Nothing waits for it: it is parked, or the run continues without it, or the run ends.
 
-A new role is a row here, its server, and a subclass of RoleClient. Placement, `asyncrl check`, supervision,
-status and metrics follow from the row.
+A new role is a row here, its server, and a subclass of RoleClient. Placement, `asyncrl
+check`, supervision, status and metrics follow from the row.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Loss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a process starts. `start_factor`: multiple of supervision.start_timeout_s until it serves."""
+    """How a process starts. `start_factor`: multiple of supervision.start_timeout_s
+    until it serves.
+    """
 
     module: str
     spec: Body
@@ -61,9 +63,10 @@ class Launch:
 class Role:
     """A role of servers. `name`: of its process; rollout engines add their number.
 
-    `placement` returns what the role asks of the placement; None: the run has no such server. `order` turns
-    a rollout engine's order into an order of this role. `launch` and `client` make the process and the
-    client, which also asks its health. If that is a RoleClient, its judge() gets every rollout.
+    `placement` returns what the role asks of the placement; None: the run has no such
+    server. `order` turns a rollout engine's order into an order of this role. `launch`
+    and `client` make the process and the client, which also asks its health. If that is
+    a RoleClient, its judge() gets every rollout.
     """
 
     name: str
@@ -81,7 +84,12 @@ def _engine_launch(order: ServerOrder) -> Launch:
     rollout = order.config.rollout
     maker = KINDS[rollout.engine]
     python = None if rollout.facts.package is None else partial(find_python, rollout)
-    return Launch(f"asyncrl_servers.{rollout.engine}", maker.spec(order), python, maker.start_factor)
+    return Launch(
+        f"asyncrl_servers.{rollout.engine}",
+        maker.spec(order),
+        python,
+        maker.start_factor,
+    )
 
 
 def _engine_client(order: ServerOrder, caller: Caller) -> EngineClient:
@@ -131,11 +139,15 @@ def _teacher_launch(order: ServerOrder) -> Launch:
 
 
 def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
-    return Teacher(caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost)
+    return Teacher(
+        caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost
+    )
 
 
 _ROWS = (
-    Role(name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client),
+    Role(
+        name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client
+    ),
     Role(
         name=EVAL_ENGINE,
         on_loss=Loss.CONTINUE,
@@ -158,7 +170,9 @@ ROLES = {role.name: role for role in _ROWS}
 
 
 def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
-    """Return what the placement must find a device for, besides trainer and rollout engines."""
+    """Return what the placement must find a device for, besides trainer and rollout
+    engines.
+    """
     wanted = {name: role.placement(config) for name, role in ROLES.items()}
     return {name: server for name, server in wanted.items() if server is not None}
 
@@ -166,4 +180,8 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
 def extra_models(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the models of roles that do not serve the trained one."""
     servers = extra_servers(config)
-    return {name: server.model for name, server in servers.items() if server.model is not None}
+    return {
+        name: server.model
+        for name, server in servers.items()
+        if server.model is not None
+    }

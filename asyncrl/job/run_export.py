@@ -13,7 +13,13 @@ from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
-from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
+from asyncrl.observe.run_dir import (
+    SUMMARY_FILE,
+    read_config,
+    read_evaluations,
+    read_metrics,
+    read_object,
+)
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.trainer.model_folder import ModelPin, find_model
@@ -50,17 +56,31 @@ def export_run(
         if folder.name == FINAL:
             shutil.copytree(folder, unfinished)
         else:
-            _load(run_dir, config, folder / TRAINER, unfinished, base if adapter else None, tell)
+            _load(
+                run_dir,
+                config,
+                folder / TRAINER,
+                unfinished,
+                base if adapter else None,
+                tell,
+            )
         _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
 
 
-def find_weights(run_dir: Path, config: RunConfig, step: str, *, has_final: bool = True) -> tuple[int, Path]:
-    """Return the version and folder of the weights that `step` names; checksums are verified."""
+def find_weights(
+    run_dir: Path, config: RunConfig, step: str, *, has_final: bool = True
+) -> tuple[int, Path]:
+    """Return the version and folder of the weights that `step` names; checksums are
+    verified.
+    """
     checkpoints = Checkpoints(run_dir, config.checkpoint)
-    folders = {version: checkpoints.root / f"step_{version}" for version in checkpoints.versions()}
+    folders = {
+        version: checkpoints.root / f"step_{version}"
+        for version in checkpoints.versions()
+    }
     summary = read_object(run_dir / SUMMARY_FILE, [])
     # an older final/ may be from before a resume
     if has_final and summary.get("state") == "done" and (run_dir / FINAL).is_dir():
@@ -68,12 +88,15 @@ def find_weights(run_dir: Path, config: RunConfig, step: str, *, has_final: bool
     rewards = {
         int(line["policy_version"]): line["eval/reward_mean"]
         for line in read_evaluations(run_dir, [])
-        if "eval/reward_mean" in line and line.get("name", "") == (config.best_eval or "")
+        if "eval/reward_mean" in line
+        and line.get("name", "") == (config.best_eval or "")
     }
     evaluated = folders.keys() & rewards.keys()
     wanted = {
         "last": max(folders, default=None),
-        "best": max(evaluated, key=lambda version: (rewards[version], version), default=None),
+        "best": max(
+            evaluated, key=lambda version: (rewards[version], version), default=None
+        ),
     } | {str(version): version for version in folders}
     available = f"steps {', '.join(map(str, sorted(folders)))}" if folders else "none"
     version = wanted.get(step)
@@ -113,18 +136,36 @@ def _load(
             folder = find_model(model.path, model.revision, commit=pin.revision)
         pin.read(folder)
         if adapter_of is None:
-            save_model(state, folder, out, tell, dtype=model.dtype, chat_template=template)
+            save_model(
+                state, folder, out, tell, dtype=model.dtype, chat_template=template
+            )
         else:
-            save_peft(state, folder, out, adapter_of, pin.revision, dtype=model.dtype, chat_template=template)
+            save_peft(
+                state,
+                folder,
+                out,
+                adapter_of,
+                pin.revision,
+                dtype=model.dtype,
+                chat_template=template,
+            )
     except ConfigError as error:
         error.way_out = "restore the files of the base model; an export uses the model that was trained."
         raise
     except Refused as error:
-        raise CheckpointError(error.body.error, rule=error.body.rule, way_out=error.body.way_out) from error
+        raise CheckpointError(
+            error.body.error, rule=error.body.rule, way_out=error.body.way_out
+        ) from error
 
 
 def _write_card(
-    run_dir: Path, config: RunConfig, version: int, base: str, folder: Path, *, adapter: bool
+    run_dir: Path,
+    config: RunConfig,
+    version: int,
+    base: str,
+    folder: Path,
+    *,
+    adapter: bool,
 ) -> None:
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -149,6 +190,8 @@ allowed, {oldest:.0f} observed.
         if line["policy_version"] == version and "eval/reward_mean" in line:
             text += f"\nEvaluation: {line['eval/reward_mean']:.3f}.\n"
     if steps.values("reward/mean"):
-        write_reward_plot(folder / "reward.png", steps, title=f"reward up to policy_version {version}")
+        write_reward_plot(
+            folder / "reward.png", steps, title=f"reward up to policy_version {version}"
+        )
         text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")

@@ -17,7 +17,13 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.live_settings import LOOK_PERIOD_S, write_wanted
-from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
+from asyncrl.launch.supervise import (
+    NO_LOSS,
+    Server,
+    Supervision,
+    Supervisor,
+    summary_of,
+)
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
@@ -27,10 +33,11 @@ EngineState = Literal["parked", "starting", "working", "leaving"]
 class EngineSupervisor(Supervisor):
     """Supervise one engine, or keep it parked.
 
-    Life: parked, without a process -> starting -> working, also while it restarts -> leaving -> parked.
+    Life: parked, without a process -> starting -> working, also while it restarts ->
+        leaving -> parked.
     Waits: park() waits for its requests to move, and for a push.
-    Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
-        no restart.
+    Invariant: the pool sends it work only while it serves the announced version, or a
+        newer one. Parking is no restart.
     """
 
     kind = "engine"
@@ -55,7 +62,9 @@ class EngineSupervisor(Supervisor):
         self.state = "parked"
 
     async def park(self) -> None:
-        """Move the requests with their tokens, let the push end, and end the process. Call after run()."""
+        """Move the requests with their tokens, let the push end, and end the process.
+        Call after run().
+        """
         if self.is_up:
             await self._until_lost(self._hand_over())
         self._disconnect_nowait()
@@ -64,7 +73,9 @@ class EngineSupervisor(Supervisor):
         self._on_event("engine parked", {"name": self.name})
 
     async def _hand_over(self) -> None:
-        with waiting("its requests to move, and a push to end", on="rollouts", who="supervisor"):
+        with waiting(
+            "its requests to move, and a push to end", on="rollouts", who="supervisor"
+        ):
             await self._pool.drain(self.name)
             await self._scheduler.leave(self.name)
 
@@ -130,7 +141,11 @@ class EngineScale:
         return list(self.states.values()).count("working")
 
     def gauges(self) -> dict[str, float]:
-        return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
+        return (
+            {}
+            if self.is_fixed
+            else {"engine/up": sum(engine.is_up for engine in self.engines)}
+        )
 
     def watch_nowait(self) -> None:
         """Supervise each wanted engine, in a task of its own."""
@@ -138,7 +153,9 @@ class EngineScale:
             if engine.name not in self._watching:
                 if engine.state != "working":
                     engine.state = "starting"
-                self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
+                self._watching[engine.name] = self.spawn(
+                    self._watch(engine), name=f"watch {engine.name}"
+                )
 
     def want_nowait(self, num: int) -> None:
         if num != self.wanted:
@@ -173,7 +190,9 @@ class EngineScale:
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:
-                self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
+                self.log.warn(
+                    f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines"
+                )
                 write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()

@@ -1,5 +1,5 @@
-"""`asyncrl serve`: run engines, and the gateway, until Ctrl-C (exit code 0) or for a number of rollouts. A
-lost engine ends the command; workers restart.
+"""`asyncrl serve`: run engines, and the gateway, until Ctrl-C (exit code 0) or for a
+number of rollouts. A lost engine ends the command; workers restart.
 """
 
 from __future__ import annotations
@@ -21,10 +21,21 @@ from asyncrl.base.user_code import run_loop
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
+from asyncrl.job.agent_runtime import (
+    AgentRuntime,
+    make_gateway,
+    make_generator,
+    model_name,
+    num_rollouts,
+)
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import Lifecycle, locked_run_dir, new_run_dir, refuse_few_files
+from asyncrl.job.lifecycle import (
+    Lifecycle,
+    locked_run_dir,
+    new_run_dir,
+    refuse_few_files,
+)
 from asyncrl.job.servers import Servers, as_engine
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
@@ -79,18 +90,25 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
 
 
 @contextlib.contextmanager
-def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
+def _opened_lifecycle(
+    config: RunConfig, run_dir: Path | None, name: str
+) -> Iterator[Lifecycle]:
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
-        config, settled = resolve_auto(config.model_copy(update={"rollout": rollout}), launcher.nodes)
+        config, settled = resolve_auto(
+            config.model_copy(update={"rollout": rollout}), launcher.nodes
+        )
         log = RunLog()
         for text in settled:
             log.info(text)
         folder = run_dir or new_run_dir(f"serve-{name}")
         if folder.is_dir() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty", way_out="choose another --run-dir, or omit it.")
+            raise ConfigError(
+                f"{folder} is not empty",
+                way_out="choose another --run-dir, or omit it.",
+            )
         with locked_run_dir(folder, config.observe.dir_mode), logging_to(folder):
             yield Lifecycle(config, folder, log, launcher)
 
@@ -101,18 +119,24 @@ async def _start_engines(
     config = lifecycle.config
     model_path, tokenizer = await prepare_model(lifecycle)
     placement = place(config, lifecycle.launcher.nodes)
-    servers = Servers(config, placement, model_path, tokenizer, lifecycle.run_dir, lifecycle.launcher)
+    servers = Servers(
+        config, placement, model_path, tokenizer, lifecycle.run_dir, lifecycle.launcher
+    )
     await servers.hold()
     made = servers.engines()[:num_engines]
     engines = [engine.server for engine in made]
     clients = [as_engine(engine.client) for engine in made]
-    lifecycle.log.activity(f"loading the model in {', '.join(engine.name for engine in engines)}")
+    lifecycle.log.activity(
+        f"loading the model in {', '.join(engine.name for engine in engines)}"
+    )
     lifecycle.servers = engines
     for engine in engines:
         lifecycle.closes(engine.name, engine.aclose)
     await start_all(engines)
     for engine in engines:
-        lifecycle.spawn(engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}")
+        lifecycle.spawn(
+            engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}"
+        )
     return servers, clients, tokenizer
 
 
@@ -131,7 +155,9 @@ async def _live_engine(lifecycle: Lifecycle) -> int:
     return 0
 
 
-async def _live_gateway(lifecycle: Lifecycle, path: Path | None, num_tried: int | None) -> int:
+async def _live_gateway(
+    lifecycle: Lifecycle, path: Path | None, num_tried: int | None
+) -> int:
     tasks = (await check_everything(lifecycle, reads_all=num_tried is not None)).tasks
     _, clients, tokenizer = await _start_engines(lifecycle)
     pool = EnginePool(clients, slots=lifecycle.config.rollout.slots)
@@ -145,7 +171,9 @@ async def _live_gateway(lifecycle: Lifecycle, path: Path | None, num_tried: int 
     return code
 
 
-async def _serve_user(lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutRecorder) -> int:
+async def _serve_user(
+    lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutRecorder
+) -> int:
     config = lifecycle.config
     name = model_name(config)
     gateway, queue = make_gateway(
@@ -155,7 +183,9 @@ async def _serve_user(lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutR
     lifecycle.closes("gateway", gateway.aclose)
     url = await gateway.start()
     user = UserKey(gateway, queue, recorder, lifecycle.log)
-    call = _json_data({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    call = _json_data(
+        {"model": name, "messages": [{"role": "user", "content": "Hello"}]}
+    )
     header = "Authorization: Bearer"
     logs = lifecycle.run_dir / "logs"
     lifecycle.log.info(
@@ -184,11 +214,19 @@ async def _serve_user(lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutR
 class UserKey:
     """Two keys of a user who tries an agent by hand, for calls and for outcomes.
 
-    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session.
-    Invariant: a completion is in one rollout. Calls in flight when an outcome arrives get 410.
+    Life: open -> calls -> posted outcome: samples since the last one are recorded ->
+        new session.
+    Invariant: a completion is in one rollout. Calls in flight when an outcome arrives
+        get 410.
     """
 
-    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, log: RunLog) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        queue: RolloutQueue,
+        recorder: RolloutRecorder,
+        log: RunLog,
+    ) -> None:
         self.key = secrets.token_hex(24)
         self.outcome_key = secrets.token_hex(24)
         self._gateway = gateway
@@ -206,23 +244,38 @@ class UserKey:
     def _open(self, number: int) -> GatewaySession:
         name, prompt_id = f"{self._name}/{number}", self._name
         return self._gateway.open_nowait(
-            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
+            name,
+            prompt_id=prompt_id,
+            sample_index=number,
+            attempt=0,
+            route_key=name,
+            user_key=self.key,
         )
 
     def _take(self, outcome: Outcome) -> None:
-        """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
+        """Record a posted outcome. Raises RolloutFailure if it does not fit the
+        samples.
+        """
         reward = own_reward(outcome)
         session = self._session
         rollout = session.rollout(0, outcome, reward or 0.0)
-        session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
+        session.end_nowait(
+            "an outcome was posted: it ended this rollout, and the key starts a new one"
+        )
         self._session = self._open(session.sample_index + 1)
         self._keep(session, reward, rollout)
 
-    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
-        prompt = Prompt(f"{self._name}/{session.sample_index}", tuple(session.opening or ()))
+    def _keep(
+        self, session: GatewaySession, reward: float | None, rollout: Rollout
+    ) -> None:
+        prompt = Prompt(
+            f"{self._name}/{session.sample_index}", tuple(session.opening or ())
+        )
         self._recorder.record(prompt, reward, rollout)
         reward_text = "none" if reward is None else f"{reward:.4g}"
-        self._log.info(f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}")
+        self._log.info(
+            f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}"
+        )
 
 
 async def _try_agent(
@@ -234,18 +287,32 @@ async def _try_agent(
 ) -> int:
     config = lifecycle.config
     feed = make_prompt_source(config, tasks)
-    scorer = Scorers(tasks, config.tasks, recorder.tokenizer, seed=config.seed, warn=lifecycle.log.warn)
+    scorer = Scorers(
+        tasks,
+        config.tasks,
+        recorder.tokenizer,
+        seed=config.seed,
+        warn=lifecycle.log.warn,
+    )
     lifecycle.closes("rewards", scorer.aclose)
     agents = None
     if config.generator.is_harness:
         heartbeat_s = config.observe.heartbeat_s
-        supervision = Supervision(config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None)
+        supervision = Supervision(
+            config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None
+        )
         agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
         await agents.open(lifecycle)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
     generator = make_generator(config, pool, recorder.tokenizer, scorer, agents)
-    prompts = [feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))]
-    return 0 if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder) else 1
+    prompts = [
+        feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))
+    ]
+    return (
+        0
+        if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder)
+        else 1
+    )
 
 
 async def try_rollouts(
@@ -258,8 +325,12 @@ async def try_rollouts(
     """Run, print and record rollouts. Return True if any succeeded."""
     rollout = lifecycle.config.rollout
     slots = Slots(num_rollouts(lifecycle.config))
-    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
-    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
+    runner = RolloutRunner(
+        generator, timeout_s=rollout.timeout_s, retries=rollout.retries
+    )
+    places = [
+        (prompt, index) for prompt in prompts for index in range(rollout.group_size)
+    ][:num_tried]
     rewards = list[float]()
     num_ended = 0
 
@@ -271,20 +342,29 @@ async def try_rollouts(
         num_ended += 1
         head = f"[{num_ended}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
-            lifecycle.log.info(f"{head} {how_failed(result.num_attempts)}: {result.failure.what}")
+            lifecycle.log.info(
+                f"{head} {how_failed(result.num_attempts)}: {result.failure.what}"
+            )
             return
         rewards.append(result[0].reward)
         recorder.record(prompt, result[0].reward, result)
-        lifecycle.log.info(f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}")
+        lifecycle.log.info(
+            f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}"
+        )
         sampled = result[-1].token_ids[int(result[-1].loss_mask.argmax()) :].tolist()
         text = recorder.tokenizer.decode(sampled, skip_special_tokens=False)
         lifecycle.log.info(f"    {text[:MAX_TEXT]!r}")
 
     await asyncio.wait(
-        [lifecycle.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+        [
+            lifecycle.spawn(run(place, *what), name=f"rollout {place}")
+            for place, what in enumerate(places)
+        ]
     )
     if rewards:
-        lifecycle.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts")
+        lifecycle.log.info(
+            f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts"
+        )
     return bool(rewards)
 
 

@@ -1,4 +1,6 @@
-"""Make and start the servers of a run. Roles are in job/roles.py, start arguments in engines/kinds.py."""
+"""Make and start the servers of a run. Roles are in job/roles.py, start arguments in
+engines/kinds.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ from asyncrl.launch.mps import Mps, why_time_slices
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
-from asyncrl.launch.supervise import FirstStart, Server, Supervision, Supervisor, all_or_none, health_over
+from asyncrl.launch.supervise import (
+    FirstStart,
+    Server,
+    Supervision,
+    Supervisor,
+    all_or_none,
+    health_over,
+)
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
@@ -45,8 +54,9 @@ MEET_FRACTION = 0.8
 
 @dataclass(slots=True)
 class RoleServer:
-    """A server of a role, with its client. `supervisor`: of roles that restart; a rollout engine's is in
-    job/scale.py. `on_gone` gets a loss that the run survives without the server.
+    """A server of a role, with its client. `supervisor`: of roles that restart; a
+    rollout engine's is in job/scale.py. `on_gone` gets a loss that the run survives
+    without the server.
     """
 
     role: Role
@@ -64,7 +74,9 @@ class RoleServer:
     def gauges(self) -> dict[str, float]:
         if self.supervisor is None:
             return self.client.gauges()
-        return self.client.gauges() | {f"{self.role.name}/restarts": self.supervisor.num_restarts}
+        return self.client.gauges() | {
+            f"{self.role.name}/restarts": self.supervisor.num_restarts
+        }
 
     async def watch(self, heartbeat_s: float) -> None:
         """Keep the server running, or watch it until it is lost.
@@ -89,7 +101,9 @@ def as_engine(client: ServerClient) -> EngineClient:
 
 @dataclass(eq=False)
 class Servers:
-    """Makes the servers on the nodes of a placement, not started. They share the run's secret."""
+    """Makes the servers on the nodes of a placement, not started. They share the run's
+    secret.
+    """
 
     config: RunConfig
     placement: Placement
@@ -118,11 +132,20 @@ class Servers:
         servers = list[Server]()
         for rank, place in enumerate(self.placement.trainer):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            of_node = [other for other in self.placement.trainer if other.node == place.node]
+            of_node = [
+                other for other in self.placement.trainer if other.node == place.node
+            ]
             caller = Caller(f"trainer-{rank}", "", self.secret)
-            child = self._process(caller.name, "asyncrl.trainer.rank_process", spec, of_node)
+            child = self._process(
+                caller.name, "asyncrl.trainer.rank_process", spec, of_node
+            )
             servers.append(
-                Server(child, caller, health_over(caller, TrainerHealth), self._start_s(self.model_path))
+                Server(
+                    child,
+                    caller,
+                    health_over(caller, TrainerHealth),
+                    self._start_s(self.model_path),
+                )
             )
         return servers
 
@@ -154,23 +177,39 @@ class Servers:
             transport=config.weight_sync.settled,
             is_file_wanted=bool(placement.weight_readers),
             chunk_bytes=config.weight_sync.chunk_bytes,
-            chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
+            chunks="file"
+            if num_memories == 0
+            else "memory"
+            if num_memories == 1
+            else "memories",
             canary_tokens=self._canary_tokens(),
             measures_gap=config.rollout.facts.has_model,
-            pinned_length=config.rollout.max_length if config.rollout.facts.pins_length else 0,
+            pinned_length=config.rollout.max_length
+            if config.rollout.facts.pins_length
+            else 0,
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
             chat_template=template and Path(template).absolute(),
         )
 
     def engines(self) -> list[RoleServer]:
-        """Return the run's rollout engines, which it starts, or which others have started."""
+        """Return the run's rollout engines, which it starts, or which others have
+        started.
+        """
         role = ROLES[ENGINE]
         urls = self.config.rollout.external_urls or [""] * len(self.placement.engines)
         fraction_of = self.placement.memory_fraction_of
         return [
-            self.make(role, devices, name=f"{ENGINE}-{number}", url=url, share=fraction_of(number))
-            for number, (devices, url) in enumerate(zip(self.placement.engines, urls, strict=True))
+            self.make(
+                role,
+                devices,
+                name=f"{ENGINE}-{number}",
+                url=url,
+                share=fraction_of(number),
+            )
+            for number, (devices, url) in enumerate(
+                zip(self.placement.engines, urls, strict=True)
+            )
         ]
 
     def make(
@@ -182,8 +221,8 @@ class Servers:
         url: str = "",
         share: float | None = None,
     ) -> RoleServer:
-        """Make a server on its devices, not started. `url`: others have started it. `share`: the fraction of
-        its devices' memory.
+        """Make a server on its devices, not started. `url`: others have started it.
+        `share`: the fraction of its devices' memory.
         """
         order = self.order(role, name or role.name, devices[0], share=share)
         launch = role.launch(order)
@@ -192,18 +231,33 @@ class Servers:
             child = Process(order.name, f"the log of {url}", url.rstrip("/"))
         else:
             secret = self.secret
-            child = self._process(order.name, launch.module, json.dumps(launch.spec), devices, launch.python)
+            child = self._process(
+                order.name,
+                launch.module,
+                json.dumps(launch.spec),
+                devices,
+                launch.python,
+            )
         caller = Caller(order.name, "", secret)
         client = role.client(order, caller)
         start_s = self._start_s(order.model_path)
-        ready = partial(client.ready, self._start_s(order.model_path, launch.start_factor))
-        return RoleServer(role, Server(child, caller, client.health, start_s, ready), client)
+        ready = partial(
+            client.ready, self._start_s(order.model_path, launch.start_factor)
+        )
+        return RoleServer(
+            role, Server(child, caller, client.health, start_s, ready), client
+        )
 
-    def order(self, role: Role, name: str, device: NodeDevice, *, share: float | None = None) -> ServerOrder:
-        """Describe a server to its role and kind of engine. `device` is the first of its devices."""
+    def order(
+        self, role: Role, name: str, device: NodeDevice, *, share: float | None = None
+    ) -> ServerOrder:
+        """Describe a server to its role and kind of engine. `device` is the first of
+        its devices.
+        """
         config = self.config
         placement = self.placement
-        if config.rollout.facts.package is None:  # others count CUDA's memory themselves
+        # others count CUDA's memory themselves
+        if config.rollout.facts.package is None:
             share = self._without_cuda(share)
         order = ServerOrder(
             config=config,
@@ -222,7 +276,9 @@ class Servers:
         return role.order(order)
 
     def _start_s(self, model_path: Path, factor: int = 1) -> float:
-        return factor * self.config.supervision.start_timeout_s + load_limit_s(model_path)
+        return factor * self.config.supervision.start_timeout_s + load_limit_s(
+            model_path
+        )
 
     def _canary_tokens(self) -> int:
         """Return the number of tokens whose logprobs each push compares; 0: none."""
@@ -244,7 +300,9 @@ class Servers:
         env = dict[str, str]()
         if self.mps is not None and shared.keys() >= {*devices}:
             env = self.mps.environ(shared[device] for device in devices)
-        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, env, python=python)
+        process = ProcessSpec(
+            name, module, spec, self.run_dir, self.secret, names, env, python=python
+        )
         return self.launcher.process(devices[0].node, process)
 
     def _without_cuda(self, share: float | None) -> float | None:
@@ -252,17 +310,23 @@ class Servers:
         if share is None:
             return None
         device = self.placement.trainer[0]
-        total = self.placement.nodes[device.node].machine.cuda[device.number].total_bytes
+        total = (
+            self.placement.nodes[device.node].machine.cuda[device.number].total_bytes
+        )
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
-        """Reserve resources on the nodes; without `staging_dir` only for engines. Raises ConfigError or
-        ComponentError.
+        """Reserve resources on the nodes; without `staging_dir` only for engines.
+        Raises ConfigError or ComponentError.
         """
         placement = self.placement
         has_engines = self.config.rollout.external_urls is None
-        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
-        await self.launcher.hold(parts, await asyncio.to_thread(self._shared_files, staging_dir))
+        parts = placement.parts(
+            has_engines=has_engines, serves_only=staging_dir is None
+        )
+        await self.launcher.hold(
+            parts, await asyncio.to_thread(self._shared_files, staging_dir)
+        )
         if staging_dir is None:
             return
         first = placement.trainer[0].node
@@ -272,7 +336,9 @@ class Servers:
             self.weights_store = await self._free_address(first)
 
     async def _free_address(self, node: int) -> str:
-        return f"{self.launcher.nodes[node].address}:{await self.launcher.free_port(node)}"
+        return (
+            f"{self.launcher.nodes[node].address}:{await self.launcher.free_port(node)}"
+        )
 
     def _shared_files(self, staging_dir: Path | None) -> dict[str, str]:
         """Return the files that every node must see, with their content."""
@@ -285,7 +351,11 @@ class Servers:
             for name, path in self.role_models.items()
             if name in extra and extra[name].node > 0
         ]
-        files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+        files = {
+            str(path.absolute()): path.read_text(encoding="utf-8")
+            for path in paths
+            if path.is_file()
+        }
         if staging_dir is not None and self.config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
         return files
@@ -299,7 +369,9 @@ async def start_mps(lifecycle: Lifecycle, placement: Placement) -> Mps | None:
     mps = Mps(devices, lifecycle.run_dir / "logs" / "mps")
     lifecycle.closes("MPS", mps.aclose)
     if failed := await mps.start():
-        lifecycle.log.warn(f"trainer and engines take time slices of the device: {failed}")
+        lifecycle.log.warn(
+            f"trainer and engines take time slices of the device: {failed}"
+        )
         return None
     return mps
 
@@ -322,7 +394,10 @@ class Fleet:
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
         self.supervision = Supervision(
-            config.supervision, config.observe.heartbeat_s, lifecycle.log.warn, journal.event_nowait
+            config.supervision,
+            config.observe.heartbeat_s,
+            lifecycle.log.warn,
+            journal.event_nowait,
         )
         self.ranks = servers.trainers(staging_dir)
 
@@ -339,7 +414,10 @@ class Fleet:
             timeout_s=config.trainer.timeout_s,
             before_start=before_start,
             bring_back=partial(
-                recover_trainer, journal=journal, checkpoints=checkpoints, num_batches=num_steps
+                recover_trainer,
+                journal=journal,
+                checkpoints=checkpoints,
+                num_batches=num_steps,
             ),
         )
         if config.weight_sync.facts.is_collective:
@@ -354,7 +432,9 @@ class Fleet:
         engines = servers.engines()
         self.engine_servers = [engine.server for engine in engines]
         self.clients = [as_engine(engine.client) for engine in engines]
-        self.engines = EnginePool(self.clients, slots=config.rollout.slots, on_lost=self.on_lost)
+        self.engines = EnginePool(
+            self.clients, slots=config.rollout.slots, on_lost=self.on_lost
+        )
         self.node_files = _node_files(lifecycle, servers.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
         self.extra = {
@@ -388,7 +468,11 @@ class Fleet:
     @property
     def judges(self) -> list[RoleClient]:
         """Return the clients that add something to each rollout."""
-        return [extra.client for extra in self.extra.values() if isinstance(extra.client, RoleClient)]
+        return [
+            extra.client
+            for extra in self.extra.values()
+            if isinstance(extra.client, RoleClient)
+        ]
 
     @property
     def eval_client(self) -> EngineClient | None:
@@ -400,8 +484,9 @@ class Fleet:
         self.supervisors[error.component].lost_nowait(error)
 
     async def start(self, num_engines: int) -> None:
-        """Start the processes. On shared devices the engines start first and sleep, so no device holds both
-        sides; resident engines too, because vLLM measures free memory at its start.
+        """Start the processes. On shared devices the engines start first and sleep, so
+        no device holds both sides; resident engines too, because vLLM measures free
+        memory at its start.
         """
         for server in (*self.servers, *self.side_servers):
             self._lifecycle.closes(server.name, server.aclose)
@@ -418,19 +503,28 @@ class Fleet:
         if self.placement.moves:
             limit_s = max(server.start_s for server in engines)
             what = f"an engine did not free the trainer's device within {limit_s:g} s"
-            late = ComponentError("placement", what, way_out="read the logs of the engines.")
+            late = ComponentError(
+                "placement", what, way_out="read the logs of the engines."
+            )
             async with within(limit_s, lambda: late):
                 sleeps = (client.sleep() for client in self.clients[:num_engines])
                 await asyncio.gather(*sleeps)
         await trainer.run()
 
 
-def _node_files(lifecycle: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:
+def _node_files(
+    lifecycle: Lifecycle, placement: Placement, rank: Server
+) -> NodeFiles | None:
     """Return None if all nodes read files in place."""
     readers = placement.weight_readers
-    if placement.num_nodes == 1 or not fetches_files(lifecycle.config, has_eval_engine=bool(readers)):
+    if placement.num_nodes == 1 or not fetches_files(
+        lifecycle.config, has_eval_engine=bool(readers)
+    ):
         return None
-    engines = {f"{ENGINE}-{number}": devices[0] for number, devices in enumerate(placement.engines)}
+    engines = {
+        f"{ENGINE}-{number}": devices[0]
+        for number, devices in enumerate(placement.engines)
+    }
     node_of = {name: device.node for name, device in {**engines, **readers}.items()}
     return NodeFiles(
         lifecycle.launcher.fetch,

@@ -25,8 +25,8 @@ logger = logging.getLogger("asyncrl.job.trainer_recovery")
 class SupervisedTrainer(Supervisor, TrainerClient):
     """Trainer with one process per rank; calls lost with a process are repeated.
 
-    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
-        offloads.
+    Life: as Supervisor; new ranks load the newest checkpoint, train again on later
+        batches, and repeat offloads.
     Waits: calls sleep while the trainer is down, as long as restarts take.
     Invariant: a batch is trained once on the way to each version.
     """
@@ -43,7 +43,9 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         before_start: Callable[[], Awaitable[None]],
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
     ) -> None:
-        """`before_start` returns when new ranks may start; `bring_back` catches up to a version."""
+        """`before_start` returns when new ranks may start; `bring_back` catches up to a
+        version.
+        """
         Supervisor.__init__(self, ranks, supervision)
         TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
         self._catches_up = bring_back
@@ -62,7 +64,9 @@ class SupervisedTrainer(Supervisor, TrainerClient):
     async def wait_up(self) -> None:
         """Raises ComponentError if the processes never come back."""
         with waiting("the trainer to be back", on="watch trainer"):
-            await self._up_changed.wait_for(lambda: self.is_up or self._over is not None)
+            await self._up_changed.wait_for(
+                lambda: self.is_up or self._over is not None
+            )
         if not self.is_up and self._over is not None:
             raise self._over
 
@@ -92,23 +96,34 @@ class SupervisedTrainer(Supervisor, TrainerClient):
                 return await call()
             except TrainerError as error:
                 # the death of another rank, the better error, arrives a moment
-                died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
-                if not (died or isinstance(error, TrainerLost)) or not self.config.max_restarts:
+                died = len(self._processes) > 1 and await self._until_lost(
+                    asyncio.sleep(GRACE_S)
+                )
+                if (
+                    not (died or isinstance(error, TrainerLost))
+                    or not self.config.max_restarts
+                ):
                     raise
                 if self.num_restarts == number:  # else a late answer of ended processes
-                    lost = TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+                    lost = TrainerLost(
+                        "trainer", error.fault, rule=error.rule, way_out=error.way_out
+                    )
                     self._lost_by(lost)
 
     def _check_up(self) -> None:
         """Raise TrainerLost during a restart."""
         if not self.is_up:
-            raise TrainerLost("trainer", "is restarting", rule="a checkpoint is of a finished step")
+            raise TrainerLost(
+                "trainer", "is restarting", rule="a checkpoint is of a finished step"
+            )
 
     async def _before_start(self) -> None:
         await self._may_start()
 
     async def _bring_back(self) -> None:
-        client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
+        client = TrainerClient(
+            self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s
+        )
         await self._catches_up(client, self.policy_version)
         self._reached(client.policy_version)
         if self._offloaded:
@@ -119,22 +134,36 @@ class SupervisedTrainer(Supervisor, TrainerClient):
 
 
 async def recover_trainer(
-    client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
+    client: TrainerClient,
+    version: int,
+    *,
+    journal: Journal,
+    checkpoints: Checkpoints,
+    num_batches: int,
 ) -> None:
     """Bring a restarted trainer to `version` by checkpoint and journal."""
-    # A checkpoint that completes during recovery would prune this one and its journaled batches.
+    # A checkpoint that completes during recovery would prune this one and its journaled
+    # batches.
     async with checkpoints.in_use:
-        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        whole, damaged = await asyncio.to_thread(
+            checkpoints.newest_whole, keep_unfinished=True
+        )
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
         journal.event_nowait("restored", {"version": start})
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
-        await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
-        for text in [found.what for found in damaged] + await asyncio.to_thread(set_aside, damaged):
+        await client.catch_up(
+            folder, load_batches(state, start, stop), lambda _batch, _report: None
+        )
+        for text in [found.what for found in damaged] + await asyncio.to_thread(
+            set_aside, damaged
+        ):
             logger.warning("%s", text)
 
 
-async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+async def load_batches(
+    state: ResumeState, start: int, stop: int
+) -> AsyncIterator[Batch]:
     for version in range(start, stop):
         yield await asyncio.to_thread(state.load_batch, version)

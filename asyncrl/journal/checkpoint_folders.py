@@ -68,8 +68,10 @@ def set_aside(damaged: Iterable[CheckpointDamaged]) -> list[str]:
 class Checkpoints:
     """Checkpoints of one run directory. All methods block.
 
-    Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and renames; or abandon().
-    Waits: hold `in_use` around finish() and while using newest_whole(); never while a trainer writes.
+    Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and
+        renames; or abandon().
+    Waits: hold `in_use` around finish() and while using newest_whole(); never while a
+        trainer writes.
     Invariant: a folder was whole when it was named step_N.
     """
 
@@ -86,7 +88,9 @@ class Checkpoints:
         return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Path:
-        """Create an empty folder; the trainer creates TRAINER in it. Raises CheckpointError."""
+        """Create an empty folder; the trainer creates TRAINER in it. Raises
+        CheckpointError.
+        """
         folder = self.root / f".step_unfinished.{os.getpid()}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +99,9 @@ class Checkpoints:
             raise self._cannot_write(error) from error
         return folder
 
-    def finish(self, pending: Path, version: int, controller: Mapping[str, Any]) -> Path:
+    def finish(
+        self, pending: Path, version: int, controller: Mapping[str, Any]
+    ) -> Path:
         """Complete the checkpoint, then prune older ones. Raises CheckpointError."""
         final = self.root / f"step_{version}"
         try:
@@ -113,8 +119,12 @@ class Checkpoints:
     def abandon(self, pending: Path) -> None:
         shutil.rmtree(pending, ignore_errors=True)
 
-    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[CheckpointDamaged]]:
-        """Return the newest whole checkpoint and newer damaged ones. Raises OSError for unreadable files."""
+    def newest_whole(
+        self, *, keep_unfinished: bool = False
+    ) -> tuple[Whole | None, list[CheckpointDamaged]]:
+        """Return the newest whole checkpoint and newer damaged ones. Raises OSError for
+        unreadable files.
+        """
         passed_over: list[CheckpointDamaged] = []
         if not self.root.exists():
             return None, passed_over
@@ -130,17 +140,27 @@ class Checkpoints:
     def oldest_version(self) -> int:
         """Return the oldest version from which resumes may need the journal."""
         versions = self.versions()
-        return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
+        return (
+            versions[-self.config.keep_last]
+            if len(versions) >= self.config.keep_last
+            else 0
+        )
 
     def _prune(self) -> None:
         versions = self.versions()
         stay = set(versions[-self.config.keep_last :])
         if self.config.keep_every is not None:
-            stay |= {version for version in versions if version % self.config.keep_every == 0}
+            stay |= {
+                version for version in versions if version % self.config.keep_every == 0
+            }
         evaluated = [version for version in versions if version in self._rewards]
         if self.config.keep_best and evaluated:
-            stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
-        for folder in (self.root / f"step_{version}" for version in versions if version not in stay):
+            stay.add(
+                max(evaluated, key=lambda version: (self._rewards[version], version))
+            )
+        for folder in (
+            self.root / f"step_{version}" for version in versions if version not in stay
+        ):
             with contextlib.suppress(OSError):
                 # a partly removed checkpoint must not look whole
                 (folder / MANIFEST).unlink(missing_ok=True)
@@ -156,13 +176,19 @@ class Checkpoints:
 
 def _versions_in(folders: Iterable[Path]) -> list[int]:
     kinds = (path.name.partition("_") for path in folders)
-    return sorted(int(number) for kind, _, number in kinds if kind == "step" and number.isdigit())
+    return sorted(
+        int(number) for kind, _, number in kinds if kind == "step" and number.isdigit()
+    )
 
 
 def write_manifest(folder: Path, version: int) -> None:
     """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
     manifest = Manifest(version=version, files=_digests(folder, names))
     path = folder / MANIFEST
     path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -171,14 +197,25 @@ def write_manifest(folder: Path, version: int) -> None:
 
 
 def read_whole(folder: Path, version: int) -> Whole:
-    """Compare every file with the manifest. Raises CheckpointDamaged; OSError for unreadable files."""
+    """Compare every file with the manifest. Raises CheckpointDamaged; OSError for
+    unreadable files.
+    """
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = Manifest.model_validate_json(
+            (folder / MANIFEST).read_text(encoding="utf-8")
+        )
         digests = _digests(folder, manifest.files)
         controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        IsADirectoryError,
+        ValueError,
+    ) as error:
         raise _damaged(folder, str(error)) from error
-    if wrong := [name for name, digest in manifest.files.items() if digests[name] != digest]:
+    if wrong := [
+        name for name, digest in manifest.files.items() if digests[name] != digest
+    ]:
         raise _damaged(folder, f"{', '.join(wrong)} differ from {MANIFEST}")
     if manifest.version != version:
         raise _damaged(folder, f"{MANIFEST} has version {manifest.version}")
@@ -187,7 +224,9 @@ def read_whole(folder: Path, version: int) -> Whole:
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        return dict(zip(names, hashing.map(sha256_of, map(folder.joinpath, names)), strict=True))
+        return dict(
+            zip(names, hashing.map(sha256_of, map(folder.joinpath, names)), strict=True)
+        )
 
 
 def _damaged(folder: Path, why: str) -> CheckpointDamaged:

@@ -1,7 +1,8 @@
 """Journal of a run: records events before they take effect. Imports no torch.
 
-Each decision changes the tables in the writer's thread and transaction. A refused decision (JournalError,
-sqlite3.IntegrityError) ends the journal. Late decisions about a requeued group change nothing.
+Each decision changes the tables in the writer's thread and transaction. A refused
+decision (JournalError, sqlite3.IntegrityError) ends the journal. Late decisions about a
+requeued group change nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +69,13 @@ def _text(given: object) -> str:
 
 def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
     messages = json.dumps([*map(dict, prompt.messages)])
-    group = (ticket.group_id, _text(prompt.prompt_id), ticket.start_version, prompt.num_requeued, messages)
+    group = (
+        ticket.group_id,
+        _text(prompt.prompt_id),
+        ticket.start_version,
+        prompt.num_requeued,
+        messages,
+    )
     connection.execute(
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, num_requeued, messages, state, admitted_s)"
@@ -78,57 +85,94 @@ def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) ->
 
 
 def _note(connection: sqlite3.Connection, key: str, value: object) -> None:
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+    connection.execute(
+        "INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value))
+    )
 
 
-def _epoch(connection: sqlite3.Connection, task: str, number: int, prompts: str) -> None:
+def _epoch(
+    connection: sqlite3.Connection, task: str, number: int, prompts: str
+) -> None:
     """Record an epoch of a task sampled by difficulty. Repeatable."""
     _note(connection, f"{EPOCH}{number}/{task}", prompts)
 
 
 def _segment(
-    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, attempt: int, partial: Completion
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    sample_index: int,
+    attempt: int,
+    partial: Completion,
 ) -> None:
     if _rollout(connection, group_id, sample_index) == ("running", False):
         blob = encode_partial(group_id, sample_index, partial)
         row = (group_id, sample_index, attempt, partial.tokens.num_sampled, blob)
-        connection.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row)
+        connection.execute(
+            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row
+        )
 
 
-def _rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
+def _rollout_finished(
+    connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout
+) -> None:
     sample_index = rollout[0].sample_index
     if not _is_running(connection, group_id, sample_index):
         return
     connection.executemany(
         "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
-        [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
+        [
+            (group_id, sample_index, branch.branch, encode_trajectory(group_id, branch))
+            for branch in rollout
+        ],
     )
-    oldest = min((span.version for branch in rollout for span in branch.tokens.spans), default=None)
+    oldest = min(
+        (span.version for branch in rollout for span in branch.tokens.spans),
+        default=None,
+    )
     connection.execute(
         "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
         " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?), ?)"
         " WHERE group_id = ?",
-        (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, oldest, group_id),
+        (
+            sum(branch.num_sampled for branch in rollout),
+            float(rollout[0].reward),
+            oldest,
+            oldest,
+            group_id,
+        ),
     )
     key = (group_id, sample_index)
-    connection.execute("DELETE FROM segments WHERE group_id = ? AND sample_index = ?", key)
+    connection.execute(
+        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", key
+    )
 
 
 def _rollout_failed(
-    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    sample_index: int,
+    num_attempts: int,
+    why: str,
 ) -> None:
     if not _is_running(connection, group_id, sample_index):
         return
     failure = (group_id, sample_index, num_attempts, _text(why))
     connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", failure)
-    connection.execute("UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,))
+    connection.execute(
+        "UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,)
+    )
     _lose(connection, group_id, sample_index)
 
 
 def _tokens_lost(
-    connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    num_tokens: int,
+    sample_index: int | None = None,
 ) -> None:
-    """Count sampled tokens outside any trajectory. With `sample_index`, drop the unfinished completion."""
+    """Count sampled tokens outside any trajectory. With `sample_index`, drop the
+    unfinished completion.
+    """
     more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
     connection.execute(more, (num_tokens, group_id))
     if sample_index is not None:
@@ -159,12 +203,22 @@ def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
     (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, batch.min_version, int(batch.mask_older), len(group_ids), _decided_s.get()),
+        (
+            version,
+            batch.min_version,
+            int(batch.mask_older),
+            len(group_ids),
+            _decided_s.get(),
+        ),
     )
-    places = [(version, position, group_id) for position, group_id in enumerate(group_ids)]
+    places = [
+        (version, position, group_id) for position, group_id in enumerate(group_ids)
+    ]
     connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
     taken = "UPDATE groups SET state = 'taken' WHERE group_id = ? AND state = 'ready'"
-    num_ready = connection.executemany(taken, [(group_id,) for group_id in group_ids]).rowcount
+    num_ready = connection.executemany(
+        taken, [(group_id,) for group_id in group_ids]
+    ).rowcount
     if num_ready != len(group_ids) or newest not in (None, version - 1):
         raise JournalError(
             f"batch {version} cannot be taken after batch {newest}: of {group_ids}, {num_ready} are ready",
@@ -173,7 +227,9 @@ def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
         )
 
 
-def _trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
+def _trained(
+    connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]
+) -> None:
     """Record that the batch became policy_version version + 1. Repeatable."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
@@ -188,14 +244,18 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
 
 
-def _event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]) -> None:
+def _event(
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]
+) -> None:
     """Record an event for `inspect`."""
     row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
     connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", row)
 
 
 def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete messages and tokens that no resume needs. Return the number of groups, 0 when done."""
+    """Delete messages and tokens that no resume needs. Return the number of groups, 0
+    when done.
+    """
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
         " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
@@ -206,23 +266,32 @@ def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
     ).fetchall()
     for table in ("trajectories", "failures", "segments"):
         connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", found)
-    connection.executemany("UPDATE groups SET messages = NULL WHERE group_id = ?", found)
+    connection.executemany(
+        "UPDATE groups SET messages = NULL WHERE group_id = ?", found
+    )
     return len(found)
 
 
-def _lose(connection: sqlite3.Connection, group_id: GroupId, sample_index: int | None = None) -> None:
+def _lose(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int | None = None
+) -> None:
     """Count a group's unfinished completions, or a single one, as lost."""
     them = "segments WHERE group_id = :group AND sample_index = coalesce(:sample, sample_index)"
     values = {"group": group_id, "sample": sample_index}
     num_tokens = f"(SELECT coalesce(sum(num_tokens), 0) FROM {them})"
     connection.execute(
-        f"UPDATE groups SET lost_tokens = lost_tokens + {num_tokens} WHERE group_id = :group", values
+        f"UPDATE groups SET lost_tokens = lost_tokens + {num_tokens} WHERE group_id = :group",
+        values,
     )
     connection.execute(f"DELETE FROM {them}", values)
 
 
-def _rollout(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> tuple[str, bool]:
-    """Return the group's state and whether the rollout has ended, in one statement for speed."""
+def _rollout(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int
+) -> tuple[str, bool]:
+    """Return the group's state and whether the rollout has ended, in one statement for
+    speed.
+    """
     row = connection.execute(
         "SELECT state, EXISTS (SELECT 1 FROM trajectories WHERE group_id = :group AND sample_index = :sample)"
         " OR EXISTS (SELECT 1 FROM failures WHERE group_id = :group AND sample_index = :sample)"
@@ -234,7 +303,9 @@ def _rollout(connection: sqlite3.Connection, group_id: GroupId, sample_index: in
     return row[0], bool(row[1])
 
 
-def _is_running(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> bool:
+def _is_running(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int
+) -> bool:
     state, has_ended = _rollout(connection, group_id, sample_index)
     if state == "running" and has_ended:
         raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
@@ -242,21 +313,24 @@ def _is_running(connection: sqlite3.Connection, group_id: GroupId, sample_index:
 
 
 class Journal:
-    """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up to GATHER_S; awaited
-    methods return when it is durable.
+    """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up
+    to GATHER_S; awaited methods return when it is durable.
 
-    Life: of a group: admitted -> rollouts finished or failed -> ready -> taken by one batch; or failed,
-    filtered, requeued.
-    Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed for a failure.
-    Invariant: a group has one state and at most one batch. Decisions become durable in order. Only the
-    process with the run lock writes. The first error is final.
+    Life: of a group: admitted -> rollouts finished or failed -> ready -> taken by one
+    batch; or failed, filtered, requeued.
+    Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed
+        for a failure.
+    Invariant: a group has one state and at most one batch. Decisions become durable in
+    order. Only the process with the run lock writes. The first error is final.
     """
 
     name = "journal"
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
-        (start_date,) = connection.execute("SELECT value FROM meta WHERE key = 'start_date'").fetchone()
+        (start_date,) = connection.execute(
+            "SELECT value FROM meta WHERE key = 'start_date'"
+        ).fetchone()
         self.start_date = date.fromisoformat(start_date)
         """Chat templates write it, so that a resumed run renders the same prompts."""
         self._connection = connection
@@ -265,12 +339,16 @@ class Journal:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_awaited = threading.Event()
         # daemon: a crashing run must not hang on it
-        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_all, name="journal", daemon=True
+        )
         self._thread.start()
 
     @classmethod
     def open(cls, path: Path, *, run_id: str) -> Journal:
-        """Open or create a journal. Blocks. Raises JournalError for a damaged or foreign file."""
+        """Open or create a journal. Blocks. Raises JournalError for a damaged or
+        foreign file.
+        """
         return cls(path, open_to_write(path, run_id))
 
     admitted_nowait = _later(_admitted)
@@ -288,7 +366,8 @@ class Journal:
     async def batch_taken(self, batch: Batch) -> None:
         """Assign the groups to this batch for good; train only after this returns.
 
-        Raises JournalError for groups that are not ready, or a version that is not next.
+        Raises JournalError for groups that are not ready, or a version that is not
+        next.
         """
         what = f"the batch of step {batch.version + 1} to be durable in the journal"
         await self._durable(partial(_batch_taken, batch=batch), what)
@@ -307,7 +386,9 @@ class Journal:
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:
-        """Delete tokens before the oldest kept checkpoint, and of older untrained groups, in small steps."""
+        """Delete tokens before the oldest kept checkpoint, and of older untrained
+        groups, in small steps.
+        """
         some = partial(_compact_some, before_version=before_version)
         while await self._durable(some, "old tokens to be deleted from the journal"):
             pass
@@ -322,7 +403,11 @@ class Journal:
         if self._failed.done():
             raise self._failed.result()
 
-    def _put(self, decide: Callable[[sqlite3.Connection], Any], answer: Future[Any] | None = None) -> None:
+    def _put(
+        self,
+        decide: Callable[[sqlite3.Connection], Any],
+        answer: Future[Any] | None = None,
+    ) -> None:
         if self._failed.done():
             raise self._failed.result()
         if self._is_closed:
@@ -368,7 +453,8 @@ class Journal:
                 outcomes.append(job.decide(self._connection))
             self._connection.execute("COMMIT")
         except Exception as error:  # a thread cannot raise; the waiters must
-            with contextlib.suppress(sqlite3.Error):  # if the disk is gone, nothing was written
+            # if the disk is gone, nothing was written
+            with contextlib.suppress(sqlite3.Error):
                 self._connection.rollback()
             self._failed.set_result(self._refusal(error))
             return [self._failed.result()] * len(jobs)
@@ -377,6 +463,10 @@ class Journal:
     def _refusal(self, error: Exception) -> JournalError:
         if isinstance(error, JournalError):
             return error
-        if isinstance(error, DISK_ERRORS) and not isinstance(error, sqlite3.IntegrityError):
+        if isinstance(error, DISK_ERRORS) and not isinstance(
+            error, sqlite3.IntegrityError
+        ):
             return cannot_use(self.path, error)
-        return JournalError(f"{self.path} refused an entry: {type(error).__name__}: {error}")
+        return JournalError(
+            f"{self.path} refused an entry: {type(error).__name__}: {error}"
+        )

@@ -25,7 +25,15 @@ from asyncrl.journal.schema import (
     partials_of,
     rollouts_of,
 )
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    GroupId,
+    Prompt,
+    Ticket,
+    UnfinishedGroup,
+    task_of,
+)
 
 MAX_EVENTS = 1000
 BEGINNING: dict[str, Any] = {
@@ -54,9 +62,10 @@ _COUNTED = {
 class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.
 
-    Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
-    continue. `requeued` prompts (id -> num_requeued) are repeated, those in `returning` only after the
-    version at which their groups failed. `num_drawn`: prompts ever admitted.
+    Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready`
+    and `running` groups continue. `requeued` prompts (id -> num_requeued) are repeated,
+    those in `returning` only after the version at which their groups failed.
+    `num_drawn`: prompts ever admitted.
     """
 
     path: Path
@@ -100,12 +109,21 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     """Return everything except batches. Raises JournalError."""
     with reading(path) as connection:
-        rows = connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')")
+        rows = connection.execute(
+            "SELECT key, value FROM meta WHERE key IN ('began_at', 'order')"
+        )
         notes = {key: json.loads(value) for key, value in rows}
         began_at = notes.get("began_at", BEGINNING)
-        next_version = _next_version(connection, checkpoint_version, began_at["version"])
-        prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
-        (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
+        next_version = _next_version(
+            connection, checkpoint_version, began_at["version"]
+        )
+        prompt_ids = {
+            row[0]
+            for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")
+        }
+        (num_issued,) = connection.execute(
+            "SELECT coalesce(max(group_id) + 1, 0) FROM groups"
+        ).fetchone()
         epochs = (*map(tuple, began_at["epochs"]), *_epochs(connection))
         requeued = _requeued(connection)
         ready, running = _alive(connection)
@@ -115,10 +133,17 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             next_version=next_version,
             ready=ready,
             running=running,
-            requeued={name: count for name, count in began_at["out"].items() if name not in prompt_ids}
+            requeued={
+                name: count
+                for name, count in began_at["out"].items()
+                if name not in prompt_ids
+            }
             | {name: count for name, (count, _) in requeued.items()},
-            returning=frozenset(name for name, (_, at) in requeued.items() if at == next_version),
-            num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
+            returning=frozenset(
+                name for name, (_, at) in requeued.items() if at == next_version
+            ),
+            num_drawn=began_at["num_drawn"]
+            + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
             order=notes.get("order", began_at["order"]),
             counted=_counted(connection),
@@ -128,7 +153,9 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 
 
 def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
-    """Return a batch. Raises TypeError if it is missing, JournalError if its tokens were deleted."""
+    """Return a batch. Raises TypeError if it is missing, JournalError if its tokens
+    were deleted.
+    """
     row = connection.execute(
         "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
     ).fetchone()
@@ -139,12 +166,21 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     ).fetchall()
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
-    return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
+    return Batch(
+        version,
+        tuple(_group(connection, *row) for row in rows),
+        row[0],
+        mask_older=bool(row[1]),
+    )
 
 
 def _counted(connection: sqlite3.Connection) -> dict[str, int]:
-    (num_partial,) = connection.execute("SELECT total(num_tokens) FROM segments").fetchone()
-    counted = Counter(dict.fromkeys(_COUNTED, 0) | {"tokens/generated": int(num_partial)})
+    (num_partial,) = connection.execute(
+        "SELECT total(num_tokens) FROM segments"
+    ).fetchone()
+    counted = Counter(
+        dict.fromkeys(_COUNTED, 0) | {"tokens/generated": int(num_partial)}
+    )
     connection.create_function("task_of", 1, task_of, deterministic=True)
     query = f"SELECT task_of(prompt_id), {', '.join(_COUNTED.values())} FROM groups GROUP BY 1"
     for task, *counts in connection.execute(query):
@@ -156,8 +192,13 @@ def _counted(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:
-    rows = connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{EPOCH}*",))
-    keys = ((key.removeprefix(EPOCH).partition("/"), json.loads(value)) for key, value in rows)
+    rows = connection.execute(
+        "SELECT key, value FROM meta WHERE key GLOB ?", (f"{EPOCH}*",)
+    )
+    keys = (
+        (key.removeprefix(EPOCH).partition("/"), json.loads(value))
+        for key, value in rows
+    )
     return tuple(sorted((task, int(number), what) for (number, _, task), what in keys))
 
 
@@ -167,8 +208,12 @@ def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], .
     return tuple(connection.execute(f"{query} {ended} ORDER BY group_id"))
 
 
-def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:
-    """Return the version after the newest batch. Raises for a batch that cannot be trained again."""
+def _next_version(
+    connection: sqlite3.Connection, checkpoint_version: int, began_at: int
+) -> int:
+    """Return the version after the newest batch. Raises for a batch that cannot be
+    trained again.
+    """
     if checkpoint_version < began_at:
         raise JournalError(
             f"the journal begins at version {began_at}, after the newest checkpoint, {checkpoint_version}",
@@ -180,11 +225,15 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
         " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
     ).fetchone()
     if not num_taken == num_given == num_found:  # page checks do not detect this
-        raise ValueError(f"{num_taken} groups are taken, batches count {num_given} and list {num_found}")
+        raise ValueError(
+            f"{num_taken} groups are taken, batches count {num_given} and list {num_found}"
+        )
     if newest is None:
         return checkpoint_version
     if newest + 1 < checkpoint_version:
-        raise ValueError(f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}")
+        raise ValueError(
+            f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}"
+        )
     (first_deleted,) = connection.execute(
         "SELECT min(version) FROM batch_groups JOIN groups USING (group_id)"
         " WHERE version >= ? AND messages IS NULL",
@@ -215,9 +264,14 @@ def _alive(
         if state == "ready":
             ready.append((ticket, _group(connection, group_id, *prompt)))
             continue
-        rollouts, failures = rollouts_of(connection, group_id), failures_of(connection, group_id)
+        rollouts, failures = (
+            rollouts_of(connection, group_id),
+            failures_of(connection, group_id),
+        )
         partials = partials_of(connection, group_id)
-        running.append(UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, partials))
+        running.append(
+            UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, partials)
+        )
     return tuple(ready), tuple(running)
 
 
@@ -261,20 +315,27 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         " coalesce(sum(num_failed), 0) AS failed_rollouts, coalesce(sum(lost_tokens), 0) AS retried,"
         " coalesce(sum(num_sampled + lost_tokens), 0) AS sampled_tokens FROM groups",
     )
-    wasted = {"retried": numbers.pop("retried")} | dict.fromkeys(("failed", "filtered", "requeued"), 0)
+    wasted = {"retried": numbers.pop("retried")} | dict.fromkeys(
+        ("failed", "filtered", "requeued"), 0
+    )
     groups = dict[str, int]()
     query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
     for state, num, num_sampled in connection.execute(query):
         groups[state] = num
         if state in wasted:
             wasted[state] = num_sampled
-    query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
+    query = (
+        "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
+    )
     events = _rows(connection, query, MAX_EVENTS)
     return {
         **numbers,
         "groups": groups,
         "wasted_tokens": wasted,
-        "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
+        "events": [
+            event | {"detail": json.loads(event["detail"])}
+            for event in reversed(events)
+        ],
     }
 
 
@@ -288,11 +349,17 @@ def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] 
         version,
     )
     query = f"SELECT {_GROUP} FROM batch_groups JOIN groups USING (group_id) WHERE version = ?"
-    return {**found[0], "groups": _rows(connection, f"{query} ORDER BY position", version)} if found else None
+    return (
+        {**found[0], "groups": _rows(connection, f"{query} ORDER BY position", version)}
+        if found
+        else None
+    )
 
 
 def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any] | None:
-    """Return a group without its rollouts, or None. `same_prompt`: other groups of its prompt."""
+    """Return a group without its rollouts, or None. `same_prompt`: other groups of its
+    prompt.
+    """
     found = _rows(
         connection,
         f"SELECT {_GROUP}, reason, start_version, local_time(admitted_s) AS admitted_at,"
@@ -311,7 +378,9 @@ def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any]
     return story | plain | {"has_tokens": bool(story["has_tokens"])}
 
 
-def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict[str, Any]]:
+def _rows(
+    connection: sqlite3.Connection, query: str, *values: int
+) -> list[dict[str, Any]]:
     cursor = connection.cursor()
     cursor.row_factory = sqlite3.Row
     return [dict(row) for row in cursor.execute(query, values)]
@@ -320,4 +389,6 @@ def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict
 def _local_time(seconds: float | None) -> str | None:
     if seconds is None:
         return None
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+    return (
+        datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+    )

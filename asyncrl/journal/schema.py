@@ -1,6 +1,8 @@
-"""Tables and file of journal.sqlite, and the exact conversion of token records to its blobs.
+"""Tables and file of journal.sqlite, and the exact conversion of token records to its
+blobs.
 
-A blob is a zlib-compressed frame (messages/codec.py). Its arrays are in byte planes, which compress better.
+A blob is a zlib-compressed frame (messages/codec.py). Its arrays are in byte planes,
+which compress better.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ WITHOUT_IT = (
     "move journal.sqlite* away and resume from a checkpoint, if one is whole; or start a new run in another "
     "--run-dir."
 )
-MOVE_ASIDE = f"restore journal.sqlite, and its -wal file if the copy has one; or {WITHOUT_IT}"
+MOVE_ASIDE = (
+    f"restore journal.sqlite, and its -wal file if the copy has one; or {WITHOUT_IT}"
+)
 
 
 TABLES = """
@@ -88,12 +92,18 @@ CREATE TABLE events (
 
 
 def damaged(where: object, why: str) -> JournalError:
-    return JournalError(f"{where} is damaged: {why}", rule="a run needs a whole journal", way_out=MOVE_ASIDE)
+    return JournalError(
+        f"{where} is damaged: {why}",
+        rule="a run needs a whole journal",
+        way_out=MOVE_ASIDE,
+    )
 
 
 def cannot_use(path: Path, error: Exception) -> JournalError:
     name = getattr(error, "sqlite_errorname", "")
-    if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+    if isinstance(error, UnicodeDecodeError) or name.startswith(
+        ("SQLITE_CORRUPT", "SQLITE_NOTADB")
+    ):
         return damaged(path, str(error))
     return JournalError(
         f"{path} cannot be used: {error}{name and f' ({name})'}",
@@ -104,8 +114,8 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
 
 
 def create(path: Path, run_id: str) -> None:
-    """Create an empty journal atomically. Raises DISK_ERRORS; JournalError for another journal's log, which
-    SQLite would replay.
+    """Create an empty journal atomically. Raises DISK_ERRORS; JournalError for another
+    journal's log, which SQLite would replay.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -117,9 +127,13 @@ def create(path: Path, run_id: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
-        connection.executescript(f"BEGIN; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        connection.executescript(
+            f"BEGIN; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
         values = (run_id, date.today().isoformat())
-        connection.execute("INSERT INTO meta VALUES ('run_id', ?), ('start_date', ?)", values)
+        connection.execute(
+            "INSERT INTO meta VALUES ('run_id', ?), ('start_date', ?)", values
+        )
         connection.execute("PRAGMA journal_mode = WAL")
     sync(beside)
     beside.rename(path)
@@ -127,19 +141,27 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS; JournalError for another
-    format.
+    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS;
+    JournalError for another format.
 
-    Only SQLite may open the file: closing any descriptor of it loses all locks of the process
-    (https://www.sqlite.org/howtocorrupt.html section 2.2).
+    Only SQLite may open the file: closing any descriptor of it loses all locks of the
+    process (https://www.sqlite.org/howtocorrupt.html section 2.2).
     """
     if path.stat().st_size == 0:
-        raise damaged(path, "it is empty")  # SQLite would treat it as new and delete its log
+        # SQLite would treat it as new and delete its log
+        raise damaged(path, "it is empty")
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rw'}"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
-    if is_read_only and is_ended and not os.access(path.parent, os.W_OK, effective_ids=True):
-        uri += "&immutable=1"  # readers of an active journal must create files next to it
-    connection = sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
+    if (
+        is_read_only
+        and is_ended
+        and not os.access(path.parent, os.W_OK, effective_ids=True)
+    ):
+        # readers of an active journal must create files next to it
+        uri += "&immutable=1"
+    connection = sqlite3.connect(
+        uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True
+    )
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
@@ -158,18 +180,23 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
-    """Open this run's journal, verified or new. Raises JournalError and leaves the files unchanged."""
+    """Open this run's journal, verified or new. Raises JournalError and leaves the
+    files unchanged.
+    """
     log = path.with_name(f"{path.name}-wal")
     try:
         if not path.exists():
             create(path, run_id)
         commits = _commits_in(log)
-        with closing(connect(path, is_read_only=True)) as connection:  # closed last, to keep a refused log
+        # closed last, to keep a refused log
+        with closing(connect(path, is_read_only=True)) as connection:
             # quick_check misses an index that hides a row
             rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
             if wrong := [row[0] for row in rows if row[0] != "ok"]:
                 raise damaged(path, "; ".join(wrong).replace("\n", " "))
-            owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+            owner = connection.execute(
+                "SELECT value FROM meta WHERE key = 'run_id'"
+            ).fetchone()
             if owner != (run_id,):
                 raise JournalError(
                     f"{path} is the journal of run {owner and owner[0]}, this is run {run_id}",
@@ -177,11 +204,16 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
                     way_out="move it elsewhere, or give this run another --run-dir.",
                 )
             writing = connect(path, is_read_only=False)
-            num_whole = max(0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
+            num_whole = max(
+                0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+            )
             lost = [number for number in commits if number > num_whole]
             if len(lost) > 1:  # a power cut tears at most one unanswered commit
                 writing.close()
-                raise damaged(log, f"{len(lost)} commits after {num_whole} whole frames cannot be read")
+                raise damaged(
+                    log,
+                    f"{len(lost)} commits after {num_whole} whole frames cannot be read",
+                )
             return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
@@ -205,13 +237,18 @@ def _commits_in(log: Path) -> list[int]:
         if len(header) < _HEADER.size:
             return []
         _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
-        if not _is_whole(header):  # SQLite reads nothing, so the lost commits are unknown
+        # SQLite reads nothing, so the lost commits are unknown
+        if not _is_whole(header):
             return [1, 2] if file.read(1) else []
         frames = []
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
             frames.append(_FRAME.unpack(frame))
             file.seek(page_size, 1)
-    return [number for number, frame in enumerate(frames, 1) if frame[1] and list(frame[2:4]) == salts]
+    return [
+        number
+        for number, frame in enumerate(frames, 1)
+        if frame[1] and list(frame[2:4]) == salts
+    ]
 
 
 def _is_whole(header: bytes) -> bool:
@@ -225,7 +262,8 @@ def _is_whole(header: bytes) -> bool:
 
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
-"""Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates."""
+"""Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates.
+"""
 
 
 def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
@@ -233,18 +271,24 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "reward": float(trajectory.reward),
         "is_truncated": bool(trajectory.is_truncated),
         "num_interruptions": int(trajectory.num_interruptions),
-        "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
+        "metrics": {
+            str(name): float(value) for name, value in trajectory.metrics.items()
+        },
         "credits": [astuple(credit) for credit in trajectory.credits],
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)
 
 
-def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int) -> Trajectory:
+def decode_trajectory(
+    blob: bytes, group_id: int, sample_index: int, branch: int
+) -> Trajectory:
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     tokens, head = _decode(blob, (group_id, sample_index, branch))
     credits = tuple(Credit(*credit) for credit in head.pop("credits"))
-    return Trajectory(sample_index=sample_index, tokens=tokens, branch=branch, credits=credits, **head)
+    return Trajectory(
+        sample_index=sample_index, tokens=tokens, branch=branch, credits=credits, **head
+    )
 
 
 def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
@@ -256,7 +300,9 @@ def encode_partial(group_id: int, sample_index: int, partial: Completion) -> byt
 
 
 def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
-    """Decode an unfinished completion. Raises ValueError for a damaged blob or another rollout's."""
+    """Decode an unfinished completion. Raises ValueError for a damaged blob or another
+    rollout's.
+    """
     tokens, head = _decode(blob, (group_id, sample_index, 0))
     return Completion(tokens, **head)
 
@@ -266,10 +312,13 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
     planes = {}
     for name, array in tokens.arrays().items():
         assert array.dtype == dtype_of(name), f"{name} of {array.dtype}"
-        # The high bytes of neighbours are alike, so bytes of one rank compress better together.
+        # The high bytes of neighbours are alike, so bytes of one rank compress better
+        # together.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
     grammars = [astuple(span) for span in tokens.grammars]
-    whole = write_frame("tokens", planes, {"place": [*map(int, place)], "grammars": grammars, **head})
+    whole = write_frame(
+        "tokens", planes, {"place": [*map(int, place)], "grammars": grammars, **head}
+    )
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
 
@@ -282,28 +331,43 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
         arrays = {}
         for name, planes in frame.arrays.items():
             dtype = dtype_of(name)
-            arrays[name] = planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
+            arrays[name] = (
+                planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
+            )
         return Tokens.from_arrays(arrays, head.pop("grammars")), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})") from error
+        raise ValueError(
+            f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})"
+        ) from error
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
     query = (
-        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch"
+        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
+        " ORDER BY sample_index, branch"
     )
     found: dict[int, Rollout] = {}
     for index, branch, blob in connection.execute(query, (group_id,)):
-        found[index] = (*found.get(index, ()), decode_trajectory(blob, group_id, index, branch))
+        found[index] = (
+            *found.get(index, ()),
+            decode_trajectory(blob, group_id, index, branch),
+        )
     return found
 
 
-def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
+def failures_of(
+    connection: sqlite3.Connection, group_id: int
+) -> dict[int, tuple[int, str]]:
     query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
-    return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
+    return {
+        index: (attempts, why)
+        for index, attempts, why in connection.execute(query, (group_id,))
+    }
 
 
-def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, Completion]]:
+def partials_of(
+    connection: sqlite3.Connection, group_id: int
+) -> dict[int, tuple[int, Completion]]:
     query = "SELECT sample_index, attempt, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {
         index: (attempt, decode_partial(blob, group_id, index))

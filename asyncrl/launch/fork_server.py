@@ -1,7 +1,8 @@
-"""Fork server, with torch and transformers preloaded: a forked child saves about 4 CPU seconds.
+"""Fork server, with torch and transformers preloaded: a forked child saves about 4 CPU
+seconds.
 
-Preloaded modules start no thread, open no device and run no torch operator. Secrets go through standard
-input.
+Preloaded modules start no thread, open no device and run no torch operator. Secrets go
+through standard input.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ IMPORT_ENV = {
 }
 
 
-def run(module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]) -> None:
+def run(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
+) -> None:
     """Run `python -m module arguments` in a fork.
 
     The first three `files` become standard streams; the others keep their numbers.
@@ -68,8 +71,14 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], files: Se
 
 def set_title(title: str) -> None:
     """Replace the command line, whose arguments end in null characters."""
-    start, end = map(int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[45:47])
-    ctypes.memmove(start, os.fsencode(title)[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    start, end = map(
+        int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[45:47]
+    )
+    ctypes.memmove(
+        start,
+        os.fsencode(title)[: end - start - 1].ljust(end - start, b"\0"),
+        end - start,
+    )
 
 
 class ForkedProcess:
@@ -119,7 +128,9 @@ class ForkServer(forkserver.ForkServer):
     def ensure_running(self) -> None:
         """Leave a dead server as it is: without it, children start plainly."""
 
-    async def fork(self, child: context.ForkServerProcess, files: list[int]) -> ForkedProcess:
+    async def fork(
+        self, child: context.ForkServerProcess, files: list[int]
+    ) -> ForkedProcess:
         """Raises EOFError or OSError if the server has died."""
         started, cancelled = await uncut(asyncio.to_thread(self.start, child, files))
         process = ForkedProcess(*started)
@@ -128,10 +139,15 @@ class ForkServer(forkserver.ForkServer):
             raise cancelled
         return process
 
-    def start(self, child: context.ForkServerProcess, files: list[int]) -> tuple[int, connection.Connection]:
-        """Return the process id, and where its exit code arrives. Blocks. Raises EOFError or OSError."""
+    def start(
+        self, child: context.ForkServerProcess, files: list[int]
+    ) -> tuple[int, connection.Connection]:
+        """Return the process id, and where its exit code arrives. Blocks. Raises
+        EOFError or OSError.
+        """
         context.set_spawning_popen(self)  # type: ignore[arg-type]  # which allows to pickle a process
-        message = pickle.dumps({}) + pickle.dumps(child)  # {}: do not import the user's script again
+        # {}: do not import the user's script again
+        message = pickle.dumps({}) + pickle.dumps(child)
         context.set_spawning_popen(None)
         status_fd, data = self.connect_to_new_process(files)
         status = connection.Connection(status_fd, writable=False)
@@ -152,7 +168,9 @@ current: ForkServer | None = None
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Fork children within the block. Raises ConfigError without torch, SystemExit on an early SIGTERM."""
+    """Fork children within the block. Raises ConfigError without torch, SystemExit on
+    an early SIGTERM.
+    """
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
@@ -167,5 +185,7 @@ def serving() -> Iterator[None]:
 
 
 def _end(number: int, _: object) -> None:
-    """End a command that still imports: its fork server, which imports too, would outlive it."""
+    """End a command that still imports: its fork server, which imports too, would
+    outlive it.
+    """
     raise SystemExit(128 + number)

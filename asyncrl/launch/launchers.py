@@ -6,13 +6,21 @@ import contextlib
 import platform
 
 from asyncrl.base.errors import ConfigError, install_extra
-from asyncrl.launch.machine import LOOPBACK, Node, child_environ, find_cuda_devices, this_machine
+from asyncrl.launch.machine import (
+    LOOPBACK,
+    Node,
+    child_environ,
+    find_cuda_devices,
+    this_machine,
+)
 from asyncrl.launch.processes import ChildProcess, Launcher, ProcessSpec, free_port_at
 
 
 def opened(name: str) -> contextlib.closing[Launcher]:
     """Raises ConfigError."""
-    return contextlib.closing(LocalLauncher() if name == "local" else _ray_launcher(name))
+    return contextlib.closing(
+        LocalLauncher() if name == "local" else _ray_launcher(name)
+    )
 
 
 def _ray_launcher(name: str) -> Launcher:

@@ -1,8 +1,9 @@
 """Lease of the devices that colocated trainer and engines time-share.
 
-Every call can be repeated. A failed handover is undone by the calls that bring the owner back. Engines lose
-their weights when they sleep, so their way back has a push. A device holds at most the engines' memory, the
-trainer's state, or the weights twice. If both sides are resident, a handover is a pause or a push.
+Every call can be repeated. A failed handover is undone by the calls that bring the
+owner back. Engines lose their weights when they sleep, so their way back has a push. A
+device holds at most the engines' memory, the trainer's state, or the weights twice. If
+both sides are resident, a handover is a pause or a push.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
-RESTING: dict[Side | None, State] = {None: "idle", "engines": "generating", "trainer": "training"}
+RESTING: dict[Side | None, State] = {
+    None: "idle",
+    "engines": "generating",
+    "trainer": "training",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ WAY: dict[Side, tuple[Call, ...]] = {
 class Lease:
     """Turns of trainer and engines on shared devices.
 
-    Example: the engines own the devices, and a handover to the trainer fails in its second call.
+    Example: the engines own the devices, and a handover to the trainer fails in its
+        second call.
 
         call                                      device holds         state
                                                   engines              generating
@@ -74,9 +80,12 @@ class Lease:
 
     If a call of the undo fails too, the state is "broken" and nobody owns the devices.
 
-    Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease.
-    Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
-    Invariant: one owner after the first turn, unless broken; the other side has released its memory.
+    Life: idle -> handover -> generating or training -> handover -> ...; a failed undo
+        breaks the lease.
+    Waits: hand_to and undo wait timeout_s at most per call; cancellation does not
+        interrupt an undo.
+    Invariant: one owner after the first turn, unless broken; the other side has
+        released its memory.
     """
 
     def __init__(
@@ -87,7 +96,9 @@ class Lease:
         on_change: Callable[[], None],
         resident: bool = False,
     ) -> None:
-        """`calls` begins a call and returns pending answers by process name. `on_change`: of the state."""
+        """`calls` begins a call and returns pending answers by process name.
+        `on_change`: of the state.
+        """
         self._resident = resident
         self._calls = calls
         self._timeout_s = timeout_s
@@ -104,7 +115,9 @@ class Lease:
         return f"<Lease {self.state}{phase}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> TransferStats:
-        """Return bytes freed, taken or moved. Raises ComponentError; the owner then keeps the devices."""
+        """Return bytes freed, taken or moved. Raises ComponentError; the owner then
+        keeps the devices.
+        """
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             what = f"a handover to the {to} cannot begin ({why})"
@@ -137,7 +150,9 @@ class Lease:
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls to make: a resident trainer is neither offloaded nor onloaded."""
+        """Return the calls to make: a resident trainer is neither offloaded nor
+        onloaded.
+        """
         return [call for call in calls if call.of != "trainer" or not self._resident]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:

@@ -37,7 +37,9 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown. `mode`: Default, MIG, ...; '' if unknown."""
+    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown. `mode`: Default, MIG,
+    ...; '' if unknown.
+    """
 
     name: str
     free_bytes: int | None = None
@@ -58,7 +60,9 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    return Machine(find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16())
+    return Machine(
+        find_cuda_devices(), num_cores(), available_memory(), cpu_has_bfloat16()
+    )
 
 
 def cpu_has_bfloat16() -> bool:
@@ -77,8 +81,12 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
         index, uuid, *sizes, compute_mode, mig_mode = map(str.strip, line.split(","))
         free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
         mode = "MIG" if mig_mode == "Enabled" else compute_mode
-        found |= {name: CudaDevice(name, free, total, uuid, mode) for name in (index, uuid)}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(filter(str.isdigit, found)))
+        found |= {
+            name: CudaDevice(name, free, total, uuid, mode) for name in (index, uuid)
+        }
+    visible = os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(filter(str.isdigit, found))
+    )
     devices = list[CudaDevice]()
     for name in map(str.strip, visible.split(",")):
         if name not in found and not (found and name.startswith(("GPU-", "MIG-"))):
@@ -90,7 +98,9 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
 @functools.cache
 def ask_nvidia_smi() -> str:
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout
@@ -128,27 +138,44 @@ def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
     return (Node("this machine", LOOPBACK, machine or this_machine()),)
 
 
-def described_nodes(devices: str | None, cores: int | None, memory: str | None) -> tuple[Node, ...] | None:
-    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`. GB is 10^9 bytes. Raises
-    ConfigError.
+def described_nodes(
+    devices: str | None, cores: int | None, memory: str | None
+) -> tuple[Node, ...] | None:
+    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`. GB is
+    10^9 bytes. Raises ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
-    match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(?:cpu|([1-9]\d{0,4})x(?:.*-)?([^-]+))", devices or "")
+    match = re.fullmatch(
+        r"(?:([1-9]\d{0,4})x)?(?:cpu|([1-9]\d{0,4})x(?:.*-)?([^-]+))", devices or ""
+    )
     num_nodes, num_cuda, size = match.groups() if match else (None, None, None)
     available = _bytes_of(memory or "")
     device_bytes = _bytes_of(size or "")
-    if not match or (size and not device_bytes) or not cores or cores < 1 or not available:
+    if (
+        not match
+        or (size and not device_bytes)
+        or not cores
+        or cores < 1
+        or not available
+    ):
         given = {"--devices": devices, "--cores": cores, "--memory": memory}
-        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        text = " ".join(
+            f"{name} {value}" for name, value in given.items() if value is not None
+        )
         raise ConfigError(
             f"{text} describes no machine",
             rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
             way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
         )
-    cuda = tuple(CudaDevice(str(at), device_bytes, device_bytes) for at in range(int(num_cuda or 0)))
+    cuda = tuple(
+        CudaDevice(str(at), device_bytes, device_bytes)
+        for at in range(int(num_cuda or 0))
+    )
     machine = Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
-    return tuple(Node(f"node-{at}", f"node-{at}", machine) for at in range(int(num_nodes or 1)))
+    return tuple(
+        Node(f"node-{at}", f"node-{at}", machine) for at in range(int(num_nodes or 1))
+    )
 
 
 def _bytes_of(text: str) -> int:
@@ -165,14 +192,21 @@ ASK_TIMEOUT_S = 30.0
 
 
 def find_python(rollout: RolloutConfig) -> Path:
-    """Return the Python that has the engine's package: the one in rollout.{package}_python; for auto, ours or
-    the one in .venv-{package} or $VENV_{PACKAGE}. Raises ConfigError.
+    """Return the Python that has the engine's package: the one in
+    rollout.{package}_python; for auto, ours or the one in .venv-{package} or
+    $VENV_{PACKAGE}. Raises ConfigError.
     """
     package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
-    folder = Path(os.environ.get(f"VENV_{package.upper()}") or CHECKOUT / f".venv-{package}")
-    pythons = [Path(sys.executable), folder / "bin" / "python"] if given == "auto" else [named]
+    folder = Path(
+        os.environ.get(f"VENV_{package.upper()}") or CHECKOUT / f".venv-{package}"
+    )
+    pythons = (
+        [Path(sys.executable), folder / "bin" / "python"]
+        if given == "auto"
+        else [named]
+    )
     for python in pythons:
         if has_package(python.absolute(), package):
             return python.absolute()  # do not resolve: a venv's python is a link
@@ -184,10 +218,16 @@ def find_python(rollout: RolloutConfig) -> Path:
 
 @functools.cache
 def has_package(python: Path, package: str) -> bool:
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     asking = [str(python), "-c", ASK, package]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return not subprocess.run(asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S).returncode
+        return not subprocess.run(
+            asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S
+        ).returncode
     return False
 
 
@@ -198,8 +238,12 @@ def own_versions() -> dict[str, str]:
     return versions
 
 
-def find_misfit(name: str, files: Mapping[str, str], versions: Mapping[str, str]) -> ConfigError | None:
-    """Compare this node with the controller's versions, and `files` with their contents ("": any). Blocks."""
+def find_misfit(
+    name: str, files: Mapping[str, str], versions: Mapping[str, str]
+) -> ConfigError | None:
+    """Compare this node with the controller's versions, and `files` with their contents
+    ("": any). Blocks.
+    """
     if unseen := [path for path, text in files.items() if not _holds(Path(path), text)]:
         return ConfigError(
             f"the node {name} does not see {', '.join(unseen)}, or sees another file there",
@@ -218,6 +262,10 @@ def find_misfit(name: str, files: Mapping[str, str], versions: Mapping[str, str]
 
 def _holds(path: Path, text: str) -> bool:
     try:
-        return text in path.read_text(encoding="utf-8", errors="replace") if text else path.is_file()
+        return (
+            text in path.read_text(encoding="utf-8", errors="replace")
+            if text
+            else path.is_file()
+        )
     except OSError:
         return False

@@ -1,7 +1,8 @@
-"""CUDA MPS lets kernels of two processes run on one device at the same time, instead of in time slices.
+"""CUDA MPS lets kernels of two processes run on one device at the same time, instead of
+in time slices.
 
-Each run has a control daemon in a private folder. No setting of a device is changed. See
-https://docs.nvidia.com/deploy/mps/.
+Each run has a control daemon in a private folder. No setting of a device is changed.
+See https://docs.nvidia.com/deploy/mps/.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ exec 3>&1 > "$CUDA_MPS_LOG_DIRECTORY/start.log" 2>&1
 echo started >&3
 cat > /dev/null
 """
-"""$0: CONTROL, $1: Python, $2: PROBE, $3: its limit in seconds, because aclose() waits for this shell, which
-waits for the probe. Standard input ends with the run, also if the controller is killed.
+"""$0: CONTROL, $1: Python, $2: PROBE, $3: its limit in seconds, because aclose() waits
+for this shell, which waits for the probe. Standard input ends with the run, also if the
+controller is killed.
 """
 
 
 def why_time_slices(config: RunConfig, devices: Iterable[CudaDevice]) -> str:
-    """Return why processes cannot use these devices at the same time; '': they can, by MPS."""
+    """Return why processes cannot use these devices at the same time; '': they can, by
+    MPS.
+    """
     if config.placement.mps == "never":
         return "placement.mps=never"
     if config.launcher != "local":
@@ -55,18 +59,22 @@ def why_time_slices(config: RunConfig, devices: Iterable[CudaDevice]) -> str:
 class Mps:
     """Control daemon of this run, kept by a shell.
 
-    Life: start() -> running -> aclose(), or the death of this process: then the shell stops the daemon.
+    Life: start() -> running -> aclose(), or the death of this process: then the shell
+        stops the daemon.
     """
 
     def __init__(self, devices: Iterable[CudaDevice], logs: Path) -> None:
-        # A socket's path has at most 107 bytes, which a run directory or TMPDIR may exceed.
+        # A socket's path has at most 107 bytes, which a run directory or TMPDIR may
+        # exceed.
         self._folder = tempfile.mkdtemp(prefix="asyncrl-mps-", dir="/tmp")
         self._logs = logs
         self._devices = devices
         self._shell: subprocess.Process | None = None
 
     def environ(self, devices: Iterable[CudaDevice]) -> dict[str, str]:
-        """Return the environment of a client. Daemon and clients agree only on UUIDs, not on numbers."""
+        """Return the environment of a client. Daemon and clients agree only on UUIDs,
+        not on numbers.
+        """
         names = ",".join(device.uuid for device in devices)
         return {"CUDA_VISIBLE_DEVICES": names, "CUDA_MPS_PIPE_DIRECTORY": self._folder}
 
@@ -75,7 +83,15 @@ class Mps:
         self._logs.mkdir(parents=True, exist_ok=True)
         folder = {"CUDA_MPS_LOG_DIRECTORY": str(self._logs)}
         self._shell = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", KEEP_DAEMON, CONTROL, sys.executable, PROBE, str(START_TIMEOUT_S)),
+            *(
+                "/bin/sh",
+                "-c",
+                KEEP_DAEMON,
+                CONTROL,
+                sys.executable,
+                PROBE,
+                str(START_TIMEOUT_S),
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **self.environ(self._devices), **folder},

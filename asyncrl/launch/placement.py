@@ -1,7 +1,7 @@
 """Assign devices to ranks, engines and extra servers. Imports no torch.
 
-Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
-rank has its own CUDA device; no engine spans two nodes.
+Sides on the same CUDA devices time-share them, or work concurrently if placement.share
+is a number. Each rank has its own CUDA device; no engine spans two nodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ CPU = NodeDevice(0, "cpu")
 
 @dataclass(frozen=True, slots=True)
 class ExtraServer:
-    """What a server other than trainer and rollout engines asks of the placement, and holds in memory."""
+    """What a server other than trainer and rollout engines asks of the placement, and
+    holds in memory.
+    """
 
     key: str
     """placement.KEY has its device."""
@@ -83,14 +85,23 @@ class Placement:
 
     @property
     def engine_devices(self) -> Side:
-        return tuple(dict.fromkeys(device for devices in self.engines for device in devices))
+        return tuple(
+            dict.fromkeys(device for devices in self.engines for device in devices)
+        )
 
     @property
     def shared_at_once(self) -> dict[NodeDevice, CudaDevice]:
         """Return the CUDA devices on which both sides work at the same time."""
         is_apart = self.mode == "apart" and self.is_on_cuda
-        used = [device for device in self.engine_devices if is_apart and device in self.trainer]
-        return {device: self.nodes[device.node].machine.cuda[device.number] for device in used}
+        used = [
+            device
+            for device in self.engine_devices
+            if is_apart and device in self.trainer
+        ]
+        return {
+            device: self.nodes[device.node].machine.cuda[device.number]
+            for device in used
+        }
 
     @property
     def num_nodes(self) -> int:
@@ -101,17 +112,25 @@ class Placement:
     def weight_readers(self) -> dict[str, NodeDevice]:
         """Return the devices of extra servers that get the trainer's weights."""
         servers = self.extra_servers
-        return {name: device for name, device in self.extra.items() if servers[name].takes_weights}
+        return {
+            name: device
+            for name, device in self.extra.items()
+            if servers[name].takes_weights
+        }
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
-        return device.name if is_plain else f"{self.nodes[device.node].name}/{device.name}"
+        return (
+            device.name if is_plain else f"{self.nodes[device.node].name}/{device.name}"
+        )
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
         """Return the devices of ranks and engines; every CPU is `cpu`."""
         ranks = [self._name(device) for device in self.trainer]
-        return ranks, [self._name(device) for devices in self.engines for device in devices]
+        return ranks, [
+            self._name(device) for devices in self.engines for device in devices
+        ]
 
     def _name(self, device: NodeDevice) -> str:
         return device.name if device.name == "cpu" else self.label(device)
@@ -120,9 +139,15 @@ class Placement:
         num = sum(self.engines[engine][0] in devices for devices in self.engines)
         return None if self.memory_fraction is None else self.memory_fraction / num
 
-    def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
+    def parts(
+        self, *, has_engines: bool, serves_only: bool = False
+    ) -> dict[int, list[str]]:
         parts = defaultdict[int, list[str]](list, {0: []})
-        used = [device for devices in self.engines for device in devices] if has_engines else []
+        used = (
+            [device for devices in self.engines for device in devices]
+            if has_engines
+            else []
+        )
         if not serves_only:
             used += [*self.trainer, *self.extra.values()]
         for node, name in used:
@@ -131,9 +156,13 @@ class Placement:
 
 
 def place(
-    config: RunConfig, nodes: Sequence[Node], extra_servers: Mapping[str, ExtraServer] | None = None
+    config: RunConfig,
+    nodes: Sequence[Node],
+    extra_servers: Mapping[str, ExtraServer] | None = None,
 ) -> Placement:
-    """The controller's node is first. Extra servers choose in their order. Raises ConfigError."""
+    """The controller's node is first. Extra servers choose in their order. Raises
+    ConfigError.
+    """
     trainer, rollout = _select_sides(config, nodes)
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
@@ -141,12 +170,19 @@ def place(
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
     takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
     _refuse_sides(config, trainer, rollout)
-    _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
+    _refuse_sharing(
+        config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns
+    )
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
     split = config.rollout.devices_per_engine
-    dealt = tuple(rollout[index % len(rollout)] for index in range(config.rollout.max_engines * split))
-    engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
+    dealt = tuple(
+        rollout[index % len(rollout)]
+        for index in range(config.rollout.max_engines * split)
+    )
+    engines = tuple(
+        dealt[start : start + split] for start in range(0, len(dealt), split)
+    )
     if takes_no_device(config):
         engines = ((NodeDevice(0, NO_DEVICE),),) * config.rollout.max_engines
     placement = Placement(
@@ -165,12 +201,16 @@ def place(
         if device is not None:
             extra[name] = device
     placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
-    refuse_transport(config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes)
+    refuse_transport(
+        config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes
+    )
     return placement
 
 
 def takes_no_device(config: RunConfig) -> bool:
-    return not config.rollout.facts.has_model or config.rollout.external_urls is not None
+    return (
+        not config.rollout.facts.has_model or config.rollout.external_urls is not None
+    )
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> Side:
@@ -178,16 +218,24 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
     if placement.num_nodes > 1 and not placement.is_on_cuda:
         return ()
     sync = config.weight_sync
-    asks_for_files = sync.transport == "shm" and placement.is_on_cuda  # auto would be ipc
-    opens_memory = sync.facts.shares_device or (config.rollout.facts.opens_chunks and not asks_for_files)
+    # auto would be ipc
+    asks_for_files = sync.transport == "shm" and placement.is_on_cuda
+    opens_memory = sync.facts.shares_device or (
+        config.rollout.facts.opens_chunks and not asks_for_files
+    )
     devices = tuple(dict.fromkeys(placement.trainer))
-    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
+    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {
+        *devices
+    }
     return devices if opens_memory and has_all else ()
 
 
 def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
     return [
-        tuple(NodeDevice(number, f"cuda:{index}") for index in range(len(node.machine.cuda)))
+        tuple(
+            NodeDevice(number, f"cuda:{index}")
+            for index in range(len(node.machine.cuda))
+        )
         for number, node in enumerate(nodes)
     ]
 
@@ -196,7 +244,9 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 
 
 def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
-    shared = {device for device in trainer if device in rollout and device.name != "cpu"}
+    shared = {
+        device for device in trainer if device in rollout and device.name != "cpu"
+    }
     if shared and {*trainer} != {*rollout}:
         raise ConfigError(
             f"{_written(config)} have some devices in common",
@@ -204,7 +254,9 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]
-    if engine.deterministic is True and (engine.external_urls is not None or kind != engine.facts.exact_on):
+    if engine.deterministic is True and (
+        engine.external_urls is not None or kind != engine.facts.exact_on
+    ):
         raise ConfigError(
             f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
             rule=f"such an engine can on {engine.facts.exact_on}, if the run starts it",
@@ -216,7 +268,9 @@ def _written(config: RunConfig) -> str:
     return f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
 
 
-def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_turns: bool) -> None:
+def _refuse_sharing(
+    config: RunConfig, device: str, *, is_shared: bool, takes_turns: bool
+) -> None:
     rollout = config.rollout
     share = config.placement.share
     if takes_turns and (config.buffer.max_staleness > 0 or rollout.is_scaled):
@@ -227,7 +281,9 @@ def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_tu
             way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
             "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
         )
-    if takes_turns and (rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
+    if takes_turns and (
+        rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)
+    ):
         raise ConfigError(
             f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
             "or not started by the run, cannot free its memory for the trainer's turn",
@@ -283,10 +339,14 @@ def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]
     if forms["rollout"] == "auto" and takes_no_device(config):
         forms["rollout"] = "cpu"
     if not any(cuda_devices(nodes)):
-        forms = {side: "cpu" if form == "auto" else form for side, form in forms.items()}
+        forms = {
+            side: "cpu" if form == "auto" else form for side, form in forms.items()
+        }
     if _openness(forms["trainer"]) <= _openness(forms["rollout"]):
         trainer = _select("trainer", forms["trainer"], nodes, (), num_ranks, 1)
-        return trainer, _select("rollout", forms["rollout"], nodes, trainer, num_parts, split)
+        return trainer, _select(
+            "rollout", forms["rollout"], nodes, trainer, num_parts, split
+        )
     rollout = _select("rollout", forms["rollout"], nodes, (), num_parts, split)
     return _select("trainer", forms["trainer"], nodes, rollout, num_ranks, 1), rollout
 
@@ -297,7 +357,9 @@ def _openness(form: Devices) -> int:
     return {"auto": 2, "trainer": 3}.get(str(form), 0)
 
 
-def _select(side: str, form: Devices, nodes: Sequence[Node], taken: Side, num: int, split: int) -> Side:
+def _select(
+    side: str, form: Devices, nodes: Sequence[Node], taken: Side, num: int, split: int
+) -> Side:
     """Return devices for `num` parts of processes with `split` parts each."""
     cuda = cuda_devices(nodes)
     match form:
@@ -328,8 +390,13 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     """Take free devices of the nodes with the least to spare."""
     cuda = cuda_devices(nodes)
     on_cpu = form.gpus == 0 or (form.gpus == "auto" and not any(cuda))
-    every = [(NodeDevice(node, "cpu"),) for node in range(len(nodes))] if on_cpu else cuda
-    left = [[device for device in devices if on_cpu or device not in taken] for devices in every]
+    every = (
+        [(NodeDevice(node, "cpu"),) for node in range(len(nodes))] if on_cpu else cuda
+    )
+    left = [
+        [device for device in devices if on_cpu or device not in taken]
+        for devices in every
+    ]
     wanted = form.gpus if isinstance(form.gpus, int) and not on_cpu else None
     sizes = [max(1, wanted or len(devices)) for devices in every]
     fitting = [node for node, devices in enumerate(left) if len(devices) >= sizes[node]]
@@ -337,13 +404,18 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     fitting.sort(key=lambda node: (node in used, len(left[node]) - sizes[node]))
     num = max(1, sum(map(bool, left))) if form.nodes == "all" else form.nodes
     if len(fitting) < num:
-        each = ", ".join(f"{node.name} {len(devices)}" for node, devices in zip(nodes, left, strict=True))
+        each = ", ".join(
+            f"{node.name} {len(devices)}"
+            for node, devices in zip(nodes, left, strict=True)
+        )
         raise ConfigError(
             f"placement.{side}={form}, and the devices that the other side leaves are: {each}",
             rule="CUDA devices need the NVIDIA driver and torch with CUDA",
             way_out=f"ask for less, set placement.{side}=auto, add nodes, or set placement.rollout=trainer.",
         )
-    return tuple(device for node in sorted(fitting[:num]) for device in left[node][: sizes[node]])
+    return tuple(
+        device for node in sorted(fitting[:num]) for device in left[node][: sizes[node]]
+    )
 
 
 def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
@@ -362,11 +434,17 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device, never the trainer's CUDA device. A device is free if it is not `taken`."""
+    """Choose a device, never the trainer's CUDA device. A device is free if it is not
+    `taken`.
+    """
     form = server.written
-    engines = [device for device in placement.engine_devices if device.name != NO_DEVICE]
+    engines = [
+        device for device in placement.engine_devices if device.name != NO_DEVICE
+    ]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
-    if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
+    if form == "cpu" or (
+        form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))
+    ):
         return CPU
     if form == "auto":
         used = (*placement.trainer, *engines, *taken)

@@ -1,6 +1,7 @@
 """Plan processes, devices, threads and memory of a run, without torch.
 
-Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-batch, and weight copies.
+Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-batch,
+and weight copies.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from asyncrl.launch.placement import (
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
 DETERMINISTIC_BYTES = 132 * 128 * 4
-"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32 gradient, for each of
-an H100's multiprocessors, with heads of 128.
+"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32
+gradient, for each of an H100's multiprocessors, with heads of 128.
 """
 SHARED, DISK = "/dev/shm", "run directory"
 CHECKPOINT_BYTES = 12
 """Per trained parameter: master weight and AdamW's two moments, in float32."""
 EXPORT_FILES = 3
-"""Versions of the weights in /dev/shm: two are kept, and a third is written before the oldest is removed."""
+"""Versions of the weights in /dev/shm: two are kept, and a third is written before the
+oldest is removed.
+"""
 JOURNAL_BYTES = 16
 """Per token of a batch, at most."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
@@ -57,8 +60,8 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second weights, or offloaded
-    state.
+    """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second
+    weights, or offloaded state.
     """
 
     parameters: int = 0
@@ -77,12 +80,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process, or what a node holds besides. `side`: whose turn it works in; loading ends before saving
-    begins.
+    """A process, or what a node holds besides. `side`: whose turn it works in; loading
+    ends before saving begins.
     """
 
     name: str
-    side: Literal["controller", "trainer", "engine", "eval", "host", "loading", "saving"]
+    side: Literal[
+        "controller", "trainer", "engine", "eval", "host", "loading", "saving"
+    ]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -97,7 +102,9 @@ class Plan:
     """(free, total) bytes by device; None: unknown."""
 
     def needed_bytes(self, device: str) -> int:
-        """Return a device's peak: all, or with moving sides the larger side or both sides' weights."""
+        """Return a device's peak: all, or with moving sides the larger side or both
+        sides' weights.
+        """
         sizes = Counter[str]()
         pushed = 0
         for one in self.processes:
@@ -120,7 +127,9 @@ def engine_threads(config: RunConfig, cores: int) -> int:
 
 
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
-    """Return the threads of an engine, and of a rank: its share of the cores beyond the most engines."""
+    """Return the threads of an engine, and of a rank: its share of the cores beyond the
+    most engines.
+    """
     cores = placement.nodes[node].machine.cores
     of_engine = engine_threads(config, cores)
     if config.trainer.threads != "auto":
@@ -131,30 +140,53 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 
 
 def make_plan(
-    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+    config: RunConfig,
+    nodes: Sequence[Node],
+    extra: Mapping[str, ExtraServer] | None = None,
 ) -> Plan:
     """Raises ConfigError."""
     shape = model_shape(config.model)
     placement = place(config, nodes, extra)
     memory = dict[str, tuple[int | None, int | None]]()
-    for number, (node, devices) in enumerate(zip(nodes, cuda_devices(nodes), strict=True)):
-        memory[placement.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
+    for number, (node, devices) in enumerate(
+        zip(nodes, cuda_devices(nodes), strict=True)
+    ):
+        memory[placement.label(NodeDevice(number, "cpu"))] = (
+            node.machine.memory,
+            node.machine.memory,
+        )
         for device, has in zip(devices, node.machine.cuda, strict=True):
             memory[placement.label(device)] = has.free_bytes, has.total_bytes
     is_here = nodes[0].machine.is_here
-    memory[SHARED] = (shutil.disk_usage(shared_memory_root()).free if is_here else None, None)
+    memory[SHARED] = (
+        shutil.disk_usage(shared_memory_root()).free if is_here else None,
+        None,
+    )
     memory[DISK] = (None, None)
     return Plan(placement, lay_out(config, shape, placement), shape, memory)
 
 
-def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
-    plans = [ProcessPlan("controller", "controller", placement.label(NodeDevice(0, "cpu")), 1)]
+def lay_out(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> tuple[ProcessPlan, ...]:
+    plans = [
+        ProcessPlan(
+            "controller", "controller", placement.label(NodeDevice(0, "cpu")), 1
+        )
+    ]
 
-    def add(name: str, side: Literal["trainer", "engine", "eval"], devices: Side, memory: Memory) -> None:
+    def add(
+        name: str,
+        side: Literal["trainer", "engine", "eval"],
+        devices: Side,
+        memory: Memory,
+    ) -> None:
         for part, device in enumerate(devices):
             own = f"{name}/{part}" if part else name
             threads = threads_on(config, placement, device.node)[side == "trainer"]
-            plans.append(ProcessPlan(own, side, placement.label(device), threads, memory))
+            plans.append(
+                ProcessPlan(own, side, placement.label(device), threads, memory)
+            )
 
     sync = config.weight_sync.facts
     for rank, device in enumerate(placement.trainer):
@@ -175,24 +207,39 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         stages = placement.mode == "apart"
         slots = caches * config.rollout.slots
         limit = config.rollout.cache_tokens
-        memory = engine_memory(config, shape, engine, slots, devices, stages=stages, cache_tokens=limit)
+        memory = engine_memory(
+            config, shape, engine, slots, devices, stages=stages, cache_tokens=limit
+        )
         add(f"engine-{number}", "engine", devices, memory)
     for name, device in placement.extra.items():
-        add(name, "eval", (device,), _extra_memory(config, shape, placement.extra_servers[name], device))
+        add(
+            name,
+            "eval",
+            (device,),
+            _extra_memory(config, shape, placement.extra_servers[name], device),
+        )
     return (*plans, *held_besides(config, shape, placement))
 
 
-def _extra_memory(config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice) -> Memory:
+def _extra_memory(
+    config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
+) -> Memory:
     if server.engine is None:
         return Memory()
     if server.model is not None:
         shape = model_shape(server.model)
     facts = ENGINES[server.engine]
-    return engine_memory(config, shape, facts, server.slots, (device,), stages=server.takes_weights)
+    return engine_memory(
+        config, shape, facts, server.slots, (device,), stages=server.takes_weights
+    )
 
 
-def held_besides(config: RunConfig, shape: ModelShape, placement: Placement) -> Iterator[ProcessPlan]:
-    """Yield what hosts, /dev/shm and the run directory hold besides the processes' own rows."""
+def held_besides(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> Iterator[ProcessPlan]:
+    """Yield what hosts, /dev/shm and the run directory hold besides the processes' own
+    rows.
+    """
     first, *others = placement.trainer
     servers = [*placement.engine_devices, *placement.extra.values()]
     item = item_bytes(config.model.dtype, first.name)
@@ -201,23 +248,34 @@ def held_besides(config: RunConfig, shape: ModelShape, placement: Placement) -> 
     held = Counter({(0, "python"): OWN_BYTES})  # the controller's
     for device in (*placement.trainer, *servers):
         held[device.node, "python"] += OWN_BYTES
-    for rank in placement.trainer:  # the copy of a checkpoint, which is written during training
+    # the copy of a checkpoint, which is written during training
+    for rank in placement.trainer:
         held[rank.node, "saving"] += saved // config.trainer.world_size
     held[first.node, "saving"] += whole  # final/
     if others or first.name != "cpu":  # else the loaded model is the trained one
-        is_half = config.trainer.lora is not None or "bfloat16" in read_architecture(config.model).values()
+        is_half = (
+            config.trainer.lora is not None
+            or "bfloat16" in read_architecture(config.model).values()
+        )
         held[first.node, "loading"] += shape.num_parameters * (item if is_half else 4)
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
             held[server.node, "loading"] += whole
     facts = config.weight_sync.facts
-    if placement.mode == "apart" and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters:
+    if (
+        placement.mode == "apart"
+        and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
+    ):
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
             held[node, "saving"] += EXPORT_FILES * whole
-        yield ProcessPlan("weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole))
+        yield ProcessPlan(
+            "weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole)
+        )
     for (node, name), size in held.items():
         side: Any = "host" if name == "python" else name
-        yield ProcessPlan(name, side, placement.label(NodeDevice(node, "cpu")), 0, Memory(copies=size))
+        yield ProcessPlan(
+            name, side, placement.label(NodeDevice(node, "cpu")), 0, Memory(copies=size)
+        )
     for name, size in disk_sizes(config, saved).items():
         yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
     folders = 2 if config.model.scratch else 1
@@ -228,16 +286,27 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
     """Return the largest sizes of checkpoints and journal in the run directory."""
     checkpoint, trainer = config.checkpoint, config.trainer
     steps = trainer.num_steps
-    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)  # one is written before one is removed
+    # one is written before one is removed
+    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
     num_kept += steps // (checkpoint.keep_every or steps + 1)
     if config.journal.keep == "checkpoint":
         steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
-    tokens = steps * trainer.num_groups * config.rollout.group_size * config.rollout.max_length
-    return {f"{num_kept} checkpoints": num_kept * checkpoint_bytes, "journal": JOURNAL_BYTES * tokens}
+    tokens = (
+        steps
+        * trainer.num_groups
+        * config.rollout.group_size
+        * config.rollout.max_length
+    )
+    return {
+        f"{num_kept} checkpoints": num_kept * checkpoint_bytes,
+        "journal": JOURNAL_BYTES * tokens,
+    }
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of trained parameters, assuming adapters on seven matrices per layer."""
+    """Return the number of trained parameters, assuming adapters on seven matrices per
+    layer.
+    """
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters
@@ -245,7 +314,9 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """A sharded rank gathers embeddings and one layer. Excludes weights held for the engines."""
+    """A sharded rank gathers embeddings and one layer. Excludes weights held for the
+    engines.
+    """
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -257,14 +328,15 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     copied = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
     if config.algorithm.kl_coefficient > 0 and lora is None:  # a reference model
         copied = num
-    part = Memory(parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied).split(
-        trainer.world_size
-    )
+    part = Memory(
+        parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied
+    ).split(trainer.world_size)
     kind = device.partition(":")[0]
     tokens = trainer.micro_batch_tokens
     if kind == "cpu":
         tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
-    tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
+    # a longer sequence is its own micro-batch
+    tokens = max(tokens, config.rollout.max_length)
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if trainer.deterministic and kind == "cuda":
         work += tokens * DETERMINISTIC_BYTES
@@ -284,7 +356,9 @@ def engine_memory(
     stages: bool,
     cache_tokens: int = 0,
 ) -> Memory:
-    """Per device. `stages`: new weights arrive during generation. `cache_tokens`: limit of the KV cache."""
+    """Per device. `stages`: new weights arrive during generation. `cache_tokens`: limit
+    of the KV cache.
+    """
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -305,7 +379,11 @@ def engine_memory(
 
 
 def item_bytes(dtype: str, device: str) -> int:
-    return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
+    return (
+        2
+        if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda"))
+        else 4
+    )
 
 
 def size_text(size: int) -> str:
@@ -318,7 +396,10 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     columns = [*(field.name.replace("_", " ") for field in fields(Memory)), "total"]
     lines = [f"model: {size}", "", _row("process", "device", "threads", columns)]
     for one in plan.processes:
-        sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
+        sizes = [
+            size_text(part) if part else "-"
+            for part in (*astuple(one.memory), one.memory.total)
+        ]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
     is_apart = plan.placement.mode == "apart"
     how = f"weights by {config.weight_sync.transport}" if is_apart else "time-sharing"
@@ -327,7 +408,10 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
         has = "unknown" if free is None else size_text(free)
-        lines.append(f"{device}: " + (f"needs {needed}, free {has}" if device in used else "not used"))
+        lines.append(
+            f"{device}: "
+            + (f"needs {needed}, free {has}" if device in used else "not used")
+        )
     return "\n".join(lines)
 
 
@@ -336,23 +420,31 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
 
 
 def resolve_auto(
-    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+    config: RunConfig,
+    nodes: Sequence[Node],
+    extra: Mapping[str, ExtraServer] | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return the config without `auto` in model.dtype and weight_sync.transport, and messages. Raises
-    ConfigError.
+    """Return the config without `auto` in model.dtype and weight_sync.transport, and
+    messages. Raises ConfigError.
     """
     placement = place(config, nodes, extra)
     messages = list[str]()
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
-        is_fast = all(nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu")
+        is_fast = all(
+            nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu"
+        )
         dtype = "bfloat16" if is_fast else "float32"
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"dtype": dtype})}
+        )
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":
         is_turns = placement.mode == "colocated"
         num_nodes = placement.num_nodes
-        chosen = choose_transport(config, *placement.names, is_turns=is_turns, num_nodes=num_nodes)
+        chosen = choose_transport(
+            config, *placement.names, is_turns=is_turns, num_nodes=num_nodes
+        )
         sync = config.weight_sync.model_copy(update={"transport": chosen[0]})
         config = config.model_copy(update={"weight_sync": sync})
         messages.append(f"weight_sync.transport: auto is {chosen[0]}: {chosen[1]}")
@@ -360,14 +452,20 @@ def resolve_auto(
 
 
 def plan_run(
-    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+    config: RunConfig,
+    nodes: Sequence[Node],
+    extra: Mapping[str, ExtraServer] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     plan = make_plan(config, nodes, extra)
     share = config.placement.share
     messages = list[str]()
     if shared := plan.placement.shared_at_once:
         why = why_time_slices(config, shared.values())
-        how = f"take time slices: {why}" if why else "compute at the same time, by CUDA MPS"
+        how = (
+            f"take time slices: {why}"
+            if why
+            else "compute at the same time, by CUDA MPS"
+        )
         messages.append(f"placement.share={share}: both sides stay, and {how}")
     elif isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
@@ -375,7 +473,11 @@ def plan_run(
         plan = _with_resident_sides(plan, config)
         fraction = plan.placement.memory_fraction
         part = "" if fraction is None else f", engines with {fraction} of each device"
-        stays = f"both sides stay{part}" if plan.placement.resident else "each side moves out for the other"
+        stays = (
+            f"both sides stay{part}"
+            if plan.placement.resident
+            else "each side moves out for the other"
+        )
         messages.append(f"placement.share={share or 'none'}: {stays}")
     device = plan.placement.engines[0][0].name
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
@@ -385,8 +487,14 @@ def plan_run(
 
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
-    """Keep both colocated sides in memory if they fit; the engines get what the trainer leaves."""
-    if config.placement.share is None or config.rollout.memory_keys or not plan.shape.num_parameters:
+    """Keep both colocated sides in memory if they fit; the engines get what the trainer
+    leaves.
+    """
+    if (
+        config.placement.share is None
+        or config.rollout.memory_keys
+        or not plan.shape.num_parameters
+    ):
         return plan
     resident = replace(plan.placement, resident=True)
     processes = lay_out(config, plan.shape, resident)
@@ -410,12 +518,22 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    if is_local and config.rollout.facts.package and config.rollout.external_urls is None:
+    if (
+        is_local
+        and config.rollout.facts.package
+        and config.rollout.external_urls is None
+    ):
         find_python(config.rollout)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
-            held = [one for one in plan.processes if one.device == device and one.memory.total]
-            names = ", ".join(f"{one.name} {size_text(one.memory.total)}" for one in held)
+            held = [
+                one
+                for one in plan.processes
+                if one.device == device and one.memory.total
+            ]
+            names = ", ".join(
+                f"{one.name} {size_text(one.memory.total)}" for one in held
+            )
             what = f"{device} needs {size_text(needed)} and has {size_text(free)} free ({names})"
             raise ConfigError(what, rule=RULE, way_out=WAY_OUT)
 
@@ -436,9 +554,12 @@ class ModelShape:
     layers: int = 0
     vocab: int = 0
     saved: int = 0
-    """Numbers per token and layer that its backward pass needs, with the layer's input."""
+    """Numbers per token and layer that its backward pass needs, with the layer's input.
+    """
     at_end: int = 0
-    """The same of final norm and head: the last output in float32, normed, and gathered for the loss."""
+    """The same of final norm and head: the last output in float32, normed, and gathered
+    for the loss.
+    """
     cached: int = 0
     """Keys and values, or the latent, per token and layer."""
     active: int = 0
@@ -447,20 +568,26 @@ class ModelShape:
     """Parameters of embedding and head."""
     has_experts: bool = False
 
-    def activation_bytes(self, num_tokens: int, item: int, kind: str, *, kept: float) -> int:
-        """Return the peak of a forward-backward: saved tensors, and float32 logits of a slice with their
-        gradient.
+    def activation_bytes(
+        self, num_tokens: int, item: int, kind: str, *, kept: float
+    ) -> int:
+        """Return the peak of a forward-backward: saved tensors, and float32 logits of a
+        slice with their gradient.
         """
-        logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
+        logits = min(
+            max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab
+        )
         return self.saved_bytes(num_tokens, item, kept=kept) + 2 * 4 * logits
 
     def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
-        """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to 1) of the layers' other
-        tensors, the rest of one layer, which its backward pass recomputes, and those of final norm and head.
+        """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to
+        1) of the layers' other tensors, the rest of one layer, which its backward pass
+        recomputes, and those of final norm and head.
 
-        Layers are compiled if they can be, as on CUDA: Inductor's partitioner recomputes pointwise operators,
-        and keeps products, attention and inputs of norms. Counted tensors agree within 2 %; with 0 < kept < 1
-        this is a bound. With trainer.compile=false, layers in bfloat16 save 1.4 to 1.6 times as much. Numbers
+        Layers are compiled if they can be, as on CUDA: Inductor's partitioner
+        recomputes pointwise operators, and keeps products, attention and inputs of
+        norms. Counted tensors agree within 2 %; with 0 < kept < 1 this is a bound. With
+        trainer.compile=false, layers in bfloat16 save 1.4 to 1.6 times as much. Numbers
         per head (log-sum-exps, scales of norms) are left out.
         """
         others = self.saved - self.hidden
@@ -470,13 +597,20 @@ class ModelShape:
 
 def model_shape(model: ModelConfig) -> ModelShape:
     architecture = read_architecture(model)
-    return _shape(architecture.get("text_config", architecture)) if architecture else ModelShape()
+    return (
+        _shape(architecture.get("text_config", architecture))
+        if architecture
+        else ModelShape()
+    )
 
 
 def read_architecture(model: ModelConfig) -> dict[str, Any]:
     """Return the contents of config.json, or {} if it is only on the hub."""
     if model.scratch is not None:
-        return {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
+        return {
+            "vocab_size": len(model.scratch.characters) + 8,
+            **model.scratch.architecture,
+        }
     try:
         return dict(json.loads(find_architecture(model).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -490,7 +624,9 @@ def find_architecture(model: ModelConfig) -> Path:
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(str(model.path), path.name, revision=model.revision)
+            cached = try_to_load_from_cache(
+                str(model.path), path.name, revision=model.revision
+            )
             path = Path(cached) if isinstance(cached, str) else path
     return path
 
@@ -499,30 +635,41 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
     def size(name: str, default: int = 0) -> int:
         return int(architecture.get(name) or default)
 
-    hidden, layers, vocab = size("hidden_size"), size("num_hidden_layers"), size("vocab_size")
+    hidden, layers, vocab = (
+        size("hidden_size"),
+        size("num_hidden_layers"),
+        size("vocab_size"),
+    )
     heads = size("num_attention_heads", 1)
     head_dim = size("head_dim", hidden // heads)
     keys = size("num_key_value_heads", heads) * head_dim
     attention = 2 * (heads * head_dim + keys)
     model_type = architecture.get("model_type", "")
-    # The layer's input, its norm, and both again before the MLP; gate, up, and their product.
+    # The layer's input, its norm, and both again before the MLP; gate, up, and their
+    # product.
     saved, of_mlp, at_end = 4 * hidden + attention, 3, 4 * hidden
     if model_type.startswith(QK_NORM):
         saved += attention // 2  # before their norm, and rotated
     if model_type.startswith("gemma3"):
-        # Uncompiled, because of its sliding windows. Four norms of a layer, and those of queries and keys,
-        # save two float32 tensors each.
+        # Uncompiled, because of its sliding windows. Four norms of a layer, and those
+        # of queries and keys, save two float32 tensors each.
         saved, of_mlp, at_end = 18 * hidden + 3 * attention, 4, 5 * hidden
-    latent = size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
+    latent = (
+        size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
+    )
     width = active = size("intermediate_size", 4 * hidden)
     if num_experts := next(filter(None, map(size, EXPERTS)), 0):
         expert = size("moe_intermediate_size", width)
-        shared = size("shared_expert_intermediate_size", size("n_shared_experts") * expert)
+        shared = size(
+            "shared_expert_intermediate_size", size("n_shared_experts") * expert
+        )
         width = num_experts * expert + shared
         chosen = size("num_experts_per_tok", size("moe_k", 1))
         active = chosen * expert + shared
         saved += 2 * chosen * hidden  # each expert's input and output
-    embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
+    embeddings = (
+        vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
+    )
     return ModelShape(
         # ignores norms and routers; assumes experts in all layers
         num_parameters=embeddings + layers * hidden * (attention + 3 * width),

@@ -46,8 +46,8 @@ PACKAGES = ("asyncrl", "asyncrl_servers")
 class ProcessSpec:
     """`python -m module` with `spec` (JSON file) and a listening socket, on any node.
 
-    It sees only `devices` (cpu, cuda:1, ...). `secret` opens its server. `python` returns its Python
-    (None: ours) or raises ConfigError.
+    It sees only `devices` (cpu, cuda:1, ...). `secret` opens its server. `python`
+    returns its Python (None: ours) or raises ConfigError.
     """
 
     name: str
@@ -68,8 +68,8 @@ class ProcessSpec:
 class Process:
     """A server process on any node, or a server not started by the run.
 
-    Life: start() -> running -> ended, by aclose() or by itself. renewed() makes its successor, with the
-        same log.
+    Life: start() -> running -> ended, by aclose() or by itself. renewed() makes its
+        successor, with the same log.
     """
 
     pid: int | None = None
@@ -100,16 +100,24 @@ class Process:
         await asyncio.Event().wait()
 
     def is_refused(self) -> bool:
-        """Return whether its log gives the reason of its end: another start would end alike."""
+        """Return whether its log gives the reason of its end: another start would end
+        alike.
+        """
         return find_fatal(self._log()) is not None
 
     def death(self) -> ComponentError:
         """Return the reason of its end, from its log."""
         fatal = find_fatal(self._log())
         if fatal is not None:
-            return ComponentError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+            return ComponentError(
+                self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out
+            )
         code = self.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
         how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
         return ComponentError(
             self.name,
@@ -119,7 +127,10 @@ class Process:
 
     def log_tail(self) -> str:
         lines = self._log().splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join(f"    {line}" for line in lines) or f"    (empty: {self.log_path})"
+        return (
+            "\n".join(f"    {line}" for line in lines)
+            or f"    (empty: {self.log_path})"
+        )
 
     def _log(self) -> str:
         with contextlib.suppress(OSError), Path(self.log_path).open("rb") as file:
@@ -138,18 +149,23 @@ class Process:
 
 
 class ChildProcess(Process):
-    """A child of this process. Its standard input carries secrets; EOF, at our death, ends its group,
-    after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
+    """A child of this process. Its standard input carries secrets; EOF, at our death,
+    ends its group, after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
     """
 
     def __init__(
-        self, spec: ProcessSpec, environ: Mapping[str, str] | None = None, host: str = LOOPBACK
+        self,
+        spec: ProcessSpec,
+        environ: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
     ) -> None:
         super().__init__(spec.name, spec.log_path)
         self.spec = spec
         self._environ = environ or {}
         self._host = host
-        self._process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = None
+        self._process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = (
+            None
+        )
         self._stdin: int | None = None
 
     @property
@@ -166,7 +182,12 @@ class ChildProcess(Process):
         """Raises ConfigError if its Python is missing."""
         spec = self.spec
         specs = spec.run_dir / "specs"
-        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self._environ}
+        env = {
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **HUGE_PAGES,
+            **self._environ,
+        }
         python = await asyncio.to_thread(spec.python) if spec.python else None
         if python is not None:
             env["PYTHONPATH"] = str(import_folder(specs / f"imports-{self._host}"))
@@ -182,7 +203,9 @@ class ChildProcess(Process):
             files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
             env |= spec.env
             try:
-                process = await start_process(spec.module, arguments, files=files, env=env, python=python)
+                process = await start_process(
+                    spec.module, arguments, files=files, env=env, python=python
+                )
             finally:
                 os.close(stdin)
             self._process = process
@@ -190,7 +213,10 @@ class ChildProcess(Process):
             self.place = f"process {process.pid}"
             self.url = f"http://{self._host}:{listener.getsockname()[1]}"
         with contextlib.suppress(BrokenPipeError):  # it has already ended
-            os.write(self._stdin, json.dumps({**spec.secrets, SECRET_ENV: spec.secret}).encode() + b"\n")
+            os.write(
+                self._stdin,
+                json.dumps({**spec.secrets, SECRET_ENV: spec.secret}).encode() + b"\n",
+            )
 
     def renewed(self) -> ChildProcess:
         return ChildProcess(self.spec, self._environ, self._host)
@@ -211,7 +237,11 @@ class ChildProcess(Process):
             await asyncio.to_thread(psutil.wait_procs, members, GROUP_TIMEOUT_S)
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
-                logger.warning("%s of %s survives SIGKILL, and holds its devices", self.place, self.name)
+                logger.warning(
+                    "%s of %s survives SIGKILL, and holds its devices",
+                    self.place,
+                    self.name,
+                )
         if self._stdin is not None:
             os.close(self._stdin)
             self._stdin = None
@@ -236,15 +266,19 @@ class ChildProcess(Process):
 class Launcher:
     """Starts the processes of a run.
 
-    Life: created -> hold() reserves devices -> process(), repeatedly -> aclose() releases them -> close().
-        Creation and close() run outside the event loop.
+    Life: created -> hold() reserves devices -> process(), repeatedly -> aclose()
+        releases them -> close(). Creation and close() run outside the event loop.
     """
 
     nodes: tuple[Node, ...] = ()
     """The controller's is first."""
 
-    async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
-        """Reserve devices by node; all nodes see `files`. Raises ConfigError or ComponentError."""
+    async def hold(
+        self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]
+    ) -> None:
+        """Reserve devices by node; all nodes see `files`. Raises ConfigError or
+        ComponentError.
+        """
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
         raise NotImplementedError
@@ -296,12 +330,19 @@ async def start_process(
 
     The first three `files` become standard streams; `env` is added to ours.
     """
-    environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
-    environ = {name: value for name, value in environ.items() if not SECRETS.fullmatch(name)}
+    environ = {
+        **({} if python else fork_server.ONE_THREAD),
+        **os.environ,
+        **(env or {}),
+    }
+    environ = {
+        name: value for name, value in environ.items() if not SECRETS.fullmatch(name)
+    }
     server = fork_server.current
     if python is None and server is not None and module in server.modules:
         child = ForkServerProcess(
-            target=fork_server.run, args=(server.modules[module], arguments, environ, files)
+            target=fork_server.run,
+            args=(server.modules[module], arguments, environ, files),
         )
         with contextlib.suppress(EOFError, OSError):  # the server has died
             return await server.fork(child, [*files])
@@ -319,7 +360,9 @@ async def start_process(
     )
 
 
-async def run_module(module: str, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+async def run_module(
+    module: str, arguments: Sequence[str], timeout_s: float
+) -> tuple[int | None, str]:
     """Return (exit code, output); code None: too slow."""
     with tempfile.TemporaryFile() as output:
         process = await start_process(module, arguments, files=[output.fileno()] * 3)

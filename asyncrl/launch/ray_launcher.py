@@ -1,5 +1,5 @@
-"""Start processes on an existing Ray cluster: one placement group, with a bundle and an actor
-(Host) per node. Ray ends the actors with the controller, its driver.
+"""Start processes on an existing Ray cluster: one placement group, with a bundle and an
+actor (Host) per node. Ray ends the actors with the controller, its driver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from asyncrl.base.errors import ComponentError, ConfigError, NodeLost
 from asyncrl.base.waits import waiting
@@ -69,7 +72,10 @@ class RayLauncher(Launcher):
         self._group: Any = None
         self._join()
         own = ray.get_runtime_context().get_node_id()
-        found = sorted(_alive(), key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+        found = sorted(
+            _alive(),
+            key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]),
+        )
         fit = list[Node]()
         answers = [_describe(node) for node in found]
         ray.wait(answers, num_returns=len(answers), timeout=DESCRIBE_S)
@@ -114,7 +120,9 @@ class RayLauncher(Launcher):
                 "same Ray and Python everywhere; or set launcher=local.",
             ) from error
 
-    async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
+    async def hold(
+        self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]
+    ) -> None:
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
@@ -128,7 +136,9 @@ class RayLauncher(Launcher):
                         way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
                     )
             pin = {f"node:{self.nodes[number].address}": PIN}
-            bundles.append({name: value for name, value in wanted.items() if value} | pin)
+            bundles.append(
+                {name: value for name, value in wanted.items() if value} | pin
+            )
         await self._reserve(bundles)
         for index, (number, devices) in enumerate(parts.items()):
             make = partial(self._make_actor, index, self.nodes[number], devices)
@@ -153,8 +163,12 @@ class RayLauncher(Launcher):
         """Raises ConnectionError if Ray lacks the node."""
         if node.address not in {record["NodeManagerAddress"] for record in _alive()}:
             raise ConnectionError(f"Ray has no node at {node.address}")
-        numbers = sorted({int(name[5:]) for name in devices if name.startswith("cuda:")})
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        numbers = sorted(
+            {int(name[5:]) for name in devices if name.startswith("cuda:")}
+        )
+        place = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
         actor = ray.remote(Host).options(
             num_cpus=len(devices),
             num_gpus=len(numbers),
@@ -211,10 +225,13 @@ _keys = itertools.count()
 class RayNode:
     """A node and its actor.
 
-    Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
+    Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new
+        actor -> aclose().
     """
 
-    def __init__(self, node: Node, make: Callable[[], Any], files: Mapping[str, str]) -> None:
+    def __init__(
+        self, node: Node, make: Callable[[], Any], files: Mapping[str, str]
+    ) -> None:
         self.node = node
         self.actor: Any = None
         self._make = make
@@ -252,7 +269,9 @@ class RayNode:
             self._lost = _reason(error)
             logger.warning("the node %s is lost: %s", self.node.name, error)
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
+    async def call(
+        self, method: str, *arguments: Any, timeout_s: float = LOST_S
+    ) -> Any:
         """Raises NodeLost without an answer, ComponentError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
@@ -260,11 +279,15 @@ class RayNode:
         try:
             return await _within(timeout_s, getattr(actor, method), *arguments)
         except RayTaskError as error:
-            raise ComponentError(self.node.name, f"{method} failed: {_reason(error)}") from error
+            raise ComponentError(
+                self.node.name, f"{method} failed: {_reason(error)}"
+            ) from error
         except LOST_ERRORS as error:
             if isinstance(error, ActorDiedError):  # the next open() starts another
                 self.lose_nowait(actor, error)
-            raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
+            raise self.gone(
+                self.node.name, f"does not answer: {_reason(error)}"
+            ) from error
 
     async def aclose(self) -> None:
         with contextlib.suppress(ComponentError):
@@ -302,15 +325,21 @@ class RayProcess(Process):
         """Raises NodeLost, ConfigError or ComponentError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
-        threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
+        threads = {
+            name: os.environ.get(name, number) for name, number in ONE_THREAD.items()
+        }
         try:
             await self._on.open()
             self._actor = self._on.actor
             spec = replace(self._spec, env={**threads, **self._spec.env})
-            self._starting = asyncio.ensure_future(self._on.call("start", self.key, spec, timeout_s=START_S))
+            self._starting = asyncio.ensure_future(
+                self._on.call("start", self.key, spec, timeout_s=START_S)
+            )
             self.url, pid = await asyncio.shield(self._starting)
         except ComponentError as error:
-            raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
+            raise type(error)(
+                self.name, error.fault, rule=error.rule, way_out=error.way_out
+            ) from error
         self.place = f"process {pid} on {self._on.node.name}"
 
     def renewed(self) -> RayProcess:
@@ -322,10 +351,15 @@ class RayProcess(Process):
         heard_s = clock()
         while self.returncode is None and self._gone is None:
             try:
-                self.returncode = await _within(POLL_S + LOST_S, self._actor.call, self.key, "wait", POLL_S)
+                self.returncode = await _within(
+                    POLL_S + LOST_S, self._actor.call, self.key, "wait", POLL_S
+                )
                 heard_s = clock()
             except LOST_ERRORS as error:
-                if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
+                if (
+                    isinstance(error, ActorUnavailableError)
+                    and clock() - heard_s < LOST_S
+                ):
                     await asyncio.sleep(RETRY_S)
                     continue
                 self._on.lose_nowait(self._actor, error)
@@ -341,7 +375,9 @@ class RayProcess(Process):
             return
         with contextlib.suppress(ComponentError):  # a lost node has ended it
             await starting
-            self.returncode = await self._on.call("call", self.key, "aclose", timeout_s=END_S)
+            self.returncode = await self._on.call(
+                "call", self.key, "aclose", timeout_s=END_S
+            )
 
     def kill_nowait(self) -> None:
         self._tell_nowait("kill_nowait")
@@ -358,7 +394,8 @@ class RayProcess(Process):
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
-        (line for line in lines if "because" in line or "detail" in line), (lines or ["no answer"])[-1]
+        (line for line in lines if "because" in line or "detail" in line),
+        (lines or ["no answer"])[-1],
     )
     return why[:400]
 
@@ -383,7 +420,9 @@ class Host:
         self._numbers = numbers
         self._files = FetchedFiles()
         remover = ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)]
-        self._remover = subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True)
+        self._remover = subprocess.Popen(
+            remover, stdin=subprocess.PIPE, start_new_session=True
+        )
         self._children = dict[str, ChildProcess]()
         self._cuda = dict[int, CudaDevice]()
 
@@ -393,19 +432,26 @@ class Host:
         import ray
 
         names = map(str, ray.get_gpu_ids())
-        self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
+        self._cuda = {
+            number: CudaDevice(name)
+            for number, name in zip(self._numbers, names, strict=True)
+        }
         return await asyncio.to_thread(find_misfit, name, files, versions)
 
     async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None]:
         """Return (URL, process id)."""
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
-        child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
+        child = ChildProcess(
+            spec, child_environ(spec.devices, self._cuda), self._address
+        )
         await child.start()
         self._children[key] = child
         return child.url, child.pid
 
-    async def call(self, key: str, method: str, limit_s: float | None = None) -> int | None:
+    async def call(
+        self, key: str, method: str, limit_s: float | None = None
+    ) -> int | None:
         """Call a method of a process; return its exit code, or None while it runs."""
         child = self._children[key]
         with contextlib.suppress(TimeoutError):

@@ -35,7 +35,9 @@ NODE_WAIT_S = 600.0
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 START_TRIES = 3
-"""Starts in a row that may fail; else a process that always dies while loading would be started for hours."""
+"""Starts in a row that may fail; else a process that always dies while loading would be
+started for hours.
+"""
 STATE_TIMEOUT_S = 5.0
 NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
@@ -59,23 +61,29 @@ class Supervision:
     heartbeat_s: float
     warn: Callable[[str], None]
     on_event: Callable[[str, Mapping[str, Any]], None]
-    restarts_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    restarts_s: defaultdict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """By name: seconds of work before each counting restart."""
 
 
 def _final(lost: ComponentError, rule: str) -> ComponentError:
     way_out = lost.way_out or f"read the log of {lost.component}, then resume the run."
     return ComponentError(
-        lost.component, lost.fault, rule=f"{lost.rule}; {rule}".lstrip("; "), way_out=way_out
+        lost.component,
+        lost.fault,
+        rule=f"{lost.rule}; {rule}".lstrip("; "),
+        way_out=way_out,
     )
 
 
 class Supervisor:
     """Watches processes that live and die together; if one is lost, all restart.
 
-    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
-        restore state -> up. A loss on the way counts too.
-    Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
+    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff
+        -> start and restore state -> up. A loss on the way counts too.
+    Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and
+        bring_back.
     Invariant: a refused restart ends the run.
     """
 
@@ -91,8 +99,9 @@ class Supervisor:
         on_start: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
     ) -> None:
-        """`kind` names the processes in events. `on_down` gets each loss, perhaps twice; `on_start` is called
-        before new processes start, and `on_up` once they serve.
+        """`kind` names the processes in events. `on_down` gets each loss, perhaps
+        twice; `on_start` is called before new processes start, and `on_up` once they
+        serve.
         """
         self.kind = kind or self.kind
         self._on_down = on_down
@@ -145,10 +154,11 @@ class Supervisor:
                 is_told = is_node_gone
 
     def _allow(self, lost: ComponentError) -> tuple[str, float]:
-        """Return the allowance as text, and seconds to wait. Raises the final ComponentError.
+        """Return the allowance as text, and seconds to wait. Raises the final
+        ComponentError.
 
-        At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as none: it is waited for
-        NODE_WAIT_S, or as long as it is dispensable.
+        At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as
+        none: it is waited for NODE_WAIT_S, or as long as it is dispensable.
         """
         limit = self.config.max_restarts
         if not limit:
@@ -159,9 +169,15 @@ class Supervisor:
             if is_dispensable or self._waits_since_s is None:
                 self._waits_since_s = now_s
             if now_s - self._waits_since_s < NODE_WAIT_S:
-                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
+                how = (
+                    "continues without it"
+                    if is_dispensable
+                    else f"waits {NODE_WAIT_S:g} s at most"
+                )
                 return f"once its node is back; the run {how}", NODE_PERIOD_S
-            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
+            raise _final(
+                lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs"
+            )
         if self._num_failed_starts >= START_TRIES:
             raise _final(lost, f"{START_TRIES} starts in a row have failed")
         num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
@@ -169,10 +185,16 @@ class Supervisor:
             rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
             raise _final(lost, rule)
         self._restarts_s.append(self._worked_s)
-        return f"{num + 1} of {limit}", min(self.config.backoff_s * 2.0**num, MAX_BACKOFF_S)
+        return f"{num + 1} of {limit}", min(
+            self.config.backoff_s * 2.0**num, MAX_BACKOFF_S
+        )
 
-    async def _replace(self, lost: ComponentError, *, is_told: bool) -> ComponentError | None:
-        """Return the reason of another loss, if any. `is_told`: its node was missing before."""
+    async def _replace(
+        self, lost: ComponentError, *, is_told: bool
+    ) -> ComponentError | None:
+        """Return the reason of another loss, if any. `is_told`: its node was missing
+        before.
+        """
         clock = asyncio.get_running_loop().time
         is_node_gone = isinstance(lost, NodeLost)
         try:
@@ -197,7 +219,13 @@ class Supervisor:
             self.is_starting = False
         again = await self._start()
         if again is None:
-            note_span("restarts", "down", since_s, clock(), text=f"{self.name}: {summary_of(lost)}")
+            note_span(
+                "restarts",
+                "down",
+                since_s,
+                clock(),
+                text=f"{self.name}: {summary_of(lost)}",
+            )
             self._on_event(f"{self.kind} up", {**about, "down_s": clock() - since_s})
         return again
 
@@ -227,12 +255,22 @@ class Supervisor:
         await self._works_again()
         return None
 
-    async def _until_lost(self, work: Coroutine[Any, Any, object]) -> ComponentError | None:
+    async def _until_lost(
+        self, work: Coroutine[Any, Any, object]
+    ) -> ComponentError | None:
         """Return the loss, or None when `work` ends. Raises other errors of `work`."""
-        watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
-        working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
+        watching = [
+            asyncio.ensure_future(one.watch(self.heartbeat_s))
+            for one in self._processes
+        ]
+        working = [
+            asyncio.ensure_future(self._raise_report()),
+            asyncio.ensure_future(work),
+        ]
         error = (await _race(watching, working)).exception()
-        ends_run = isinstance(error, NO_LOSS) and not isinstance(error, errors.TrainerLost)
+        ends_run = isinstance(error, NO_LOSS) and not isinstance(
+            error, errors.TrainerLost
+        )
         if error is None or (isinstance(error, ComponentError) and not ends_run):
             return error
         raise error
@@ -273,9 +311,11 @@ class Supervisor:
 
 
 class FirstStart(Supervisor):
-    """Starts processes of a new run; those that die before they serve are started again, as later ones are.
+    """Starts processes of a new run; those that die before they serve are started
+    again, as later ones are.
 
-    A process that is late, or logs the reason of its end, would fail again: it ends the run at once.
+    A process that is late, or logs the reason of its end, would fail again: it ends the
+    run at once.
     """
 
     kind = "process"
@@ -309,8 +349,9 @@ def summary_of(lost: errors.AsyncrlError) -> str:
 class Server:
     """A child process and its HTTP caller.
 
-    `ask` returns its health, and raises CallLost, CallRefused or EngineError. `start_s`: limit for the first
-    answer. `ready` waits until a new process serves; None: until `ask` is answered.
+    `ask` returns its health, and raises CallLost, CallRefused or EngineError.
+    `start_s`: limit for the first answer. `ready` waits until a new process serves;
+    None: until `ask` is answered.
     """
 
     child: Process
@@ -332,14 +373,22 @@ class Server:
             health = await self.ask(timeout_s=STATE_TIMEOUT_S)
         except UNANSWERED as error:
             return _reason(error), False
-        return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
+        return "answers: " + ", ".join(
+            f"{key} {value}" for key, value in health.model_dump().items()
+        ), True
 
     async def watch(self, heartbeat_s: float) -> None:
-        """Raise ComponentError when the process ends, or does not answer within `heartbeat_s`."""
+        """Raise ComponentError when the process ends, or does not answer within
+        `heartbeat_s`.
+        """
         try:
             await self._while_alive(self._beat(heartbeat_s))
         except UNANSWERED as error:
-            where = f"process {self.child.pid}" if self.child.pid else f"the server at {self.child.url}"
+            where = (
+                f"process {self.child.pid}"
+                if self.child.pid
+                else f"the server at {self.child.url}"
+            )
             raise ComponentError(
                 self.name,
                 f"{where} does not answer: {_reason(error)}",
@@ -360,14 +409,17 @@ class Server:
         await self.child.start()
         self.caller.url = self.child.url
         try:
-            first = self.ask(timeout_s=self.start_s) if self.ready is None else self.ready()
+            first = (
+                self.ask(timeout_s=self.start_s) if self.ready is None else self.ready()
+            )
             self.health = await self._while_alive(first)
         except UNANSWERED as error:
             way_out = f"read {self.child.log_path}; raise supervision.start_timeout_s if it needs more time."
             raise ComponentError(
                 self.name,
                 f"did not start: {_reason(error)}; the end of its log:\n{self.child.log_tail()}",
-                way_out=(error.way_out if isinstance(error, errors.EngineError) else "") or way_out,
+                way_out=(error.way_out if isinstance(error, errors.EngineError) else "")
+                or way_out,
             ) from error
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
@@ -396,11 +448,17 @@ def _reason(error: CallLost | CallRefused | errors.EngineError) -> str:
 async def _race(
     deaths: Sequence[asyncio.Future[Any]], others: Sequence[asyncio.Future[Any]]
 ) -> asyncio.Future[Any]:
-    """Return the task that ends first, and cancel the rest. A death within GRACE_S precedes other errors."""
+    """Return the task that ends first, and cancel the rest. A death within GRACE_S
+    precedes other errors.
+    """
     try:
-        done, _ = await asyncio.wait([*deaths, *others], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [*deaths, *others], return_when=asyncio.FIRST_COMPLETED
+        )
         if done.isdisjoint(deaths) and any(task.exception() for task in done):
-            await asyncio.wait(deaths, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                deaths, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED
+            )
         return next(task for task in (*deaths, *others) if task.done())
     finally:
         await cancel_all([*deaths, *others])
@@ -426,9 +484,19 @@ async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         await cancel_all(tasks)
 
 
-async def first_death(servers: Sequence[Server], timeout_s: float) -> ComponentError | None:
+async def first_death(
+    servers: Sequence[Server], timeout_s: float
+) -> ComponentError | None:
     children = [server.child for server in servers if server.child.url]
-    if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if waits := [
+        asyncio.ensure_future(child.wait())
+        for child in children
+        if child.returncode is None
+    ]:
+        await asyncio.wait(
+            waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         await cancel_all(waits)
-    return next((child.death() for child in children if child.returncode is not None), None)
+    return next(
+        (child.death() for child in children if child.returncode is not None), None
+    )

@@ -1,7 +1,9 @@
-"""Frames on the link between a controller and our engine servers, each with many requests or segments.
+"""Frames on the link between a controller and our engine servers, each with many
+requests or segments.
 
-A frame is the length of its head as uint32, the head, and its arrays without gaps, little-endian. The head is
-JSON: [kind, [name, dtype, items] of each array, everything else]. The client numbers its requests.
+A frame is the length of its head as uint32, the head, and its arrays without gaps,
+little-endian. The head is JSON: [kind, [name, dtype, items] of each array, everything
+else]. The client numbers its requests.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -26,7 +28,8 @@ from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
 from asyncrl.messages.tokens import SegmentPart, Tokens
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
-"""Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
+"""Event after sampled tokens. interrupted: by a weight update; resume or abort follows.
+"""
 
 
 class Asked(NamedTuple):
@@ -64,13 +67,21 @@ class Frame:
         return numbers
 
 
-def write_frame(kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None) -> bytes:
+def write_frame(
+    kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None
+) -> bytes:
     layout = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
     try:
         head = to_json((kind, layout, text))  # 4 times as fast
     except ValueError:  # a lone surrogate
         head = json.dumps((kind, layout, text)).encode()
-    return b"".join((len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays.values())))
+    return b"".join(
+        (
+            len(head).to_bytes(4, "little"),
+            head,
+            *(array.tobytes() for array in arrays.values()),
+        )
+    )
 
 
 def read_frame(data: bytes) -> Frame:
@@ -86,7 +97,9 @@ def read_frame(data: bytes) -> Frame:
             raise TypeError(f"{kind} of {layout} ends at byte {at}")
         return Frame(kind, arrays, text)
     except Exception as error:
-        raise ValueError(f"not a frame of {len(data)} bytes: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"not a frame of {len(data)} bytes: {type(error).__name__}: {error}"
+        ) from error
 
 
 def numbers_frame(kind: str, numbers: Sequence[int]) -> bytes:
@@ -94,7 +107,9 @@ def numbers_frame(kind: str, numbers: Sequence[int]) -> bytes:
 
 
 def refused_frame(number: int, status: int, body: ErrorBody) -> bytes:
-    return write_frame("refused", {"numbers": np.array([number])}, [status, body.model_dump()])
+    return write_frame(
+        "refused", {"numbers": np.array([number])}, [status, body.model_dump()]
+    )
 
 
 def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
@@ -102,7 +117,10 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
-_PLAIN = [*SAMPLING_PARAMETERS, *"request_id max_tokens num_resumed stop seed thinking top_logprobs".split()]
+_PLAIN = [
+    *SAMPLING_PARAMETERS,
+    *"request_id max_tokens num_resumed stop seed thinking top_logprobs".split(),
+]
 _plain = attrgetter(*_PLAIN)
 
 
@@ -112,11 +130,19 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
     place = {key: index for index, key in enumerate(prompts)}
     grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
     rows = [
-        (number, is_streamed, place[id(request.prompt_ids)], grammars.index(request.grammar), _plain(request))
+        (
+            number,
+            is_streamed,
+            place[id(request.prompt_ids)],
+            grammars.index(request.grammar),
+            _plain(request),
+        )
         for number, request, is_streamed in asked
     ]
     arrays = {
-        "prompts": np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()]),
+        "prompts": np.concatenate(
+            [np.asarray(prompt, np.int64) for prompt in prompts.values()]
+        ),
         "prompt_sizes": np.array([len(prompt) for prompt in prompts.values()]),
     }
     return write_frame("submit", arrays, [rows, grammars])
@@ -131,7 +157,9 @@ def read_submit(frame: Frame) -> list[Asked]:
         values = dict(zip(_PLAIN, plain, strict=True))
         values["stop"] = tuple(values["stop"])
         values["thinking"] = values["thinking"] and tuple(values["thinking"])
-        request = SamplingRequest(prompt_ids=prompts[prompt], grammar=grammars[grammar], **values)
+        request = SamplingRequest(
+            prompt_ids=prompts[prompt], grammar=grammars[grammar], **values
+        )
         asked.append(Asked(number, request, is_streamed))
     return asked
 
@@ -154,9 +182,11 @@ def read_sampled(frame: Frame, tokens: Tokens) -> list[Sampled]:
     return [Sampled(*row) for row in zip(frame.numbers, parts, thens, strict=True)]
 
 
-def spans_between(marks: Sequence[tuple[int, int]], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the version spans of tokens [start, end), counted from `start`. A mark is (first token,
-    policy_version).
+def spans_between(
+    marks: Sequence[tuple[int, int]], start: int, end: int
+) -> tuple[VersionSpan, ...]:
+    """Return the version spans of tokens [start, end), counted from `start`. A mark is
+    (first token, policy_version).
     """
     spans = list[VersionSpan]()
     ends = [*(first for first, _ in marks[1:]), end]
@@ -174,7 +204,9 @@ def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
     return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def request_fault(request: SamplingRequest, max_length: int, vocab_size: float) -> ErrorBody | None:
+def request_fault(
+    request: SamplingRequest, max_length: int, vocab_size: float
+) -> ErrorBody | None:
     """Return why a slot of `max_length` tokens cannot serve the request, or None."""
     num_prompt = len(request.prompt_ids)
     total = num_prompt + request.max_tokens

@@ -18,7 +18,8 @@ WeightKind = Literal["weights", "lora"]
 class LatencyModel(Message):
     """rollout.engine=simulated."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
+    # `asyncrl keys` prints them
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     decode_step_s: float = Field(default=0.002, gt=0)
     """Seconds of a decode step, regardless of the number of sequences."""
@@ -39,8 +40,8 @@ class TransferStats(Message):
 class MemoryHandle(Message):
     """Handle of a memory block for another process; valid across writes.
 
-    `name`: a file in shared memory, or base64 of a CUipcMemHandle. `device`: UUID of a CUDA device, "" for a
-    file.
+    `name`: a file in shared memory, or base64 of a CUipcMemHandle. `device`: UUID of a
+    CUDA device, "" for a file.
     """
 
     kind: Literal["file", "cuda"]
@@ -59,18 +60,20 @@ class PlacedTensor(Message):
 
 
 class ChunkMemory(Message):
-    """The tensors of a chunk, in memory that the next chunk overwrites. One handle per device."""
+    """The tensors of a chunk, in memory that the next chunk overwrites. One handle per
+    device.
+    """
 
     handles: list[MemoryHandle] = Field(min_length=1)
     tensors: list[PlacedTensor]
 
 
 class GroupMember(Message):
-    """A participant's place in the group that weights are sent through: rank 0 is the trainer, an engine's
-    workers have the ranks from `rank` on.
+    """A participant's place in the group that weights are sent through: rank 0 is the
+    trainer, an engine's workers have the ranks from `rank` on.
 
-    `path`: a file where the members meet, or with `store` (the trainer's ADDRESS:PORT) a name there.
-    `is_new`: form the group first.
+    `path`: a file where the members meet, or with `store` (the trainer's ADDRESS:PORT)
+    a name there. `is_new`: form the group first.
     """
 
     path: str
@@ -134,11 +137,12 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path`, or the trainer's `memory`, into staging; with a `member`, receive the
-    weights there.
+    """Read the safetensors file `path`, or the trainer's `memory`, into staging; with a
+    `member`, receive the weights there.
 
-    `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] for the initial
-    weights, and the scalar `scale`; staged is base + scale * B A, computed in float32.
+    `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out,
+    rank] for the initial weights, and the scalar `scale`; staged is base + scale * B A,
+    computed in float32.
     """
 
     path: str
@@ -148,7 +152,11 @@ class PrepareRequest(WeightsBody):
 
     @property
     def place(self) -> str:
-        return self.path if self.memory is None else f"policy_version {self.version} in the trainer's memory"
+        return (
+            self.path
+            if self.memory is None
+            else f"policy_version {self.version} in the trainer's memory"
+        )
 
 
 class Loaded(Message):
@@ -175,18 +183,26 @@ class CommitResponse(Message):
 
 
 class WakeRequest(Message):
-    """Allocate these parts again. Weights have no content until a push is committed. Idempotent."""
+    """Allocate these parts again. Weights have no content until a push is committed.
+    Idempotent.
+    """
 
     parts: list[EnginePart]
 
 
 class LoadChunkRequest(ChunkBody):
-    """Load a chunk into the awake weights. `is_last`: /commit follows, with the digest of all tensors."""
+    """Load a chunk into the awake weights. `is_last`: /commit follows, with the digest
+    of all tensors.
+    """
 
     @property
     def place(self) -> str:
         memory = self.memory
-        return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
+        return (
+            self.path
+            if memory is None
+            else f"chunk {self.index} in {memory.handles[0].kind} memory"
+        )
 
 
 class EngineHealth(Message):

@@ -10,7 +10,9 @@ from typing import Any
 from urllib.parse import unquote
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
-_PYTHON = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL)
+_PYTHON = re.compile(
+    r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL
+)
 _ESCAPE = re.compile(r"\\['\"\\/bfnrtu]|\\x(?=[0-9a-fA-F]{2})|[\\\"]")
 _ESCAPED = {"\\'": "'", '"': '\\"', "\\": "\\\\", "\\x": "\\u00"}
 
@@ -28,21 +30,31 @@ def from_python(text: str, *_: Any) -> Any:
     """
     if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
         return json.loads(_quoted(text), strict=False)
-    tokens = _PYTHON.sub(lambda found: PYTHON_WORDS.get(found[0]) or _quoted(found[0]), text)
+    tokens = _PYTHON.sub(
+        lambda found: PYTHON_WORDS.get(found[0]) or _quoted(found[0]), text
+    )
     return json.loads(tokens, strict=False)
 
 
-_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+_KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+    list: "array",
+}
 _SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
 """Only a schema without types allows all of them."""
 _MAX_SCHEMAS = 100
 
 
 def typed(raw: str, schema: Any, root: Any) -> Any:
-    """Return text if the schema allows this text, else the JSON or Python value. `root` has the definitions.
+    """Return text if the schema allows this text, else the JSON or Python value. `root`
+    has the definitions.
 
-    A `null` that the schema allows is None. Without types, numbers, words and brackets are JSON, because
-    templates write text unquoted.
+    A `null` that the schema allows is None. Without types, numbers, words and brackets
+    are JSON, because templates write text unquoted.
     """
     is_text = fits(raw, schema, root)
     try:
@@ -57,12 +69,22 @@ def typed(raw: str, schema: Any, root: Any) -> Any:
         is_free = all(fits(each, schema, root) for each in _SAMPLES)
         return value if is_free or value is None else raw
     if not is_text and not is_value:
-        is_text, is_value = (fits(each, schema, root, by_kind=True) for each in (raw, value))
+        is_text, is_value = (
+            fits(each, schema, root, by_kind=True) for each in (raw, value)
+        )
     return value if is_value and not is_text else raw
 
 
-def fits(value: Any, schema: Any, root: Any, *, by_kind: bool = False, left: list[int] | None = None) -> bool:
-    """Return whether a schema's types, enums and constants allow a value; `by_kind`: a value of its kind.
+def fits(
+    value: Any,
+    schema: Any,
+    root: Any,
+    *,
+    by_kind: bool = False,
+    left: list[int] | None = None,
+) -> bool:
+    """Return whether a schema's types, enums and constants allow a value; `by_kind`: a
+    value of its kind.
 
     `left` bounds the schemas that are read: definitions may be recursive.
     """
@@ -82,7 +104,9 @@ def fits(value: Any, schema: Any, root: Any, *, by_kind: bool = False, left: lis
         if not alike or not (by_kind or value in alike):
             return False
     inner = partial(fits, root=root, by_kind=by_kind, left=left)
-    return all(any(inner(value, each) for each in choice) for choice in _choices(schema, root))
+    return all(
+        any(inner(value, each) for each in choice) for choice in _choices(schema, root)
+    )
 
 
 def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
@@ -90,7 +114,10 @@ def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
     every = list(schema.get("allOf", ()))
     if "$ref" in schema:
         every.append(_resolved(schema["$ref"], root))
-    return [*([each] for each in every), *(schema[key] for key in ("anyOf", "oneOf") if schema.get(key))]
+    return [
+        *([each] for each in every),
+        *(schema[key] for key in ("anyOf", "oneOf") if schema.get(key)),
+    ]
 
 
 def _resolved(ref: Any, root: Any) -> Any:
@@ -105,7 +132,9 @@ def _resolved(ref: Any, root: Any) -> Any:
     return found
 
 
-def property_schema(schema: Any, key: str | None, root: Any, left: list[int] | None = None) -> Any:
+def property_schema(
+    schema: Any, key: str | None, root: Any, left: list[int] | None = None
+) -> Any:
     """Return the schema of a property, of items if the key is None."""
     left = [_MAX_SCHEMAS] if left is None else left
     left[0] -= 1
@@ -117,5 +146,7 @@ def property_schema(schema: Any, key: str | None, root: Any, left: list[int] | N
     whole: Any = [] if key is None else {}
     for choice in _choices(schema, root):
         fitting = [each for each in choice if fits(whole, each, root, by_kind=True)]
-        found.append({"anyOf": [property_schema(each, key, root, left) for each in fitting]})
+        found.append(
+            {"anyOf": [property_schema(each, key, root, left) for each in fitting]}
+        )
     return {"allOf": found}

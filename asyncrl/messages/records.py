@@ -1,6 +1,7 @@
 """Records that several parts of asyncrl share.
 
-Positions in a trajectory count from its first prompt token, in a completion from its first sampled token.
+Positions in a trajectory count from its first prompt token, in a completion from its
+first sampled token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LARGEST_NUMBER = 1e18
 """Keeps float32 sums and squares finite."""
 MAX_METRICS = 256
 """Each name becomes a curve of the run."""
-Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
+Number = Annotated[
+    float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
+]
 
 GroupId = NewType("GroupId", int)
 """In order of admission, from 0; never reused."""
@@ -32,8 +35,8 @@ Finished = Literal["ready", "filtered", "requeued"]
 
 
 class VersionSpan(NamedTuple):
-    """Tokens [start, end) were sampled under policy_version `version`, by engine number `engine` (-1:
-    unknown).
+    """Tokens [start, end) were sampled under policy_version `version`, by engine number
+    `engine` (-1: unknown).
     """
 
     start: int
@@ -55,7 +58,8 @@ class GrammarSpan:
 class Prompt:
     """A task item of a group.
 
-    `prompt_id` is unique within a run: [task/]epoch/index. Only the reward function sees `answer` and `info`.
+    `prompt_id` is unique within a run: [task/]epoch/index. Only the reward function
+    sees `answer` and `info`.
     """
 
     prompt_id: str
@@ -70,10 +74,14 @@ class Prompt:
 
     @property
     def seed_id(self) -> str:
-        """Part of each seed. It changes with each requeue, so that the same long completion is not sampled
-        again.
+        """Part of each seed. It changes with each requeue, so that the same long
+        completion is not sampled again.
         """
-        return f"{self.prompt_id} requeued {self.num_requeued}" if self.num_requeued else self.prompt_id
+        return (
+            f"{self.prompt_id} requeued {self.num_requeued}"
+            if self.num_requeued
+            else self.prompt_id
+        )
 
 
 def task_of(prompt_id: str) -> str:
@@ -84,12 +92,15 @@ def task_of(prompt_id: str) -> str:
 
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     """Return the sum of counts, and gauge/TASK of several tasks."""
-    return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
+    return {gauge: sum(counts.values())} | {
+        f"{gauge}/{name}": num for name, num in counts.items() if name
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The answer to one logical request, joined from its segments; partial without `finish_reason`.
+    """The answer to one logical request, joined from its segments; partial without
+    `finish_reason`.
 
     `tokens`: `num_prompt` prompt tokens, then sampled ones only.
     """
@@ -121,8 +132,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their rollout, one sample of the
-    advantage.
+    """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their
+    rollout, one sample of the advantage.
     """
 
     start: int
@@ -135,9 +146,9 @@ class Credit:
 class Trajectory:
     """One branch of a finished rollout.
 
-    `tokens`: prompts and results are context; tokens sampled in another branch are, too. A harness that edits
-    its history makes several branches; each sampled token has loss in one branch. `credits` replace `reward`
-    in the advantage.
+    `tokens`: prompts and results are context; tokens sampled in another branch are,
+    too. A harness that edits its history makes several branches; each sampled token has
+    loss in one branch. `credits` replace `reward` in the advantage.
     """
 
     sample_index: int
@@ -176,14 +187,17 @@ Rollout = tuple[Trajectory, ...]
 class Outcome:
     """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's reward function scores the last completion. `turn_rewards` maps all completion
-    ids (chatcmpl-0, ...) to rewards: each completion is a separate sample of the advantage.
+    `reward` None: the task's reward function scores the last completion. `turn_rewards`
+    maps all completion ids (chatcmpl-0, ...) to rewards: each completion is a separate
+    sample of the advantage.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
 
     reward: Number | None = None
-    metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
+    metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(
+        default_factory=dict
+    )
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
 
 
@@ -210,8 +224,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Groups of one optimizer step, in order of admission, from policy_version v to v + 1. Tokens older than
-    `min_version` are masked with `mask_older`; otherwise the trainer refuses the batch.
+    """Groups of one optimizer step, in order of admission, from policy_version v to v +
+    1. Tokens older than `min_version` are masked with `mask_older`; otherwise the
+    trainer refuses the batch.
     """
 
     version: int
@@ -222,8 +237,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt is
-    impossible; `partials`: (number of the attempt, sampled tokens).
+    """A group of a killed run, by sample_index. `failures`: (attempts, reason),
+    attempts 0 if the prompt is impossible; `partials`: (number of the attempt, sampled
+    tokens).
     """
 
     ticket: Ticket

@@ -1,4 +1,6 @@
-"""Sampling parameters and requests, and stop strings in the decoded tail of sampled tokens."""
+"""Sampling parameters and requests, and stop strings in the decoded tail of sampled
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,23 @@ if TYPE_CHECKING:  # a worker runs without numpy
     import numpy.typing as npt
 
 _SLACK = 8
-"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
+"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes.
+"""
 REPLACEMENT = "\ufffd"
 """Decoded incomplete or invalid character."""
 ThoughtState = Literal["unsure", "thought", "text"]
 
 
 class Decode(Protocol):
-    def __call__(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def __call__(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
-    """The distribution of each token. The link, vLLM's requests and the embedded engine's rows follow these
-    fields.
+    """The distribution of each token. The link, vLLM's requests and the embedded
+    engine's rows follow these fields.
     """
 
     temperature: float = 1.0
@@ -44,11 +49,13 @@ SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
 class SamplingRequest(SamplingParameters):
     """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 
-    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
-    grammar. Each draw depends only on (`seed`, absolute position). Stop strings count only after the thought
-    that the answer begins with, between the marks `thinking`; the first mark is empty if the prompt opens the
-    thought. Only the pool reads `route_key`, which keeps requests with a common prompt on one engine, and
-    `after`, the last span of the previous turn, whose engine has the conversation in its cache.
+    The last `num_resumed` ids were sampled by an earlier segment; they count for stop
+    strings and the grammar. Each draw depends only on (`seed`, absolute position). Stop
+    strings count only after the thought that the answer begins with, between the marks
+    `thinking`; the first mark is empty if the prompt opens the thought. Only the pool
+    reads `route_key`, which keeps requests with a common prompt on one engine, and
+    `after`, the last span of the previous turn, whose engine has the conversation in
+    its cache.
     """
 
     request_id: str
@@ -67,8 +74,8 @@ class SamplingRequest(SamplingParameters):
 class LeadingThought:
     """Find the end of the thought that an answer begins with, after white space.
 
-    An answer that does not begin with the opening mark has no thought. `state` is "unsure" while the answer
-    may still begin with the mark.
+    An answer that does not begin with the opening mark has no thought. `state` is
+    "unsure" while the answer may still begin with the mark.
 
     Example: marks <think> and </think>; tokens "<", "think>", "Hm.</" and "think> Yes".
       "<"             unsure
@@ -78,7 +85,10 @@ class LeadingThought:
     """
 
     def __init__(
-        self, thinking: tuple[str, str] | None, decode: Decode, begun_ids: Sequence[int] = ()
+        self,
+        thinking: tuple[str, str] | None,
+        decode: Decode,
+        begun_ids: Sequence[int] = (),
     ) -> None:
         """`thinking`: opening and closing mark. `begun_ids`: tokens sampled before."""
         self.state: ThoughtState = "text"
@@ -90,12 +100,16 @@ class LeadingThought:
             self.state, _ = self._read()
 
     def add(self, token_id: int) -> str | None:
-        """Add a token; if it closes the thought, return the text behind the closing mark."""
+        """Add a token; if it closes the thought, return the text behind the closing
+        mark.
+        """
         if self.state == "text":
             return None
         self._ids.append(token_id)
         # The whole answer is decoded only if its last tokens have a closing mark.
-        if self.state == "thought" and self._closing not in self._text(self._ids[-self._window :]):
+        if self.state == "thought" and self._closing not in self._text(
+            self._ids[-self._window :]
+        ):
             return None
         self.state, after = self._read()
         return after
@@ -113,13 +127,19 @@ class LeadingThought:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of
+    `marker`.
+    """
     longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+    return next(
+        (length for length in range(longest, 0, -1) if text.endswith(marker[:length])),
+        0,
+    )
 
 
 class StopWatch:
-    """Detect stop strings after the leading thought. While an answer may begin a thought, nothing stops it.
+    """Detect stop strings after the leading thought. While an answer may begin a
+    thought, nothing stops it.
 
     `stop_ids`: special tokens, which have no text, that a stop string names.
     """
@@ -135,13 +155,17 @@ class StopWatch:
         self._stop = [text for text in stop if text]
         self._stop_ids = frozenset(stop_ids)
         self._decode = decode
-        self.window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
+        self.window = (
+            max((len(text.encode()) for text in self._stop), default=0) + _SLACK
+        )
         """Tokens that a stop string can span."""
         begun_ids = resumed_ids[: -self.window]
         self._thought = LeadingThought(thinking, decode, begun_ids)
         self._tail = [] if self._thought.state == "text" else list(begun_ids)
         self._num_thought = 0
-        """Tokens of the tail up to the closing mark. They stay for a while as the context of the text."""
+        """Tokens of the tail up to the closing mark. They stay for a while as the
+        context of the text.
+        """
         self._num_hidden = 0
         """Characters of the tail up to the closing mark."""
         for token_id in resumed_ids[-self.window :]:

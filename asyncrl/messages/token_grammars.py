@@ -1,8 +1,10 @@
-"""Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance), and their check.
+"""Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance), and
+their check.
 
-A grammar is Lark text, with JSON schemas in it (`start: %json {...}`). It is checked in a separate process,
-which it may crash: thousands of nested `$ref` overflow llguidance's stack, and its message about conflicting
-patterns doubles with each pattern. A check takes about 0.1 s, so callers keep the verdicts.
+A grammar is Lark text, with JSON schemas in it (`start: %json {...}`). It is checked in
+a separate process, which it may crash: thousands of nested `$ref` overflow llguidance's
+stack, and its message about conflicting patterns doubles with each pattern. A check
+takes about 0.1 s, so callers keep the verdicts.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class GrammarError(ValueError):
 
 @cache
 def grammar_limits() -> Any:
-    """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
-    lexer state.
+    """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per
+    mask, and 2 kB per lexer state.
     """
     from llguidance import LLParserLimits
 
@@ -59,7 +61,9 @@ def grammar_limits() -> Any:
 
 def _raise_for(error: str) -> None:
     if error:
-        raise GrammarError(" ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN])
+        raise GrammarError(
+            " ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN]
+        )
 
 
 def compile_grammar(tokens: Any, text: str) -> Any:
@@ -76,7 +80,9 @@ class TokenGrammars:
     """Grammars of one tokenizer; the most recent are kept. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """`vocab_size`: number of logits. Raises GrammarError. Takes a second for a large vocabulary."""
+        """`vocab_size`: number of logits. Raises GrammarError. Takes a second for a
+        large vocabulary.
+        """
         from llguidance import LLTokenizer
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -91,14 +97,20 @@ class TokenGrammars:
         self._eos_id: int = tokenizer.eos_token_id
         num_ids = max(vocab_size, len(tokenizer))
         try:
-            tokens = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._eos_id)
+            tokens = LLTokenizer(
+                backend.to_str(), n_vocab=num_ids, eos_token=self._eos_id
+            )
         except ValueError as error:
-            raise GrammarError(f"llguidance does not know this kind of tokenizer: {error}") from None
+            raise GrammarError(
+                f"llguidance does not know this kind of tokenizer: {error}"
+            ) from None
         self._compiled = lru_cache(_NUM_KEPT)(partial(compile_grammar, tokens))
 
     def begin(self, text: str, token_ids: Sequence[int] = ()) -> TokenMatcher:
         """Return a matcher that has consumed `token_ids`. Raises GrammarError."""
-        matcher = TokenMatcher(self._compiled(text).deep_copy(), self._vocab_size, self._eos_id)
+        matcher = TokenMatcher(
+            self._compiled(text).deep_copy(), self._vocab_size, self._eos_id
+        )
         for token_id in token_ids:
             matcher.take(token_id)
         return matcher
@@ -117,7 +129,9 @@ class TokenMatcher:
         import numpy as np  # not for the check
 
         bits = np.frombuffer(self.allowed_bits(), np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
+            np.bool_
+        )
 
     def allowed_bits(self) -> bytes:
         """Return allowed() as bits, lowest of a byte first, zero-padded."""

@@ -1,7 +1,9 @@
-"""The token record: ids, the versions that sampled them, and a column for each further value of a token.
+"""The token record: ids, the versions that sampled them, and a column for each further
+value of a token.
 
-Engines, capture, journal, trainer and resume move tokens with the functions here. A new value per token needs
-a Column in COLUMNS, the code that makes it, and the loss that reads it.
+Engines, capture, journal, trainer and resume move tokens with the functions here. A new
+value per token needs a Column in COLUMNS, the code that makes it, and the loss that
+reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Ragged(NamedTuple):
     @classmethod
     def of(cls, lists: Sequence[Sequence[Any]], dtype: str) -> Ragged:
         values = [value for one in lists for value in one]
-        return cls(np.array(values, dtype), np.array([len(one) for one in lists], np.int32))
+        return cls(
+            np.array(values, dtype), np.array([len(one) for one in lists], np.int32)
+        )
 
     def lists(self) -> list[list[Any]]:
         values = self.values.tolist()
@@ -47,9 +51,10 @@ Values = npt.NDArray[Any] | Ragged
 class Column:
     """A value per token.
 
-    `dtype`: little-endian. `shape`: one value; several, always the same number E (found in the data); or any
-    number (Ragged). `covers`: sampled tokens, or all, so that an engine reports the prompt's values too.
-    `fill`: the value of tokens that lack it; None: a join drops the column unless all sampled tokens have it.
+    `dtype`: little-endian. `shape`: one value; several, always the same number E (found
+    in the data); or any number (Ragged). `covers`: sampled tokens, or all, so that an
+    engine reports the prompt's values too. `fill`: the value of tokens that lack it;
+    None: a join drops the column unless all sampled tokens have it.
     """
 
     name: str
@@ -68,15 +73,19 @@ class Column:
 
 
 BEHAVIOUR = "behaviour_logprobs"
-"""float32 in nats, after temperature (0 is greedy, with the logprobs of temperature 1), top_p and grammar."""
+"""float32 in nats, after temperature (0 is greedy, with the logprobs of temperature 1),
+top_p and grammar.
+"""
 TEACHER = "teacher_logprobs"
 """float32 in nats; the behaviour's where a grammar held."""
 ROUTING = "routing"
-"""uint16 [T, E]: the experts, of each router in order, that read the token before. They belong to the
-sampling of this token. NO_EXPERT: unknown, as for the first token.
+"""uint16 [T, E]: the experts, of each router in order, that read the token before. They
+belong to the sampling of this token. NO_EXPERT: unknown, as for the first token.
 """
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
-"""The likeliest tokens in order, for clients that ask for them; logprobs float32 in nats."""
+"""The likeliest tokens in order, for clients that ask for them; logprobs float32 in
+nats.
+"""
 
 COLUMNS = {
     column.name: column
@@ -98,12 +107,14 @@ def in_batch(column: Column) -> bool:
     return column.in_batch
 
 
-@dataclass(eq=False)  # never changed; frozen, it would take 3 times as long to make, twice per streamed token
+# never changed; frozen, it would take 3 times as long to make, twice per streamed token
+@dataclass(eq=False)
 class Tokens:
     """T tokens of one text, or of several texts one after the other.
 
-    `ids` int32 [T]. `spans`: the sampled tokens, in order; the others are context. `grammars`: sampled tokens
-    under a grammar. A column has one entry per token; an absent one has only fills.
+    `ids` int32 [T]. `spans`: the sampled tokens, in order; the others are context.
+    `grammars`: sampled tokens under a grammar. A column has one entry per token; an
+    absent one has only fills.
 
     Example: the prompt 5 6, the answer 7 8 under version 3, and its first token alone.
         >>> prompt = Tokens(np.array([5, 6], np.int32))
@@ -173,16 +184,26 @@ class Tokens:
 
     def kept(self, is_kept: Callable[[Column], bool]) -> Tokens:
         """Drop the other columns."""
-        columns = {name: values for name, values in self.columns.items() if is_kept(COLUMNS[name])}
+        columns = {
+            name: values
+            for name, values in self.columns.items()
+            if is_kept(COLUMNS[name])
+        }
         return replace(self, columns=columns)
 
     def as_context(self) -> Tokens:
         """Return the same tokens as if they had been read only."""
-        columns = {name: values for name, values in self.columns.items() if COLUMNS[name].covers == "all"}
+        columns = {
+            name: values
+            for name, values in self.columns.items()
+            if COLUMNS[name].covers == "all"
+        }
         return Tokens(self.ids, columns=columns)
 
     def sampled_by(self, engine: int) -> Tokens:
-        return replace(self, spans=tuple([span._replace(engine=engine) for span in self.spans]))
+        return replace(
+            self, spans=tuple([span._replace(engine=engine) for span in self.spans])
+        )
 
     def slice(self, start: int, end: int | None = None) -> Tokens:
         length = len(self.ids)
@@ -196,23 +217,37 @@ class Tokens:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
         bounds = [*pairwise(accumulate(sizes, initial=0))]
         if bounds and bounds[-1][1] != len(self.ids):
-            raise ValueError(f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens")
+            raise ValueError(
+                f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens"
+            )
         names = [*self.columns]
         columns: Iterable[tuple[Values, ...]] = repeat(())
         if names:
-            columns = zip(*(_split(values, bounds) for values in self.columns.values()), strict=True)
+            columns = zip(
+                *(_split(values, bounds) for values in self.columns.values()),
+                strict=True,
+            )
         spans = _split_spans(self.spans, bounds)
         grammars: Iterable[list[GrammarSpan]] = repeat([])
         if self.grammars:
             grammars = _split_spans(self.grammars, bounds)
         return [
-            Tokens(self.ids[start:end], tuple(of_part), dict(zip(names, values, strict=True)), tuple(texts))
-            for (start, end), of_part, values, texts in zip(bounds, spans, columns, grammars, strict=False)
+            Tokens(
+                self.ids[start:end],
+                tuple(of_part),
+                dict(zip(names, values, strict=True)),
+                tuple(texts),
+            )
+            for (start, end), of_part, values, texts in zip(
+                bounds, spans, columns, grammars, strict=False
+            )
         ]
 
     @staticmethod
     def join(parts: Sequence[Tokens]) -> Tokens:
-        """Return all tokens, in order. Adjacent spans of one version and engine become one."""
+        """Return all tokens, in order. Adjacent spans of one version and engine become
+        one.
+        """
         if len(parts) == 1:
             return parts[0]
         spans, grammars = list[VersionSpan](), list[GrammarSpan]()
@@ -224,23 +259,37 @@ class Tokens:
                 if last is not None and last.end == first and _is_same(last, span):
                     spans.pop()
                     first = last.start
-                spans.append(VersionSpan(first, start + span.end, span.version, span.engine))
+                spans.append(
+                    VersionSpan(first, start + span.end, span.version, span.engine)
+                )
             for grammar in part.grammars:
-                grammars.append(replace(grammar, start=start + grammar.start, end=start + grammar.end))
+                grammars.append(
+                    replace(
+                        grammar, start=start + grammar.start, end=start + grammar.end
+                    )
+                )
             start += len(part.ids)
         columns = {}
         for name in dict.fromkeys(name for part in parts for name in part.columns):
             values = _joined(COLUMNS[name], parts)
             if values is not None:
                 columns[name] = values
-        ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int32)
+        ids = (
+            np.concatenate([part.ids for part in parts])
+            if parts
+            else np.zeros(0, np.int32)
+        )
         return Tokens(ids, tuple(spans), columns, tuple(grammars))
 
     # ---- frames
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S], columns."""
-        spans = np.fromiter(chain.from_iterable(self.spans), np.int32, 4 * len(self.spans))
+        """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S],
+        columns.
+        """
+        spans = np.fromiter(
+            chain.from_iterable(self.spans), np.int32, 4 * len(self.spans)
+        )
         arrays = {"ids": self.ids, "spans": spans}
         for name, values in self.columns.items():
             if isinstance(values, Ragged):
@@ -251,7 +300,9 @@ class Tokens:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, npt.NDArray[Any]], grammars: Iterable[Sequence[Any]] = ()
+        cls,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        grammars: Iterable[Sequence[Any]] = (),
     ) -> Tokens:
         """Raises ValueError or LookupError if the arrays do not belong together."""
         ids = arrays["ids"]
@@ -259,7 +310,9 @@ class Tokens:
         for name, column in COLUMNS.items():
             if name in arrays:
                 columns[name] = _read_column(column, arrays, len(ids))
-        spans = tuple([VersionSpan(*span) for span in arrays["spans"].reshape(-1, 4).tolist()])
+        spans = tuple(
+            [VersionSpan(*span) for span in arrays["spans"].reshape(-1, 4).tolist()]
+        )
         if ids.dtype != np.int32 or arrays["spans"].dtype != np.int32:
             raise ValueError(f"ids of {ids.dtype}, spans of {arrays['spans'].dtype}")
         return cls(ids, spans, columns, tuple(GrammarSpan(*span) for span in grammars))
@@ -272,10 +325,12 @@ NO_COMPLETION = Completion(EMPTY)
 
 
 class SegmentPart(NamedTuple):
-    """Newly sampled tokens of a request: a streamed chunk, or with `finish_reason` the end of a segment.
+    """Newly sampled tokens of a request: a streamed chunk, or with `finish_reason` the
+    end of a segment.
 
-    abort: a push, sleep or abort ended the segment early. The tokens are new, or the whole text so far if a
-    column covers the prompt as well: their first tokens are then context that the request already has.
+    abort: a push, sleep or abort ended the segment early. The tokens are new, or the
+    whole text so far if a column covers the prompt as well: their first tokens are then
+    context that the request already has.
     """
 
     tokens: Tokens
@@ -322,7 +377,9 @@ def _is_same(one: VersionSpan, other: VersionSpan) -> bool:
     return one.version == other.version and one.engine == other.engine
 
 
-def _split_spans(spans: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> list[list[Any]]:
+def _split_spans(
+    spans: Sequence[Any], bounds: Sequence[tuple[int, int]]
+) -> list[list[Any]]:
     """Cut spans at the bounds, which cover everything in order."""
     parts: list[list[Any]] = [[] for _ in bounds]
     part = 0
@@ -352,13 +409,16 @@ def _split(values: Values, bounds: Sequence[tuple[int, int]]) -> list[Values]:
         return [values[start:end] for start, end in bounds]
     places = np.concatenate([[0], np.cumsum(values.sizes)]).tolist()
     return [
-        Ragged(values.values[places[start] : places[end]], values.sizes[start:end]) for start, end in bounds
+        Ragged(values.values[places[start] : places[end]], values.sizes[start:end])
+        for start, end in bounds
     ]
 
 
 def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
     known = [part.columns[column.name] for part in parts if column.name in part.columns]
-    if column.fill is None and any(part.spans and column.name not in part.columns for part in parts):
+    if column.fill is None and any(
+        part.spans and column.name not in part.columns for part in parts
+    ):
         return None
     width = known[0].shape[1] if column.shape == "several" else 0  # type: ignore[union-attr]
     links: list[Any] = []
@@ -371,7 +431,9 @@ def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
     return joined
 
 
-def _read_column(column: Column, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> Values:
+def _read_column(
+    column: Column, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int
+) -> Values:
     values = arrays[column.name]
     if values.dtype != np.dtype(column.dtype):
         raise ValueError(f"{column.name} of {values.dtype}")

@@ -12,7 +12,13 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from asyncrl.base.errors import Message
-from asyncrl.messages.engine_api import ChunkBody, ChunkMemory, GroupMember, WeightKind, WeightsBody
+from asyncrl.messages.engine_api import (
+    ChunkBody,
+    ChunkMemory,
+    GroupMember,
+    WeightKind,
+    WeightsBody,
+)
 from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
@@ -39,7 +45,8 @@ class OffloadRequest(Message):
 
 
 class Canary(Message):
-    """The trainer's logprobs of a fixed text under the exported weights, in nats at temperature 1.
+    """The trainer's logprobs of a fixed text under the exported weights, in nats at
+    temperature 1.
 
     `logprobs`: of token_ids[1:]. `next_logprob`: of the most likely next id.
     """
@@ -50,7 +57,8 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the weights, at most weight_sync.chunk_bytes or one tensor.
+    """Write chunk `index` of the weights, at most weight_sync.chunk_bytes or one
+    tensor.
 
     Each chunk replaces the one before.
     """
@@ -75,9 +83,9 @@ class TrainerHealth(Message):
 class TrainResponse(Message):
     """Metrics of an optimizer step by full name (`policy/loss`, ...).
 
-    `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
-    sample_index, mean |engine - trainer| in nats over fresh tokens). `rollout_advantages`: likewise, mean
-    advantage over tokens in the loss.
+    `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`:
+    (group_id, sample_index, mean |engine - trainer| in nats over fresh tokens).
+    `rollout_advantages`: likewise, mean advantage over tokens in the loss.
     """
 
     policy_version: int
@@ -90,8 +98,8 @@ class TrainResponse(Message):
 class ExportResponse(WeightsBody):
     """A set of weights or adapters in staging.
 
-    `path`: a safetensors file. `is_held`: the trainer keeps them on its device and sends them (/broadcast),
-    or shares `memory`, until the next export overwrites them.
+    `path`: a safetensors file. `is_held`: the trainer keeps them on its device and
+    sends them (/broadcast), or shares `memory`, until the next export overwrites them.
     """
 
     path: str
@@ -102,8 +110,9 @@ class ExportResponse(WeightsBody):
 
 
 class StateRequest(Message):
-    """Save the training state into the new folder `path`, or load it; /save: write a Hugging Face folder.
-    /begin_save_state answers once training may continue, /wait_save_state once the folder is written.
+    """Save the training state into the new folder `path`, or load it; /save: write a
+    Hugging Face folder. /begin_save_state answers once training may continue,
+    /wait_save_state once the folder is written.
     """
 
     path: Path
@@ -136,11 +145,19 @@ class BatchHeader(Message):
 
 
 def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
-    """Return a safetensors blob with the header and the grammars as JSON in its first array."""
+    """Return a safetensors blob with the header and the grammars as JSON in its first
+    array.
+    """
     tokens = tokens.kept(in_batch)
     texts = [*dict.fromkeys(span.grammar for span in tokens.grammars)]
-    spans = [(span.start, span.end, texts.index(span.grammar)) for span in tokens.grammars]
-    head = {"batch": header.model_dump(mode="json"), "grammars": texts, "grammar_spans": spans}
+    spans = [
+        (span.start, span.end, texts.index(span.grammar)) for span in tokens.grammars
+    ]
+    head = {
+        "batch": header.model_dump(mode="json"),
+        "grammars": texts,
+        "grammar_spans": spans,
+    }
     blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     body: bytes = save_safetensors({"header": blob, **tokens.arrays()})
     return body
@@ -151,7 +168,12 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
     try:
         arrays: dict[str, Any] = load_safetensors(body)
         head = json.loads(arrays.pop("header").tobytes())
-        grammars = [(start, end, head["grammars"][number]) for start, end, number in head["grammar_spans"]]
-        return BatchHeader.model_validate(head["batch"]), Tokens.from_arrays(arrays, grammars)
+        grammars = [
+            (start, end, head["grammars"][number])
+            for start, end, number in head["grammar_spans"]
+        ]
+        return BatchHeader.model_validate(head["batch"]), Tokens.from_arrays(
+            arrays, grammars
+        )
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error

@@ -1,7 +1,8 @@
-"""Messages between the gateway and its workers, and the gateway's interfaces for producers.
+"""Messages between the gateway and its workers, and the gateway's interfaces for
+producers.
 
-Workers call the gateway, never the reverse, so that they may run behind a firewall. Their key, sent as
-`Authorization: Bearer KEY`, opens no session.
+Workers call the gateway, never the reverse, so that they may run behind a firewall.
+Their key, sent as `Authorization: Bearer KEY`, opens no session.
 
     POST /work/take     TakeRequest    -> TakeAnswer    long poll for work, `wait_s` at most; or a heartbeat
     POST /work/result   ResultRequest  -> Accepted      410 if the item is no longer this worker's
@@ -36,8 +37,9 @@ VERIFIERS_KEY = "verifiers"
 class WorkItem(Message):
     """An attempt of a rollout for a worker.
 
-    `key` opens only the session of this attempt. `answer` is withheld unless `has_answer`. `outcome_key`
-    (None: nothing is posted) is for the harness, never for programs that the model runs.
+    `key` opens only the session of this attempt. `answer` is withheld unless
+    `has_answer`. `outcome_key` (None: nothing is posted) is for the harness, never for
+    programs that the model runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -65,9 +67,10 @@ class WorkerMessage(Message):
 
 
 class TakeRequest(WorkerMessage):
-    """`holding`: all items that the worker has not returned. A given item missing here was lost in transit
-    and is queued again. `number` grows; late requests are ignored. Without `max_items` it is a heartbeat.
-    `is_leaving`: the worker ends without finishing its items.
+    """`holding`: all items that the worker has not returned. A given item missing here
+    was lost in transit and is queued again. `number` grows; late requests are ignored.
+    Without `max_items` it is a heartbeat. `is_leaving`: the worker ends without
+    finishing its items.
     """
 
     number: int = Field(ge=0)
@@ -78,8 +81,8 @@ class TakeRequest(WorkerMessage):
 
 
 class TakeAnswer(Message):
-    """Work, or none within the time. A worker silent for `lease_timeout_s` loses it. `cancel`: items that are
-    no longer this worker's.
+    """Work, or none within the time. A worker silent for `lease_timeout_s` loses it.
+    `cancel`: items that are no longer this worker's.
     """
 
     model_config = WorkItem.model_config
@@ -104,7 +107,9 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """`num_abandoned`: harness calls that did not end when cancelled; `cpu_s`: CPU time of the process."""
+    """`num_abandoned`: harness calls that did not end when cancelled; `cpu_s`: CPU time
+    of the process.
+    """
 
     num_abandoned: int = 0
     cpu_s: float = 0.0
@@ -148,15 +153,16 @@ class SessionHost(Protocol):
         route_key: str,
         shows_special: bool = True,
     ) -> RolloutSession:
-        """Open a session; the caller ends it. Seeds derive from `prompt_id` (Prompt.seed_id), sample, attempt
-        and call.
+        """Open a session; the caller ends it. Seeds derive from `prompt_id`
+        (Prompt.seed_id), sample, attempt and call.
         """
         ...
 
 
 class WorkQueue(Protocol):
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Let a worker run it; `started` is called once it is taken. Raises RolloutFailure.
+        """Let a worker run it; `started` is called once it is taken. Raises
+        RolloutFailure.
 
         Cancelling withdraws the work.
         """
@@ -174,9 +180,12 @@ class ChatTokenizer(Protocol):
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
     closing: str
-    """Text that the template writes after an answer, through its last special token; may be empty."""
+    """Text that the template writes after an answer, through its last special token;
+    may be empty.
+    """
     call_closing: str
-    """Special token that the template writes after an answer with calls; may be empty."""
+    """Special token that the template writes after an answer with calls; may be empty.
+    """
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
@@ -197,32 +206,47 @@ class ChatTokenizer(Protocol):
         """
         ...
 
-    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
-        """Return the ids of a text that follows the text `after`. Raises ValueError for invalid Unicode.
+    def encode(
+        self, text: str, *, after: str = "", adds_special: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of a text that follows the text `after`. Raises ValueError for
+        invalid Unicode.
 
-        Special tokens are recognized; with `adds_special` the tokenizer adds its own, such as BOS. Long texts
-        run in a thread.
+        Special tokens are recognized; with `adds_special` the tokenizer adds its own,
+        such as BOS. Long texts run in a thread.
         """
         ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str: ...
 
 
 CONTEXT_TOKENS = 4
-"""Tokens before a text that decide how it decodes: three bytes of a character, and a leading space."""
+"""Tokens before a text that decide how it decodes: three bytes of a character, and a
+leading space.
+"""
 
 
-def decode_after(tokenizer: ChatTokenizer, before: Sequence[int], token_ids: Sequence[int]) -> str:
+def decode_after(
+    tokenizer: ChatTokenizer, before: Sequence[int], token_ids: Sequence[int]
+) -> str:
     """Return the text, special tokens included, of ids that follow the ids `before`.
 
     Example: sentencepiece decodes the first token of a text without its space.
     """
     known = tokenizer.decode(before, skip_special_tokens=False)
-    return tokenizer.decode([*before, *token_ids], skip_special_tokens=False)[len(known) :]
+    return tokenizer.decode([*before, *token_ids], skip_special_tokens=False)[
+        len(known) :
+    ]
 
 
-def answer_text(tokenizer: ChatTokenizer, token_ids: Sequence[int], *, shows_special: bool) -> str:
-    """Return a sampled answer without its end-of-turn token. `shows_special`: with other special tokens."""
+def answer_text(
+    tokenizer: ChatTokenizer, token_ids: Sequence[int], *, shows_special: bool
+) -> str:
+    """Return a sampled answer without its end-of-turn token. `shows_special`: with
+    other special tokens.
+    """
     is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
     said = token_ids[:-1] if is_ended else token_ids
     return tokenizer.decode(said, skip_special_tokens=not shows_special)

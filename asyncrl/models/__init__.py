@@ -1,1 +1,3 @@
-"""Facts about a language model's structure, which the trainer and the embedded engine share."""
+"""Facts about a language model's structure, which the trainer and the embedded engine
+share.
+"""

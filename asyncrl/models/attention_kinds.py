@@ -1,7 +1,7 @@
 """The kinds of attention that packed tokens and the slot cache can compute.
 
-A Hugging Face attention module calls its attention function with keywords. kind_of reads them, and refuses
-whatever is not known, by name.
+A Hugging Face attention module calls its attention function with keywords. kind_of
+reads them, and refuses whatever is not known, by name.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class UnknownAttentionError(Exception):
 class AttentionKind(NamedTuple):
     """Query i sees key j <= i, if window and chunk allow it.
 
-    `window`: i - j < window. `chunk`: i // chunk == j // chunk. `softcap`: scores become
-    softcap * tanh(score / softcap). `has_sinks`: each head has one more logit, without a value.
+    `window`: i - j < window. `chunk`: i // chunk == j // chunk. `softcap`: scores
+    become softcap * tanh(score / softcap). `has_sinks`: each head has one more logit,
+    without a value.
     """
 
     window: int | None = None
@@ -49,10 +50,18 @@ class AttentionKind(NamedTuple):
 
 
 def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
-    """Return the kind of attention that `module` asks for. Raises UnknownAttentionError."""
-    unknown = [name for name, value in options.items() if value is not None and name not in HARMLESS]
+    """Return the kind of attention that `module` asks for. Raises
+    UnknownAttentionError.
+    """
+    unknown = [
+        name
+        for name, value in options.items()
+        if value is not None and name not in HARMLESS
+    ]
     if unknown:
-        raise UnknownAttentionError(f"its attention has {' and '.join(sorted(unknown))}")
+        raise UnknownAttentionError(
+            f"its attention has {' and '.join(sorted(unknown))}"
+        )
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnknownAttentionError("its attention is not causal")
     config = getattr(module, "config", None)
@@ -66,7 +75,11 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
         kinds = getattr(config, "layer_types", None) or []
         layer = getattr(module, "layer_idx", None)
         named = kinds[layer] if isinstance(layer, int) and layer < len(kinds) else None
-        window = of_config["sliding_attention"] if named == "sliding_attention" and window is None else window
+        window = (
+            of_config["sliding_attention"]
+            if named == "sliding_attention" and window is None
+            else window
+        )
         chunk = of_config["chunked_attention"] if named == "chunked_attention" else None
     softcap = options.get("softcap")
     has_sinks = options.get("s_aux") is not None
@@ -78,15 +91,21 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
     )
 
 
-def temperature_correction(module: Any, counted_N: Tensor, position_N: Tensor) -> Tensor | None:
+def temperature_correction(
+    module: Any, counted_N: Tensor, position_N: Tensor
+) -> Tensor | None:
     """Return factors [N] for a module's queries, or None.
 
-    Llama 4 scales the queries of layers without rotary embedding by a token's place in the call, `counted_N`,
-    which is its position only in a call of one text.
+    Llama 4 scales the queries of layers without rotary embedding by a token's place in
+    the call, `counted_N`, which is its position only in a call of one text.
     """
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(
+        module, "use_rope", True
+    ):
         return None
-    floors_2N = torch.floor((torch.stack((position_N, counted_N)) + 1.0) / module.floor_scale)
+    floors_2N = torch.floor(
+        (torch.stack((position_N, counted_N)) + 1.0) / module.floor_scale
+    )
     right_N, wrong_N = torch.log1p(floors_2N) * module.attn_scale + 1.0
     factors_N: Tensor = right_N / wrong_N
     return factors_N

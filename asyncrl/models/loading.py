@@ -1,12 +1,15 @@
-"""Load the language model of a Hugging Face folder: only its text part, and never in quantised form.
+"""Load the language model of a Hugging Face folder: only its text part, and never in
+quantised form.
 
-A folder of a vision-language model (Gemma 3, Qwen3.5, Mistral 3) holds the text model under a prefix:
+A folder of a vision-language model (Gemma 3, Qwen3.5, Mistral 3) holds the text model
+under a prefix:
 
     language_model.model.layers.0...    becomes model.layers.0..., and language_model.lm_head becomes lm_head
     model.language_model.layers.0...    becomes model.layers.0...; lm_head has no prefix
 
-transformers reverts the renaming when names are written, so pushes and exports have the folder's own names.
-The folder's other tensors (vision tower, MTP heads) are not loaded; carried_over() returns them for exports.
+transformers reverts the renaming when names are written, so pushes and exports have the
+folder's own names. The folder's other tensors (vision tower, MTP heads) are not loaded;
+carried_over() returns them for exports.
 """
 
 from __future__ import annotations
@@ -26,14 +29,20 @@ DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Quantisation methods that transformers undoes while it loads, with their settings."""
 QUANTIZATION = "quantization_config"
 CONVERSIONS = "_weight_conversions"
-"""transformers' attribute: how stored tensors were renamed and stacked, to be reverted in exports."""
+"""transformers' attribute: how stored tensors were renamed and stacked, to be reverted
+in exports.
+"""
 TEXT_PARTS = ("text_config", "llm_config", "thinker_config")
-PREFIX = re.compile(r"(.*\b(?:language_model|text_model|thinker|llm)\.(?:.*\.)?)embed_tokens\.weight")
+PREFIX = re.compile(
+    r"(.*\b(?:language_model|text_model|thinker|llm)\.(?:.*\.)?)embed_tokens\.weight"
+)
 
 
 @contextmanager
 def loading(source: str | Path, way_out: str = "") -> Iterator[None]:
-    """Turn every error of transformers into a ConfigError: it raises almost any class for a wrong folder."""
+    """Turn every error of transformers into a ConfigError: it raises almost any class
+    for a wrong folder.
+    """
     try:
         yield
     except ConfigError:
@@ -43,24 +52,34 @@ def loading(source: str | Path, way_out: str = "") -> Iterator[None]:
         raise ConfigError(
             f"cannot load the model {source}: {type(error).__name__}: {first_lines}",
             rule="model.path is a Hugging Face folder or hub id of a causal language model",
-            way_out=way_out or "correct model.path; a hub id needs the network or a filled cache.",
+            way_out=way_out
+            or "correct model.path; a hub id needs the network or a filled cache.",
         ) from error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Return config.json. Raises OSError and ValueError."""
-    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(
+        (Path(folder) / "config.json").read_text(encoding="utf-8")
+    )
     return config
 
 
 def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a config.json and its text part, which both describe the language model."""
-    return [config, *(config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict))]
+    return [
+        config,
+        *(config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)),
+    ]
 
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the quantisation of a config.json, or None for plain weights."""
-    found = [section[QUANTIZATION] for section in sections_of(config) if section.get(QUANTIZATION)]
+    found = [
+        section[QUANTIZATION]
+        for section in sections_of(config)
+        if section.get(QUANTIZATION)
+    ]
     return found[0] if found else None
 
 
@@ -79,24 +98,28 @@ def check_quantization(config: dict[str, Any], source: str) -> None:
 
 
 def text_config(folder: str | Path) -> Any:
-    """Return the transformers config of the folder's language model, without quantisation. Raises
-    ConfigError, and transformers' errors.
+    """Return the transformers config of the folder's language model, without
+    quantisation. Raises ConfigError, and transformers' errors.
     """
     from transformers import AutoConfig
 
     check_quantization(read_config(folder), str(folder))
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    if text is not config:  # transformers ties by the whole model's config, vLLM by the text part's
-        text.tie_word_embeddings = any(getattr(part, "tie_word_embeddings", False) for part in (text, config))
+    # transformers ties by the whole model's config, vLLM by the text part's
+    if text is not config:
+        text.tie_word_embeddings = any(
+            getattr(part, "tie_word_embeddings", False) for part in (text, config)
+        )
     if hasattr(text, QUANTIZATION):
         del text.quantization_config
     return text
 
 
 def load_language_model(folder: str | Path, **options: Any) -> Any:
-    """Load the text part of `folder`, dequantised, with from_pretrained's `options`. Raises ConfigError if
-    tensors are missing, unused or still quantised, and transformers' errors.
+    """Load the text part of `folder`, dequantised, with from_pretrained's `options`.
+    Raises ConfigError if tensors are missing, unused or still quantised, and
+    transformers' errors.
     """
     import transformers
 
@@ -115,7 +138,9 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
         ignore_mismatched_sizes=True,
         **options,
     )
-    missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+    missing = sorted(
+        [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
+    )
     unexpected = sorted(set(info["unexpected_keys"]) - other_parts(names))
     if missing or unexpected:
         raise ConfigError(
@@ -124,7 +149,8 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
             rule="transformers would fill missing tensors with random numbers, and ignore the others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
-    if quantization is not None:  # transformers forgets all conversions with those of the quantisation
+    # transformers forgets all conversions with those of the quantisation
+    if quantization is not None:
         setattr(model, CONVERSIONS, plain_conversions(model, renamed))
     model.config.tie_word_embeddings = is_tied(model)
     packed = [name for name, one in model.named_parameters() if not one.requires_grad]
@@ -139,27 +165,38 @@ def plain_conversions(model: Any, renamed: dict[str, str]) -> list[Any]:
     from transformers.core_model_loading import PrefixChange
 
     conversions = get_model_conversion_mapping(model, renamed, add_legacy=False)
-    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    return [
+        conversion
+        for conversion in conversions
+        if not isinstance(conversion, PrefixChange)
+    ]
 
 
 # ---- tied weights
 
 
 def ties_of(model: Any) -> dict[str, str]:
-    """Return the names of parameters that are another one, and the first name of that one."""
+    """Return the names of parameters that are another one, and the first name of that
+    one.
+    """
     firsts = dict[int, str]()
     named = model.named_parameters(remove_duplicate=False)
-    first_of = {name: firsts.setdefault(id(parameter), name) for name, parameter in named}
+    first_of = {
+        name: firsts.setdefault(id(parameter), name) for name, parameter in named
+    }
     return {name: first for name, first in first_of.items() if name != first}
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether all weights are tied that config.json may declare as tied. transformers does not tie
-    two stored weights that differ.
+    """Return whether all weights are tied that config.json may declare as tied.
+    transformers does not tie two stored weights that differ.
     """
     ties = ties_of(model)
     declared = model.get_expanded_tied_weights_keys(all_submodels=True)
-    pairs = [(ties.get(name, name), ties.get(source, source)) for name, source in declared.items()]
+    pairs = [
+        (ties.get(name, name), ties.get(source, source))
+        for name, source in declared.items()
+    ]
     return bool(pairs) and all(first == other for first, other in pairs)
 
 
@@ -167,12 +204,17 @@ def is_tied(model: Any) -> bool:
 
 
 def stored_files(folder: str | Path) -> dict[str, Path]:
-    """Return the file of each safetensors tensor that transformers reads, by the tensor's stored name."""
+    """Return the file of each safetensors tensor that transformers reads, by the
+    tensor's stored name.
+    """
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     paths = [path for path in [folder / "model.safetensors"] if path.is_file()]
     if not paths and index.is_file():
-        paths = [folder / name for name in {*json.loads(index.read_bytes())["weight_map"].values()}]
+        paths = [
+            folder / name
+            for name in {*json.loads(index.read_bytes())["weight_map"].values()}
+        ]
     files = dict[str, Path]()
     for path in paths:
         with safe_open(path, framework="np") as file:
@@ -181,7 +223,9 @@ def stored_files(folder: str | Path) -> dict[str, Path]:
 
 
 def renamed_prefix(names: Collection[str]) -> dict[str, str]:
-    """Return the pattern of a text part's prefix, and its replacement; empty for a lone language model."""
+    """Return the pattern of a text part's prefix, and its replacement; empty for a lone
+    language model.
+    """
     prefixes = [match[1] for match in map(PREFIX.fullmatch, names) if match]
     if not prefixes:
         return {}
@@ -189,40 +233,61 @@ def renamed_prefix(names: Collection[str]) -> dict[str, str]:
     outer = prefix.removesuffix("model.")
     # The removed suffix must be a whole name: language_model. also ends with model.
     is_whole = outer != prefix and outer.endswith(".")
-    return {f"^{re.escape(outer)}": ""} if is_whole else {f"^{re.escape(prefix)}": "model."}
+    return (
+        {f"^{re.escape(outer)}": ""}
+        if is_whole
+        else {f"^{re.escape(prefix)}": "model."}
+    )
 
 
 def other_parts(names: Collection[str]) -> set[str]:
     """Return the stored names outside the text part, the head of a text part included."""
     patterns = [*renamed_prefix(names)]
-    return {name for name in names if not any(re.match(pattern, name) for pattern in patterns or [""])}
+    return {
+        name
+        for name in names
+        if not any(re.match(pattern, name) for pattern in patterns or [""])
+    }
 
 
 def has_own_head(folder: str | Path) -> bool:
-    """Return whether a head is stored that is not the embedding, although config.json ties the two."""
+    """Return whether a head is stored that is not the embedding, although config.json
+    ties the two.
+    """
     files = stored_files(folder)
     heads, embeddings = (
-        [name for name in files if name.endswith(end)] for end in ("lm_head.weight", "embed_tokens.weight")
+        [name for name in files if name.endswith(end)]
+        for end in ("lm_head.weight", "embed_tokens.weight")
     )
-    declared = [section.get("tie_word_embeddings", True) for section in sections_of(read_config(folder))]
+    declared = [
+        section.get("tie_word_embeddings", True)
+        for section in sections_of(read_config(folder))
+    ]
     if not heads or not embeddings or not all(declared):
         return False
     with (
         safe_open(files[heads[0]], "pt") as of_head,
         safe_open(files[min(embeddings, key=len)], "pt") as other,
     ):
-        head, embedding = of_head.get_tensor(heads[0]), other.get_tensor(min(embeddings, key=len))
+        head, embedding = (
+            of_head.get_tensor(heads[0]),
+            other.get_tensor(min(embeddings, key=len)),
+        )
     return head.shape != embedding.shape or bool((head != embedding).any())
 
 
-def carried_over(folder: Path, written: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+def carried_over(
+    folder: Path, written: Collection[str], ignored: Collection[str]
+) -> dict[str, Any]:
     """Return the tensors of other parts of a folder that are not `written`.
 
-    `ignored`: patterns of names that the model's class ignores, like MTP heads. A part like `mtp.` or
-    `model.visual.` is left out if it is quantised.
+    `ignored`: patterns of names that the model's class ignores, like MTP heads. A part
+    like `mtp.` or `model.visual.` is left out if it is quantised.
     """
     files = stored_files(folder)
-    others = other_parts(files) | {name for name in files if any(re.search(one, name) for one in ignored)}
+    others = other_parts(files) | {
+        name for name in files if any(re.search(one, name) for one in ignored)
+    }
     carried = dict[str, Any]()
     quantised = set[str]()
     for name in sorted(others.difference(written)):
@@ -230,7 +295,11 @@ def carried_over(folder: Path, written: Collection[str], ignored: Collection[str
             carried[name] = file.get_tensor(name)
         if carried[name].element_size() == 1:
             quantised.add(_part_of(name))
-    return {name: tensor for name, tensor in carried.items() if _part_of(name) not in quantised}
+    return {
+        name: tensor
+        for name, tensor in carried.items()
+        if _part_of(name) not in quantised
+    }
 
 
 def _part_of(name: str) -> str:

@@ -1,8 +1,9 @@
 """Rotary embeddings whose frequencies depend on the longest position of a call.
 
-LongRoPE (https://arxiv.org/abs/2402.13753) uses other factors above a border; dynamic NTK scaling has other
-frequencies for each length above it. transformers takes the length from the largest position of the call, so
-a sequence gets the frequencies of its longest neighbor unless calls are made of one side of the border.
+LongRoPE (https://arxiv.org/abs/2402.13753) uses other factors above a border; dynamic
+NTK scaling has other frequencies for each length above it. transformers takes the
+length from the largest position of the call, so a sequence gets the frequencies of its
+longest neighbor unless calls are made of one side of the border.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ LENGTH_TYPES = ("longrope", "dynamic")
 
 
 class LengthBorder(NamedTuple):
-    """Frequencies change above `length` tokens. `is_stepwise`: all sequences above it share theirs."""
+    """Frequencies change above `length` tokens. `is_stepwise`: all sequences above it
+    share theirs.
+    """
 
     rope_type: str
     length: int
@@ -28,26 +31,38 @@ class LengthBorder(NamedTuple):
 
 
 def length_border(config: Any) -> LengthBorder | None:
-    """Return the border of a model's rotary embedding, or None if it depends on positions alone."""
+    """Return the border of a model's rotary embedding, or None if it depends on
+    positions alone.
+    """
     config = config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    given = (
+        getattr(config, "rope_parameters", None)
+        or getattr(config, "rope_scaling", None)
+        or {}
+    )
     sets = [given, *(one for one in given.values() if isinstance(one, dict))]
     borders = list[LengthBorder]()
     for parameters in sets:
-        rope_type = str(parameters.get("rope_type") or parameters.get("type") or "default")
+        rope_type = str(
+            parameters.get("rope_type") or parameters.get("type") or "default"
+        )
         if not any(name in rope_type for name in LENGTH_TYPES):
             continue
         longest = config.max_position_embeddings
         is_stepwise = "longrope" in rope_type
         if is_stepwise:
             longest = parameters.get("original_max_position_embeddings") or longest
-            longest = getattr(config, "original_max_position_embeddings", None) or longest
+            longest = (
+                getattr(config, "original_max_position_embeddings", None) or longest
+            )
         borders.append(LengthBorder(rope_type, int(longest), is_stepwise))
     return min(borders, key=lambda border: border.length, default=None)
 
 
 def refuse_lengths(config: Any, max_length: int) -> None:
-    """Raise ConfigError if texts of at most `max_length` tokens are on both sides of the border."""
+    """Raise ConfigError if texts of at most `max_length` tokens are on both sides of
+    the border.
+    """
     border = length_border(config)
     if border is not None and max_length > border.length:
         raise ConfigError(
@@ -69,7 +84,9 @@ def rotary_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def forget_lengths(model: nn.Module) -> None:
-    """Let each rotary module forget longer sequences of earlier calls, which change dynamic NTK's tables."""
+    """Let each rotary module forget longer sequences of earlier calls, which change
+    dynamic NTK's tables.
+    """
     for module in rotary_modules(model):
         x = torch.empty(0, device=next(module.buffers()).device)
         position_11 = torch.zeros((1, 1), dtype=torch.int64, device=x.device)
@@ -79,7 +96,8 @@ def forget_lengths(model: nn.Module) -> None:
 
 
 def pin_length(model: nn.Module, length: int) -> None:
-    """Give every call the frequencies of a text of `length` tokens, as vLLM does for its max_model_len.
+    """Give every call the frequencies of a text of `length` tokens, as vLLM does for
+    its max_model_len.
 
     Each call sees one more position, length - 1, whose angles are dropped.
     """
@@ -88,7 +106,12 @@ def pin_length(model: nn.Module, length: int) -> None:
 
 
 def _pinned(
-    forward: Callable[..., Any], length: int, x: Tensor, position_ids: Tensor, *args: Any, **options: Any
+    forward: Callable[..., Any],
+    length: int,
+    x: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     last = torch.full_like(position_ids[..., :1], length - 1)
     tables = forward(x, torch.cat([position_ids, last], dim=-1), *args, **options)

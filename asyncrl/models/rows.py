@@ -1,8 +1,9 @@
-"""Recurrences and convolutions over packed tokens: each sequence is one row of a padded batch.
+"""Recurrences and convolutions over packed tokens: each sequence is one row of a padded
+batch.
 
-Only the modules that mix tokens by themselves (structure.py) run on rows; all others, and attention, run on
-packed tokens. Rows of about one length share a call. Padding comes after a row's tokens, where nothing causal
-can see it.
+Only the modules that mix tokens by themselves (structure.py) run on rows; all others,
+and attention, run on packed tokens. Rows of about one length share a call. Padding
+comes after a row's tokens, where nothing causal can see it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor, nn
 
 MOST_PADDING, FREE_PADDING = 0.25, 64
-"""Padding of a call, as a fraction of its tokens, and tokens that cost less than one more call."""
+"""Padding of a call, as a fraction of its tokens, and tokens that cost less than one
+more call.
+"""
 
 IntN = npt.NDArray[np.int64]
 
 
 class RowCall(NamedTuple):
-    """Rows of one call: `place_SL` int64 [S, L] of each token among the packed ones; a row's end is
-    repeated. Tokens `own_R` of the S * L are the outputs of packed tokens `place_R`.
+    """Rows of one call: `place_SL` int64 [S, L] of each token among the packed ones; a
+    row's end is repeated. Tokens `own_R` of the S * L are the outputs of packed tokens
+    `place_R`.
     """
 
     place_SL: Tensor
@@ -33,7 +37,9 @@ class RowCall(NamedTuple):
 
 
 def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
-    """Return the calls for rows of packed tokens, each int64 [T]. A token of several rows has one owner."""
+    """Return the calls for rows of packed tokens, each int64 [T]. A token of several
+    rows has one owner.
+    """
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     groups = list[list[int]]()
     longest = num_tokens = 0
@@ -50,8 +56,15 @@ def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
     calls = []
     for group in groups:
         width = len(rows[group[0]])
-        place_SL = np.stack([np.pad(rows[row], (0, width - len(rows[row])), mode="edge") for row in group])
-        is_real_SL = np.arange(width) < np.array([len(rows[row]) for row in group])[:, None]
+        place_SL = np.stack(
+            [
+                np.pad(rows[row], (0, width - len(rows[row])), mode="edge")
+                for row in group
+            ]
+        )
+        is_real_SL = (
+            np.arange(width) < np.array([len(rows[row]) for row in group])[:, None]
+        )
         real_R = np.flatnonzero(is_real_SL)
         place_R, first_R = np.unique(place_SL.reshape(-1)[real_R], return_index=True)
         is_new_R = ~is_owned[place_R]
@@ -96,9 +109,15 @@ class MixerRows:
 
 def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[Any]:
     """Return the modules of these classes that are not inside of another one."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, classes)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, classes)
+    }
     return [
-        module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
+        module
+        for name, module in found.items()
+        if not any(name.startswith(f"{other}.") for other in found)
     ]
 
 
@@ -115,7 +134,10 @@ def by_row(value: Any, call: RowCall, num_tokens: int) -> Any:
 def joined(outputs: list[Any], calls: list[RowCall], order_N: Tensor) -> Any:
     first = outputs[0]
     if isinstance(first, tuple | list):
-        parts = [joined([output[at] for output in outputs], calls, order_N) for at in range(len(first))]
+        parts = [
+            joined([output[at] for output in outputs], calls, order_N)
+            for at in range(len(first))
+        ]
         return type(first)(parts)
     if not isinstance(first, Tensor) or first.shape[:2] != calls[0].place_SL.shape:
         return first

@@ -1,8 +1,10 @@
-"""Which modules of a model let tokens see each other, found without regard to the size of its weights.
+"""Which modules of a model let tokens see each other, found without regard to the size
+of its weights.
 
-One token is poisoned with NaN, which no weight, decay or multiplier makes smaller, and attention is replaced
-by a function that lets no token see another. A part of a layer whose output has NaN at other tokens mixes
-tokens by itself: a recurrence, a convolution, or attention that does not use transformers' interface.
+One token is poisoned with NaN, which no weight, decay or multiplier makes smaller, and
+attention is replaced by a function that lets no token see another. A part of a layer
+whose output has NaN at other tokens mixes tokens by itself: a recurrence, a
+convolution, or attention that does not use transformers' interface.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ ALONE = "asyncrl_alone"
 
 @dataclass(frozen=True)
 class Structure:
-    """`mixers`: names of the modules that mix tokens by themselves; `kinds`: all kinds of attention."""
+    """`mixers`: names of the modules that mix tokens by themselves; `kinds`: all kinds
+    of attention.
+    """
 
     mixers: tuple[str, ...]
     kinds: frozenset[AttentionKind]
 
 
 class _Alone:
-    """Attention in which each token sees only itself; records the kinds that are asked for."""
+    """Attention in which each token sees only itself; records the kinds that are asked
+    for.
+    """
 
     def __init__(self) -> None:
         self.kinds = set[AttentionKind]()
@@ -50,7 +56,9 @@ class _Alone:
         if attention_mask is not None:
             raise UnknownAttentionError("it has an attention mask of its own")
         if query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
-            shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+            shapes = (
+                f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+            )
             raise UnknownAttentionError(f"its attention reads {shapes}")
         self.kinds.add(kind_of(module, options))
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -59,7 +67,9 @@ class _Alone:
 
 _alone = _Alone()
 # transformers builds no mask for a name that has no mask function.
-AttentionInterface.register(ALONE, lambda *args, **options: _alone.attend(*args, **options))
+AttentionInterface.register(
+    ALONE, lambda *args, **options: _alone.attend(*args, **options)
+)
 
 
 def backbone_of(model: Any) -> Any:
@@ -82,22 +92,42 @@ def find_structure(model: Any) -> Structure:
     with hooked(parts, partial(_see, found)):
         try:
             model.set_attn_implementation(ALONE)
-            output = backbone_of(model)(input_ids=ids_1T, position_ids=position_1T, use_cache=False)
-        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            output = backbone_of(model)(
+                input_ids=ids_1T, position_ids=position_1T, use_cache=False
+            )
+        except (
+            TypeError,
+            AttributeError,
+            LookupError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             reason = f"it does not run without attention masks ({type(error).__name__}: {error})"
             raise UnknownAttentionError(reason) from error
         finally:
             model.set_attn_implementation(before)
     _see(found, "the model", model, (), output.last_hidden_state)
     if outside := [name for name in found if name not in dict(model.named_modules())]:
-        raise UnknownAttentionError(f"tokens see each other outside of its layers, in {outside[0]}")
+        raise UnknownAttentionError(
+            f"tokens see each other outside of its layers, in {outside[0]}"
+        )
     return Structure(tuple(found), frozenset(_alone.kinds))
 
 
 def outermost_lists(model: nn.Module) -> list[str]:
-    """Return the names of the module lists that are in no other list. One of them holds the layers."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    """Return the names of the module lists that are in no other list. One of them holds
+    the layers.
+    """
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    return [
+        name
+        for name in lists
+        if not any(name.startswith(f"{other}.") for other in lists)
+    ]
 
 
 def parts_of_layers(model: Any) -> dict[nn.Module, str]:
@@ -106,15 +136,24 @@ def parts_of_layers(model: Any) -> dict[nn.Module, str]:
     for list_name in outermost_lists(model):
         for number, layer in model.get_submodule(list_name).named_children():
             name = f"{list_name}.{number}"
-            parts |= {part: f"{name}.{own}" for own, part in layer.named_children() if part not in parts}
+            parts |= {
+                part: f"{name}.{own}"
+                for own, part in layer.named_children()
+                if part not in parts
+            }
             parts[layer] = name
     return parts
 
 
 @contextmanager
 def hooked(parts: Mapping[Any, str], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call hook(name, module, inputs, output) after each of the modules; a result replaces the output."""
-    handles = [module.register_forward_hook(partial(hook, name)) for module, name in parts.items()]
+    """Call hook(name, module, inputs, output) after each of the modules; a result
+    replaces the output.
+    """
+    handles = [
+        module.register_forward_hook(partial(hook, name))
+        for module, name in parts.items()
+    ]
     try:
         yield
     finally:
@@ -122,7 +161,9 @@ def hooked(parts: Mapping[Any, str], hook: Callable[..., Any]) -> Iterator[None]
             handle.remove()
 
 
-def _see(found: list[str], name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+def _see(
+    found: list[str], name: str, module: nn.Module, inputs: Any, output: Any
+) -> Any:
     """Note a module that spreads the poison, and leave the poison at its one token."""
 
     def cleaned(tensor: Tensor) -> Tensor:
@@ -130,7 +171,9 @@ def _see(found: list[str], name: str, module: nn.Module, inputs: Any, output: An
         spread_T[POISONED] = False
         if spread_T.any() and name not in found:
             found.append(name)
-        tensor = torch.where(spread_T.view(1, -1, *[1] * (tensor.ndim - 2)), 0.0, tensor)
+        tensor = torch.where(
+            spread_T.view(1, -1, *[1] * (tensor.ndim - 2)), 0.0, tensor
+        )
         tensor[:, POISONED] = torch.nan
         return tensor
 
@@ -138,9 +181,15 @@ def _see(found: list[str], name: str, module: nn.Module, inputs: Any, output: An
 
 
 def map_rows(change: Callable[[Tensor], Tensor], value: Any, num_tokens: int) -> Any:
-    """Apply `change` to the tensors [1, num_tokens, width] of a value, a tuple or a list."""
+    """Apply `change` to the tensors [1, num_tokens, width] of a value, a tuple or a
+    list.
+    """
     if isinstance(value, tuple | list):
         parts = [map_rows(change, part, num_tokens) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    is_row = isinstance(value, Tensor) and value.ndim >= 3 and value.shape[:2] == (1, num_tokens)
+    is_row = (
+        isinstance(value, Tensor)
+        and value.ndim >= 3
+        and value.shape[:2] == (1, num_tokens)
+    )
     return change(value) if is_row and value.is_floating_point() else value

@@ -1,5 +1,5 @@
-"""Rows of docs/models.csv: how models of each type are trained and served, as tests measure it. Imports no
-torch.
+"""Rows of docs/models.csv: how models of each type are trained and served, as tests
+measure it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ CELLS = ("trainer", "embedded engine", "vllm")
 def find_support(model_type: str) -> list[dict[str, str]]:
     """Return the rows of a type and of its variants; none if it is not tested."""
     text = (files("asyncrl.models") / "support.csv").read_text(encoding="utf-8")
-    return [row for row in csv.DictReader(text.splitlines()) if row["type"] == model_type]
+    return [
+        row for row in csv.DictReader(text.splitlines()) if row["type"] == model_type
+    ]
 
 
 def support_lines(rows: list[dict[str, str]]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Console and log of a run: a live panel on a terminal, else plain lines; logs/controller.log.
+"""Console and log of a run: a live panel on a terminal, else plain lines;
+logs/controller.log.
 
 Unread standard output (a closed pipe, a full disk) does not stop a run.
 """
@@ -50,8 +51,9 @@ BY_TASK = "reward/mean/"
 class Console:
     """Shows progress.
 
-    live repaints a panel in a thread of rich; plain prints a line every few seconds; auto is live on a
-    terminal, else plain. Output errors raise nothing. `health_of` returns sentences about problems.
+    live repaints a panel in a thread of rich; plain prints a line every few seconds;
+    auto is live on a terminal, else plain. Output errors raise nothing. `health_of`
+    returns sentences about problems.
     """
 
     kind: Kind
@@ -64,9 +66,13 @@ class Console:
     def __post_init__(self) -> None:
         # rich itself ends the process on a closed pipe
         self._rich = RichConsole(
-            file=outliving(self.file), highlight=False, quiet=self.kind == "none", force_jupyter=False
+            file=outliving(self.file),
+            highlight=False,
+            quiet=self.kind == "none",
+            force_jupyter=False,
         )
-        if self.kind == "auto":  # rich takes a pipe for a terminal if FORCE_COLOR is set (CI)
+        # rich takes a pipe for a terminal if FORCE_COLOR is set (CI)
+        if self.kind == "auto":
             self.kind = "live" if self._rich.file.isatty() else "plain"
         self._health: Sequence[str] = ()
         self._steps = Steps()
@@ -80,11 +86,15 @@ class Console:
     def start(self) -> None:
         self._started_s = time.monotonic()
         if self.kind == "live":
-            self._live = Live(get_renderable=self.panel, console=self._rich, refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self.panel, console=self._rich, refresh_per_second=4
+            )
             self._live.start()
 
     def resume_from(self, steps: Steps) -> None:
-        """Show no lines until training_starts(): batches trained again have no wait and no pace."""
+        """Show no lines until training_starts(): batches trained again have no wait and
+        no pace.
+        """
         self._steps = steps
         self._line_at_s = math.inf
 
@@ -104,7 +114,11 @@ class Console:
 
     def _show_line(self, now_s: float) -> None:
         if self.kind == "plain" and self._num_unshown:
-            self.say(plain_line(self._steps, self._num_unshown, self.num_steps, self.max_staleness))
+            self.say(
+                plain_line(
+                    self._steps, self._num_unshown, self.num_steps, self.max_staleness
+                )
+            )
         self._line_at_s = now_s
         self._num_unshown = 0
 
@@ -114,13 +128,18 @@ class Console:
         if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
-            self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
+            self._rich.print(
+                Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True
+            )
 
     def show_filling(self, text: str) -> None:
         """Show how full the first batch is."""
         self._activity = text
         now_s = time.monotonic()
-        if self.kind == "plain" and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S:
+        if (
+            self.kind == "plain"
+            and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S
+        ):
             self.say(text)
             self._line_at_s = now_s
 
@@ -145,32 +164,41 @@ class Console:
         """Fits 80 columns."""
         steps = self._steps
         activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
-        rows: list[tuple[str, RenderableType]] = [("progress", self._progress()), ("now", activity)]
+        rows: list[tuple[str, RenderableType]] = [
+            ("progress", self._progress()),
+            ("now", activity),
+        ]
         if steps:
             rows += [
                 *metric_rows(steps, RECENT, self.max_staleness),
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
             ]
-        return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self.run_name}")
+        return numbers.boxed(
+            [row for row in rows if row[1]], f"asyncrl {self.run_name}"
+        )
 
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", 0))
         words = f"{done}/{self.num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
         if left_s := numbers.seconds_left(self._steps, self.num_steps):
             words += f", {numbers.duration(left_s)} left"
-        return Columns([ProgressBar(total=self.num_steps, completed=done, width=20), words])
+        return Columns(
+            [ProgressBar(total=self.num_steps, completed=done, width=20), words]
+        )
 
     def _speed(self) -> str:
         step_s = self._steps.mean("perf/step_s", RECENT) or math.inf
         tokens = self._steps.mean("perf/tokens_per_s", RECENT) or 0.0
         mfu = self._steps.last.get("perf/mfu")
-        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
+        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (
+            f", MFU {mfu:.1%}" if mfu else ""
+        )
 
 
 def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> str:
-    """Format as `step 12/300 reward 0.413 staleness 1.2 (max 3 of 4) 0.41 s/step train 71% wait 24% 1 min
-    58 s left`.
+    """Format as `step 12/300 reward 0.413 staleness 1.2 (max 3 of 4) 0.41 s/step train
+    71% wait 24% 1 min 58 s left`.
     """
     part = slice(-num, None)
     parts = [f"step {int(steps.last['step']):>{len(str(num_steps))}}/{num_steps}"]
@@ -183,19 +211,28 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
         parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
         shares = time_shares(lambda metric: steps.total(metric, part))
-        parts.append(f"{step_s:.2f} s/step  train {shares['training']:.0%} wait {waiting_share(shares):.0%}")
+        parts.append(
+            f"{step_s:.2f} s/step  train {shares['training']:.0%} wait {waiting_share(shares):.0%}"
+        )
     if left_s := numbers.seconds_left(steps, num_steps):
         parts.append(f"{numbers.duration(left_s)} left")
     return "  ".join(parts)
 
 
-def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str, RenderableType]]:
+def metric_rows(
+    steps: Steps, part: slice, max_staleness: int
+) -> list[tuple[str, RenderableType]]:
     shares = time_shares(lambda metric: steps.total(metric, part))
     num = len(steps.column("step")[part])
     return [
         ("reward", reward_text(steps)),
         ("by task", tasks_text(steps, part)),
-        ("time", numbers.shares_text(shares).append(f" (last {numbers.several(num, 'step')})")),
+        (
+            "time",
+            numbers.shares_text(shares).append(
+                f" (last {numbers.several(num, 'step')})"
+            ),
+        ),
         ("staleness", staleness_text(steps, part, max_staleness)),
     ]
 
@@ -205,7 +242,8 @@ def reward_text(steps: Steps) -> Text:
     if not rewards:
         return Text("-")
     mean = fmean(rewards[recent(len(rewards))])
-    line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
+    # the panel is drawn often
+    line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)
     ends = f"  first step {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
@@ -213,7 +251,10 @@ def reward_text(steps: Steps) -> Text:
 def tasks_text(steps: Steps, part: slice) -> str:
     """Format as `sums 0.413, words 0.250`; '' for a single task."""
     names = [name for name in steps.names if name.startswith(BY_TASK)]
-    return ", ".join(f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}" for name in names)
+    return ", ".join(
+        f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}"
+        for name in names
+    )
 
 
 def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:
@@ -228,19 +269,25 @@ def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:
 
 
 PIECE = 1000
-"""Characters per write: at most 4 KB, which a writable pipe takes whole (pipe(7), PIPE_BUF)."""
+"""Characters per write: at most 4 KB, which a writable pipe takes whole (pipe(7),
+PIPE_BUF).
+"""
 
 logger = logging.getLogger(__name__)
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """Return `file` (default: standard output) without its errors, which are logged once."""
+    """Return `file` (default: standard output) without its errors, which are logged
+    once.
+    """
     return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
 
 @functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """Drops text after an OSError, and while its reader is behind: the event loop calls write()."""
+    """Drops text after an OSError, and while its reader is behind: the event loop calls
+    write().
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -250,7 +297,8 @@ class _Outliving:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
-        encoding = getattr(self._file, "encoding", None) or "utf-8"  # ascii lacks the ± of a verdict
+        # ascii lacks the ± of a verdict
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         for start in range(0, len(text), PIECE):
             try:
@@ -258,7 +306,9 @@ class _Outliving:
                     self._file.write(text[start : start + PIECE])
                     self._file.flush()
                 else:
-                    self._warn("standard output is not read: dropping lines that it does not take")
+                    self._warn(
+                        "standard output is not read: dropping lines that it does not take"
+                    )
             except OSError as error:
                 self._warn(f"no more output is shown, standard output fails: {error}")
                 # a flush at the end of the process cannot fail at /dev/null

@@ -1,5 +1,6 @@
-"""Declare every metric once (metrics.csv), and measure batches. job/reporter.py collects the gauges() of all
-parts, and trainer/step_metrics.py measures optimizer steps. docs/metrics.md is written from GAUGES.
+"""Declare every metric once (metrics.csv), and measure batches. job/reporter.py
+collects the gauges() of all parts, and trainer/step_metrics.py measures optimizer
+steps. docs/metrics.md is written from GAUGES.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ class Gauge:
 
 
 def _read_gauges() -> dict[str, Gauge]:
-    with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") as file:
+    with (
+        Path(__file__)
+        .with_name("metrics.csv")
+        .open(encoding="utf-8", newline="") as file
+    ):
         rows = [*csv.reader(file)]
-    return {name: Gauge(cast("GaugeKind", kind), unit, meaning) for name, kind, unit, meaning in rows[1:]}
+    return {
+        name: Gauge(cast("GaugeKind", kind), unit, meaning)
+        for name, kind, unit, meaning in rows[1:]
+    }
 
 
 GAUGES: Mapping[str, Gauge] = _read_gauges()
@@ -61,13 +69,16 @@ PROGRESS = frozenset(
 def gauge_of(name: str) -> Gauge | None:
     """Return a declaration; NAME/* covers all names below it.
 
-    A third part names a task or an engine: reward/mean/sums. eval/NAME/... is of one evaluation.
+    A third part names a task or an engine: reward/mean/sums. eval/NAME/... is of one
+    evaluation.
     """
     first, *rest = name.split("/")
     if first == "eval" and len(rest) > 1 and rest[0] != "task":
         rest = rest[1:]
     declared = "/".join([first, *rest[:1]])
-    return GAUGES.get(declared) or GAUGES.get(f"{declared}/*") or GAUGES.get(f"{first}/*")
+    return (
+        GAUGES.get(declared) or GAUGES.get(f"{declared}/*") or GAUGES.get(f"{first}/*")
+    )
 
 
 def is_total(name: str) -> bool:
@@ -89,10 +100,14 @@ class Totals:
         for name, value in totals.items():
             self._totals[name] = max(value, self._totals.get(name, value))
 
-    def add(self, counted: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
+    def add(
+        self, counted: Mapping[str, float | Mapping[str, float]]
+    ) -> dict[str, float]:
         """`counted`: counts so far, of one source or of several by name."""
         for name, value in counted.items():
-            for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
+            for source, now in (
+                value if isinstance(value, Mapping) else {"": value}
+            ).items():
                 before = self._seen.get((name, source), 0)
                 self._totals[name] += now - before if now >= before else now
                 self._seen[name, source] = now
@@ -108,43 +123,70 @@ class SpecialTokens:
 
 
 def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
-    """Return rewards, ages, lengths and endings, with all branches. Without a token in the loss no
-    staleness is reported.
+    """Return rewards, ages, lengths and endings, with all branches. Without a token in
+    the loss no staleness is reported.
     """
     groups = [rollouts_of(group) for group in batch.groups]
     rollouts = [rollout for group in groups for rollout in group]
     kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
-    oldest = [[version for _, version in branches if version is not None] for branches in kept]
+    oldest = [
+        [version for _, version in branches if version is not None] for branches in kept
+    ]
     ages = [batch.version - min(versions) for versions in oldest if versions]
     num_sampled = sum(branch.num_sampled for rollout in rollouts for branch in rollout)
     num_trained = sum(num for branches in kept for num, _ in branches)
     metrics = {
         "reward/std": pstdev(rollout[0].reward for rollout in rollouts),
-        "reward/equal_fraction": fmean(len({r[0].reward for r in group}) == 1 for group in groups),
-        "sample/special_fraction": fmean(_has_stray(rollout, special) for rollout in rollouts),
-        "sample/unfinished_fraction": fmean(_is_unfinished(rollout, special) for rollout in rollouts),
+        "reward/equal_fraction": fmean(
+            len({r[0].reward for r in group}) == 1 for group in groups
+        ),
+        "sample/special_fraction": fmean(
+            _has_stray(rollout, special) for rollout in rollouts
+        ),
+        "sample/unfinished_fraction": fmean(
+            _is_unfinished(rollout, special) for rollout in rollouts
+        ),
         "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
-        "sample/interrupted_fraction": fmean(any(branch.num_interruptions for branch in r) for r in rollouts),
+        "sample/interrupted_fraction": fmean(
+            any(branch.num_interruptions for branch in r) for r in rollouts
+        ),
         "tokens/sampled": num_sampled,
         "tokens/trained": num_trained,
         **_means(rollouts, ""),
     }
     if ages:
-        metrics |= {"sample/staleness_mean": fmean(ages), "sample/staleness_max": max(ages)}
-    for task in dict.fromkeys(group.prompt.task for group in batch.groups if group.prompt.task):
-        of_task = [rollouts_of(group) for group in batch.groups if group.prompt.task == task]
-        metrics |= _means([rollout for found in of_task for rollout in found], f"/{task}")
-    for name in dict.fromkeys(name for rollout in rollouts for name in rollout[0].metrics):
+        metrics |= {
+            "sample/staleness_mean": fmean(ages),
+            "sample/staleness_max": max(ages),
+        }
+    for task in dict.fromkeys(
+        group.prompt.task for group in batch.groups if group.prompt.task
+    ):
+        of_task = [
+            rollouts_of(group) for group in batch.groups if group.prompt.task == task
+        ]
+        metrics |= _means(
+            [rollout for found in of_task for rollout in found], f"/{task}"
+        )
+    for name in dict.fromkeys(
+        name for rollout in rollouts for name in rollout[0].metrics
+    ):
         reported = (rollout[0].metrics for rollout in rollouts)
-        metrics[f"task/{name}"] = fmean(values[name] for values in reported if name in values)
+        metrics[f"task/{name}"] = fmean(
+            values[name] for values in reported if name in values
+        )
     return metrics
 
 
 def _means(rollouts: Sequence[Rollout], ending: str) -> dict[str, float]:
     return {
         f"reward/mean{ending}": fmean(rollout[0].reward for rollout in rollouts),
-        f"sample/length_mean{ending}": fmean(sum(branch.num_sampled for branch in r) for r in rollouts),
-        f"sample/truncated_fraction{ending}": fmean(any(b.is_truncated for b in r) for r in rollouts),
+        f"sample/length_mean{ending}": fmean(
+            sum(branch.num_sampled for branch in r) for r in rollouts
+        ),
+        f"sample/truncated_fraction{ending}": fmean(
+            any(b.is_truncated for b in r) for r in rollouts
+        ),
     }
 
 
@@ -168,7 +210,9 @@ def _is_unfinished(rollout: Rollout, special: SpecialTokens) -> bool:
 def num_turns(rollout: Rollout) -> int:
     """Count stretches of sampled tokens; turns are always separated."""
     masks = [branch.loss_mask for branch in rollout]
-    return sum(int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1])) for mask in masks)
+    return sum(
+        int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1])) for mask in masks
+    )
 
 
 def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:

@@ -1,4 +1,6 @@
-"""What set the pace of a run, and the settings that its numbers support. Imports no torch."""
+"""What set the pace of a run, and the settings that its numbers support. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The shares of the time, and cures. A cure names a setting whose limit the numbers show.
+    """The shares of the time, and cures. A cure names a setting whose limit the numbers
+    show.
 
-    Example: an agent waits for its tool, with 1 of 16 slots busy and 16 rollouts in flight. More slots or
-    workers change nothing: generator.concurrency (auto: 16) admits no more rollouts.
+    Example: an agent waits for its tool, with 1 of 16 slots busy and 16 rollouts in
+    flight. More slots or workers change nothing: generator.concurrency (auto: 16)
+    admits no more rollouts.
     """
 
     steps: Steps
@@ -57,12 +61,16 @@ class Pace:
         return max(self.shares, key=self.shares.__getitem__)
 
     def sentences(self, *, has_cures: bool) -> Iterator[str]:
-        """`has_cures`: False while the run is ill, because a slow part is then a symptom."""
+        """`has_cures`: False while the run is ill, because a slow part is then a
+        symptom.
+        """
         if self.bottleneck == "unknown":
             yield f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed."
         else:
             how = "set the pace:"
-            for name in sorted(self.shares, key=self.shares.__getitem__, reverse=True)[:2]:
+            for name in sorted(self.shares, key=self.shares.__getitem__, reverse=True)[
+                :2
+            ]:
                 if how != "took" or self.shares[name] > SECOND_SHARE:
                     yield self._share_text(name, how)
                     yield from self._cures(name) if has_cures else ()
@@ -77,7 +85,9 @@ class Pace:
         largest = max(seconds, key=seconds.__getitem__)
         unknown_s = self.shares[name] * self.wall_s - sum(seconds.values())
         if seconds[largest] > unknown_s:
-            text += f", the largest part {largest} ({seconds[largest] / self.wall_s:.0%})"
+            text += (
+                f", the largest part {largest} ({seconds[largest] / self.wall_s:.0%})"
+            )
         return f"Work between steps {text}."
 
     # ---- cures
@@ -108,7 +118,10 @@ class Pace:
         steps = self.steps
         if steps.values("perf/device_memory_bytes"):  # of CUDA devices
             yield f"Raise {self._now('trainer.world_size')} if more devices are free."
-        if steps.values("trainer/compiled")[-1:] == [0.0] and self.config.trainer.compile == "auto":
+        if (
+            steps.values("trainer/compiled")[-1:] == [0.0]
+            and self.config.trainer.compile == "auto"
+        ):
             yield "The trainer's layers ran uncompiled, at about half the speed: logs/trainer-0.log says why."
         if steps.values("trainer/flash_attention")[-1:] == [2.0]:
             yield "The trainer ran FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3."
@@ -135,7 +148,9 @@ class Pace:
             yield from self._more_ahead()
         elif generator.remote and self._usual("harness/queued"):
             yield "Start more workers (asyncrl work)."
-        elif self.steps.newest("harness/cpu_s") >= FULL * self.wall_s * generator.workers:
+        elif (
+            self.steps.newest("harness/cpu_s") >= FULL * self.wall_s * generator.workers
+        ):
             yield f"Raise {self._now('generator.workers')}: they computed all the time."
         else:
             yield f"Raise {self._now('generator.concurrency')} above {limit:.0f}."
@@ -143,13 +158,17 @@ class Pace:
 
     def _more_ahead(self) -> Iterator[str]:
         """Advise more batches ahead, if the batches ahead were used up."""
-        look_ahead, bound = self.config.buffer.look_ahead, self.config.buffer.max_staleness
-        ahead, keys = (bound, []) if look_ahead == "auto" else (look_ahead, ["buffer.look_ahead"])
+        look_ahead = self.config.buffer.look_ahead
+        bound = self.config.buffer.max_staleness
+        ahead, keys = (
+            (bound, []) if look_ahead == "auto" else (look_ahead, ["buffer.look_ahead"])
+        )
         if ahead == bound:
             keys.append("buffer.max_staleness")
         oldest = max(self.steps.values("sample/staleness_max"), default=-1.0)
         used = min(oldest, self.steps.newest("buffer/look_ahead"))
-        is_colocated = self.steps.total("perf/handover_s") > 0  # which needs max_staleness=0
+        # which needs max_staleness=0
+        is_colocated = self.steps.total("perf/handover_s") > 0
         if used >= ahead and not is_colocated:
             yield f"Raise {' and '.join(map(self._now, keys))}: all batches ahead were in use."
 

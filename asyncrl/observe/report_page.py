@@ -1,4 +1,6 @@
-"""The HTML page of runs, drawn by static/page.js from JSON. Text of models, tasks and users is never HTML."""
+"""The HTML page of runs, drawn by static/page.js from JSON. Text of models, tasks and
+users is never HTML.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
 from asyncrl.observe.run_numbers import Steps, recent
 from asyncrl.observe.run_record import read_run
-from asyncrl.observe.timeline import read_marks, read_timeline, timeline_view, write_trace
+from asyncrl.observe.timeline import (
+    read_marks,
+    read_timeline,
+    timeline_view,
+    write_trace,
+)
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 4096
@@ -32,7 +39,8 @@ HIDDEN = "(hidden)"
 MIN_SECRET_CHARS = 8
 """Shorter secrets are hidden only in their own setting."""
 _SECRET_NAME = re.compile(
-    r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|auth|authorization)$", re.IGNORECASE
+    r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|auth|authorization)$",
+    re.IGNORECASE,
 )
 _SECRET_TEXT = re.compile(
     r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][\w-]{16,}"
@@ -49,25 +57,43 @@ def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, A
     runs = [view_run(run_dir) for run_dir in run_dirs]
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": run["run_dir"]} for run in runs]
-    return {"asyncrl": __version__, "made_s": time.time(), "is_live": is_live, "runs": runs}
+    return {
+        "asyncrl": __version__,
+        "made_s": time.time(),
+        "is_live": is_live,
+        "runs": runs,
+    }
 
 
 def render(page: Mapping[str, Any]) -> str:
-    """The data is ASCII JSON without `<`, so that no text of a model can close its element."""
-    assets = sorted(STATIC.iterdir(), key=lambda path: (not path.name.startswith("uPlot"), path.name))
+    """The data is ASCII JSON without `<`, so that no text of a model can close its
+    element.
+    """
+    assets = sorted(
+        STATIC.iterdir(),
+        key=lambda path: (not path.name.startswith("uPlot"), path.name),
+    )
     parts = {
-        kind: "\n".join(path.read_text(encoding="utf-8") for path in assets if path.suffix == suffix)
+        kind: "\n".join(
+            path.read_text(encoding="utf-8") for path in assets if path.suffix == suffix
+        )
         for kind, suffix in (("STYLE", ".css"), ("SCRIPT", ".js"))
     }
-    parts["DATA"] = json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts["DATA"] = json.dumps(page, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     template = (STATIC / "page.html").read_text(encoding="utf-8")
     return re.sub(r"/\*(STYLE|SCRIPT|DATA)\*/", lambda place: parts[place[1]], template)
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
-    """Write the page, and trace.json per run; yield a line for each file. Raises ConfigError."""
+    """Write the page, and trace.json per run; yield a line for each file. Raises
+    ConfigError.
+    """
     page = make_page(run_dirs)
-    path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
+    path = out or (
+        run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE)
+    )
     try:
         write_whole(path, render(page))
     except OSError as error:
@@ -113,14 +139,17 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "evaluations": files.evaluation_lines,
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
         "timeline": timeline_view(read_timeline(folder, files.problems)),
-        "samples": older[:: 1 + len(older) // NUM_SAMPLES] + files.samples[-NUM_SAMPLES:],
+        "samples": older[:: 1 + len(older) // NUM_SAMPLES]
+        + files.samples[-NUM_SAMPLES:],
         "failures": read_journal(folder, files.problems, _failures) or [],
         "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,
         "problems": files.problems,
     }
-    long_secrets = sorted((secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS), key=len)
+    long_secrets = sorted(
+        (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS), key=len
+    )
     return {key: without_secrets(value, long_secrets) for key, value in view.items()}
 
 
@@ -134,17 +163,23 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
         return {key: without_secrets(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
         is_numbers = not value or isinstance(value[-1], float)
-        return value if is_numbers else [without_secrets(item, secrets) for item in value]
+        return (
+            value if is_numbers else [without_secrets(item, secrets) for item in value]
+        )
     return value
 
 
 def _masked(value: Any, name: str, secrets: list[str]) -> Any:
     """Hide generator.env and values with a name such as api_key; add them to `secrets`."""
     if isinstance(value, Mapping):
-        return {key: _masked(item, f"{name}.{key}", secrets) for key, item in value.items()}
+        return {
+            key: _masked(item, f"{name}.{key}", secrets) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_masked(item, name, secrets) for item in value]
-    is_secret = name.startswith(".generator.env.") or _SECRET_NAME.search(name.rpartition(".")[2])
+    is_secret = name.startswith(".generator.env.") or _SECRET_NAME.search(
+        name.rpartition(".")[2]
+    )
     if not is_secret or not isinstance(value, str) or not value:
         return value
     secrets.append(value)
@@ -161,9 +196,20 @@ def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
             value = value.get(name, ...) if isinstance(value, dict) else ...
         if value is ... or (isinstance(value, dict) and key in parents):
             continue
-        text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        text = (
+            str(value).lower()
+            if value is None or isinstance(value, bool)
+            else str(value)
+        )
         default_text = None if default == "must be given" else default
-        settings.append({"key": key, "value": text, "default": default_text, "differs": text != default_text})
+        settings.append(
+            {
+                "key": key,
+                "value": text,
+                "default": default_text,
+                "differs": text != default_text,
+            }
+        )
     return settings
 
 
@@ -173,7 +219,10 @@ def curves_of(steps: Steps) -> dict[str, list[float | None]]:
     if not steps:
         return {}
     return {
-        name: [None if value != value else float(f"{value:.6g}") for value in steps.column(name)[::every]]
+        name: [
+            None if value != value else float(f"{value:.6g}")
+            for value in steps.column(name)[::every]
+        ]
         for name in steps.names
     }
 
@@ -182,7 +231,9 @@ def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}
-    for why, num in connection.execute("SELECT why, count(*) FROM failures GROUP BY why"):
+    for why, num in connection.execute(
+        "SELECT why, count(*) FROM failures GROUP BY why"
+    ):
         cause = cause_of(str(why))
         counts[cause] += num
         examples.setdefault(cause, str(why)[:2000])

@@ -1,5 +1,5 @@
-"""Files of a run directory: writer (Recorder), and readers that skip and report invalid lines. Imports no
-torch.
+"""Files of a run directory: writer (Recorder), and readers that skip and report invalid
+lines. Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ QUIET_S = 30.0
 """A run whose status is older may be dead."""
 
 T = TypeVar("T")
-State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
+State = Literal[
+    "starting", "running", "done", "failed", "interrupted", "crashed", "unknown"
+]
 OBJECT = TypeAdapter(dict[str, Any])
 
 
@@ -67,27 +69,41 @@ def is_number(value: Any) -> bool:
 def read_lines(
     path: Path, problems: list[str], form: TypeAdapter[T], *, from_end: bool = False
 ) -> Iterator[T]:
-    """Yield JSON lines in the `form`; report others in `problems`. No file means no lines."""
+    """Yield JSON lines in the `form`; report others in `problems`. No file means no
+    lines.
+    """
     try:
         with path.open("rb") as file:
-            for line in (line for _, line in lines_from_end(path)) if from_end else file:
+            for line in (
+                (line for _, line in lines_from_end(path)) if from_end else file
+            ):
                 try:
                     yield form.validate_json(line)
                 except ValidationError as error:
                     what = f"the line {line[:60]!r}: {error.errors(include_input=False)[0]['msg']}"
                     is_whole = line.endswith(b"\n")
-                    tell(problems, f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}")
+                    tell(
+                        problems,
+                        f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}",
+                    )
     except FileNotFoundError:
         return
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-def read_journal(run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]) -> T | None:
-    """Return what `read` finds in a snapshot; None, and a problem, without a whole journal."""
+def read_journal(
+    run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]
+) -> T | None:
+    """Return what `read` finds in a snapshot; None, and a problem, without a whole
+    journal.
+    """
     path = journal_path(run_dir)
     if not path.is_file():
-        tell(problems, f"there is no {path.name}: groups, failures and restarts are unknown")
+        tell(
+            problems,
+            f"there is no {path.name}: groups, failures and restarts are unknown",
+        )
         return None
     try:
         with reading(path) as connection:
@@ -106,11 +122,16 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
     except ValidationError as error:
-        tell(problems, f"{path.name} is invalid: {error.errors(include_input=False)[0]['msg']}")
+        tell(
+            problems,
+            f"{path.name} is invalid: {error.errors(include_input=False)[0]['msg']}",
+        )
     return {}
 
 
-def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) -> Iterator[dict[str, Any]]:
+def read_metrics(
+    run_dir: Path, problems: list[str], *, from_end: bool = False
+) -> Iterator[dict[str, Any]]:
     for line in read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end):
         if is_number(line.get("step")):
             yield {name: value for name, value in line.items() if is_number(value)}
@@ -126,7 +147,9 @@ def read_config(folder: Path) -> RunConfig:
     """Raises ConfigError."""
     if not os.access(folder / CONFIG_FILE, os.R_OK):
         what = f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable"
-        raise ConfigError(what, way_out="name the directory that `asyncrl run` printed.")
+        raise ConfigError(
+            what, way_out="name the directory that `asyncrl run` printed."
+        )
     return load_config(folder / CONFIG_FILE)
 
 
@@ -159,11 +182,16 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     if host == here and is_held is False:
         return "crashed", f"{seen} and is gone; see {folder / LOG_FILE}"
     state: State = "unknown" if age_s > QUIET_S else reported
-    return state, f"{seen}; {here} cannot check it, so run `asyncrl status {folder}` on that host"
+    return (
+        state,
+        f"{seen}; {here} cannot check it, so run `asyncrl status {folder}` on that host",
+    )
 
 
 def _is_held(path: Path) -> bool | None:
-    """Return whether a process holds the lock, on any machine over NFS; None if unknown."""
+    """Return whether a process holds the lock, on any machine over NFS; None if
+    unknown.
+    """
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -222,11 +250,14 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def cut_steps(path: Path, num_steps: int) -> dict[str, Any]:
-    """Remove a torn end and steps after `num_steps`. Return the last kept line ({}: none)."""
+    """Remove a torn end and steps after `num_steps`. Return the last kept line ({}:
+    none).
+    """
     end = path.stat().st_size
     line: dict[str, Any] = {}
     for start, text in lines_from_end(path):
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # an invalid line is removed
+        # an invalid line is removed
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             line = json.loads(text)
             if line["step"] <= num_steps:
                 break
@@ -253,25 +284,41 @@ class Recorder:
     def record_step(self, metrics: Mapping[str, float]) -> None:
         append_lines(self.run_dir / METRICS_FILE, [metrics])
         if self.trackers is not None:
-            finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+            finite = {
+                name: float(value)
+                for name, value in metrics.items()
+                if math.isfinite(value)
+            }
             step = int(finite.pop("step"))
-            told = {name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)}
+            told = {
+                name: value
+                for name, value in finite.items()
+                if not name.startswith(EVAL_PREFIX)
+            }
             self.trackers.tell("step", step, told)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Append one evaluation, with `policy_version`, and `name` if there are several."""
+        """Append one evaluation, with `policy_version`, and `name` if there are
+        several.
+        """
         append_lines(self.run_dir / EVAL_FILE, [line])
         if self.trackers is not None:
-            self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
+            self.trackers.tell(
+                "evaluation", line["policy_version"], evaluation_metrics(line)
+            )
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
-        replace_text(self.run_dir / STATUS_FILE, json.dumps(_finite(body), indent=2) + "\n")
+        replace_text(
+            self.run_dir / STATUS_FILE, json.dumps(_finite(body), indent=2) + "\n"
+        )
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics by name: eval/NAME/... if there are several evaluations; totals count all of them."""
+    """Return metrics by name: eval/NAME/... if there are several evaluations; totals
+    count all of them.
+    """
     found = {
         name: float(value)
         for name, value in line.items()
@@ -280,4 +327,7 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     if not line.get("name"):
         return found
     own = f"{EVAL_PREFIX}{line['name']}/"
-    return {n if is_total(n) else own + n.removeprefix(EVAL_PREFIX): value for n, value in found.items()}
+    return {
+        n if is_total(n) else own + n.removeprefix(EVAL_PREFIX): value
+        for n, value in found.items()
+    }

@@ -16,7 +16,9 @@ from rich.text import Text
 
 
 class Steps:
-    """Metrics of all steps by column. A repeated step replaces itself and all later steps."""
+    """Metrics of all steps by column. A repeated step replaces itself and all later
+    steps.
+    """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d")}
@@ -69,7 +71,9 @@ def recent(num: int) -> slice:
 def seconds_left(steps: Steps, num_steps: int) -> float | None:
     """Estimate from the pace of the last 20 steps; None before the first step."""
     step_s = steps.mean("perf/step_s", slice(-20, None))
-    return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
+    return (
+        None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
+    )
 
 
 SHARES = {
@@ -84,7 +88,9 @@ SHARES = {
 
 def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
     """Return shares of the wall time, 1 in total."""
-    parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
+    parts = {
+        name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric
+    }
     total_s = max(seconds_of("perf/step_s"), sum(parts.values())) or 1.0
     shares = {name: part_s / total_s for name, part_s in parts.items()}
     return shares | {"other": max(0.0, 1 - sum(shares.values()))}
@@ -92,30 +98,44 @@ def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
 
 def shares_text(shares: Mapping[str, float]) -> Text:
     """Format as `training 71%, waiting for generation 17%`."""
-    shown = [(*SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
-    return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
+    shown = [
+        (*SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005
+    ]
+    return Text(", ").join(
+        Text(f"{words} {share:.0%}", color) for words, color, share in shown
+    )
 
 
 MAX_CORRELATION = 0.95
 
 
 def standard_error(values: Sequence[float], num: int) -> float:
-    """Return the standard error of a mean of `num` consecutive steps; for 1 the noise of a step.
+    """Return the standard error of a mean of `num` consecutive steps; for 1 the noise
+    of a step.
 
-    Neighbors are correlated, as in AR(1) with deviation s and correlation r: the variance of a difference is
-    2 s^2 (1 - r) at distance 1 and 2 s^2 (1 - r^2) at distance 2, and a slow trend hardly changes either.
-    Mean absolute differences estimate it without weight on single jumps.
+    Neighbors are correlated, as in AR(1) with deviation s and correlation r: the
+    variance of a difference is 2 s^2 (1 - r) at distance 1 and 2 s^2 (1 - r^2) at
+    distance 2, and a slow trend hardly changes either. Mean absolute differences
+    estimate it without weight on single jumps.
 
-    Example: s = 0.03 and 40 steps give 0.005 for r = 0, and 0.014 for r = 0.8, because 40 such steps tell as
-    much as 4.4 independent ones.
+    Example: s = 0.03 and 40 steps give 0.005 for r = 0, and 0.014 for r = 0.8, because
+    40 such steps tell as much as 4.4 independent ones.
     """
     near, far = (
-        fmean([abs(later - value) for value, later in zip(values, values[lag:], strict=False)] or [0.0]) ** 2
+        fmean(
+            [
+                abs(later - value)
+                for value, later in zip(values, values[lag:], strict=False)
+            ]
+            or [0.0]
+        )
+        ** 2
         for lag in (1, 2)
     )
     correlation = min(MAX_CORRELATION, max(0.0, far / near - 1)) if near else 0.0
     num_independent = max(1.0, num * (1 - correlation) / (1 + correlation))
-    variance = near * math.pi / 4 / (1 - correlation)  # normal: mean absolute d = sqrt(2 / pi) deviation of d
+    # normal: mean absolute d = sqrt(2 / pi) deviation of d
+    variance = near * math.pi / 4 / (1 - correlation)
     return math.sqrt(variance / num_independent)
 
 
@@ -130,7 +150,9 @@ def sparkline(values: Sequence[float], *, width: int = 32) -> str:
     """Draw at most `width` block characters, of the means of neighboring values."""
     blocks = "▁▂▃▄▅▆▇█"
     num = min(width, len(values))
-    edges = [round(index * len(values) / num) for index in range(num + 1)] if num else []
+    edges = (
+        [round(index * len(values) / num) for index in range(num + 1)] if num else []
+    )
     means = [fmean(values[start:end]) for start, end in pairwise(edges)]
     low = min(means, default=0.0)
     high = max(means, default=0.0)
@@ -143,7 +165,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if seconds < 60:
         return f"{seconds:.1f} s"
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def several(num: float, noun: str) -> str:
@@ -189,10 +215,16 @@ def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def evaluation_text(metrics: Mapping[str, Any]) -> str:
-    """Format as `v40 reward 0.413 ± 0.031 12.3 tokens, 2.0% truncated 3.2 s`, then failures."""
+    """Format as `v40 reward 0.413 ± 0.031 12.3 tokens, 2.0% truncated 3.2 s`, then
+    failures.
+    """
     parts = [f"{metrics.get('name', '')} v{metrics['eval/version']:.0f}".lstrip()]
     if "eval/reward_mean" in metrics:
-        error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""
+        error = (
+            f" ± {metrics['eval/standard_error']:.3f}"
+            if "eval/standard_error" in metrics
+            else ""
+        )
         parts[0] += f" reward {metrics['eval/reward_mean']:.3f}{error}"
         truncated = f"{metrics.get('eval/truncated_fraction', 0.0):.1%} truncated"
         parts.append(f"{metrics.get('eval/length_mean', 0.0):.1f} tokens, {truncated}")

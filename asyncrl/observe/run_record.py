@@ -1,4 +1,5 @@
-"""A run directory as Python values, and a check of the staleness bound from trained.jsonl.
+"""A run directory as Python values, and a check of the staleness bound from
+trained.jsonl.
 
 Imports no torch and no pandas.
 """
@@ -38,9 +39,9 @@ Table = dict[str, list[Any]]
 class RunRecord:
     """Contents of a run directory, live or ended.
 
-    Each part is read once; call read_run() again for later data. `state`: starting, running, done,
-    failed, interrupted, crashed or unknown; `why`: its explanation; `problems`: sentences about
-    unreadable data.
+    Each part is read once; call read_run() again for later data. `state`: starting,
+    running, done, failed, interrupted, crashed or unknown; `why`: its explanation;
+    `problems`: sentences about unreadable data.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -74,7 +75,9 @@ class RunRecord:
         if self.verdict is not None:
             wall_s = self.verdict.wall_s
             text += f" in {duration(wall_s)}, {wall_s / len(steps):.2f} s each"
-        if self.state == "running" and (left_s := seconds_left(steps, self.config.trainer.num_steps)):
+        if self.state == "running" and (
+            left_s := seconds_left(steps, self.config.trainer.num_steps)
+        ):
             text += f", {duration(left_s)} left"
         return text
 
@@ -93,14 +96,17 @@ class RunRecord:
 
     @cached_property
     def samples(self) -> list[ShownRollout]:
-        """Recorded rollouts as text (samples.jsonl); `pandas.DataFrame(record.samples)`."""
+        """Recorded rollouts as text (samples.jsonl);
+        `pandas.DataFrame(record.samples)`.
+        """
         return read_samples(self.run_dir, self.problems)
 
     @cached_property
     def trained(self) -> Table:
-        """One row per trained trajectory: step, group_id, prompt_id, sample_index, branch, reward,
-        num_tokens, num_sampled, num_loss_tokens, tokens_sha, staleness (None without a token in the loss)
-        and spans ([start, end, version] of the tokens in the loss).
+        """One row per trained trajectory: step, group_id, prompt_id, sample_index,
+        branch, reward, num_tokens, num_sampled, num_loss_tokens, tokens_sha, staleness
+        (None without a token in the loss) and spans ([start, end, version] of the
+        tokens in the loss).
         """
         record = TrainedRecord(self.run_dir, self.problems)
         return table_of(record.trajectories())
@@ -160,8 +166,8 @@ _FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
 
 
 class TrainedRecord:
-    """trained.jsonl, and whether each batch kept its own bound; a resume may change it. After a restore the
-    later line of a version counts.
+    """trained.jsonl, and whether each batch kept its own bound; a resume may change it.
+    After a restore the later line of a version counts.
     """
 
     def __init__(self, run_dir: Path, problems: list[str]) -> None:
@@ -176,11 +182,15 @@ class TrainedRecord:
                 self._faults[line.version] = [*_faults(line)]
                 continue
             self.restored.append(line.restored)
-            for version in [version for version in self.batches if version >= line.restored]:
+            for version in [
+                version for version in self.batches if version >= line.restored
+            ]:
                 del self.batches[version]
 
     def violations(self) -> list[str]:
-        """Return the broken promises: too old, from the future, trained twice, missing steps."""
+        """Return the broken promises: too old, from the future, trained twice, missing
+        steps.
+        """
         broken: list[str] = []
         trained_in = dict[int, int]()
         expected = 0
@@ -197,7 +207,11 @@ class TrainedRecord:
 
     def totals(self) -> dict[str, Any]:
         batches = self.batches.values()
-        ages = (batch["staleness_max"] for batch in batches if batch["staleness_max"] is not None)
+        ages = (
+            batch["staleness_max"]
+            for batch in batches
+            if batch["staleness_max"] is not None
+        )
         return {
             "num_steps": len(batches),
             "num_trajectories": sum(batch["num_trajectories"] for batch in batches),
@@ -205,12 +219,16 @@ class TrainedRecord:
             "staleness_max": max(ages, default=None),
         }
 
-    def trajectories(self, step: int | None = None, group: int | None = None) -> list[dict[str, Any]]:
+    def trajectories(
+        self, step: int | None = None, group: int | None = None
+    ) -> list[dict[str, Any]]:
         """Read the trajectories of all steps, of one step, or of one group."""
         lines = {
             line.version: line
             for line in read_lines(self.path, [], _FORM)
-            if isinstance(line, Line) and line.version in self.batches and step in (None, line.version + 1)
+            if isinstance(line, Line)
+            and line.version in self.batches
+            and step in (None, line.version + 1)
         }
         return [
             {"step": version + 1, **entry, "staleness": _age(version, entry)}
@@ -233,7 +251,11 @@ def _faults(line: Line) -> Iterator[str]:
 
 def _age(version: int, entry: Entry) -> int | None:
     """Return the age of the oldest token in the loss."""
-    return version - min(sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
+    return (
+        version - min(sampled for *_, sampled in entry["spans"])
+        if entry["spans"]
+        else None
+    )
 
 
 def _summary(line: Line) -> dict[str, Any]:

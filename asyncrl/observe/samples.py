@@ -38,20 +38,23 @@ MAX_MESSAGES = 40
 """Limits: parts of a rollout, characters of a part or message, messages."""
 MAX_MATES = 8
 MATE_CHARS = 60
-"""Limits: rollouts shown of a group, and characters of each if the sample itself is short."""
+"""Limits: rollouts shown of a group, and characters of each if the sample itself is
+short.
+"""
 SLACK = 8
-"""Characters that may be between two tokens: a space, or a character of several tokens."""
+"""Characters that may be between two tokens: a space, or a character of several tokens.
+"""
 
 
 class ShownPart(TypedDict):
     """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results).
 
-    A sampled part has `tokens`, three characters for each token: chr(48 + its length in `text`), and its
-    probability in percent, 00 to 99. `versions`: [first token, policy_version]. `reward`: of the turn. A
-    cut text has `tokens` for its beginning.
+    A sampled part has `tokens`, three characters for each token: chr(48 + its length in
+    `text`), and its probability in percent, 00 to 99. `versions`: [first token,
+    policy_version]. `reward`: of the turn. A cut text has `tokens` for its beginning.
 
-    Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled "so" (97 %),
-    version 8 sampled " 42" (92 %).
+    Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled
+    "so" (97 %), version 8 sampled " 42" (92 %).
     """
 
     branch: int
@@ -64,17 +67,20 @@ class ShownPart(TypedDict):
 
 
 Mate = tuple[int, float, float | None, int, str]
-"""A rollout of a group: sample_index, reward, advantage, sampled tokens, text of the last branch."""
+"""A rollout of a group: sample_index, reward, advantage, sampled tokens, text of the
+last branch.
+"""
 
 
 @with_config(ConfigDict(allow_inf_nan=False))
 class ShownRollout(TypedDict):
     """A rollout as text.
 
-    `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
-    reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
-    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens; `advantage`: the trainer's, mean over
-    tokens in the loss; `group`: it and others of its group, the best first.
+    `step`: the step that trained on it, or the next step for a failed one; `metrics`:
+    parts of the reward; `versions`: oldest and newest policy_version; `staleness`: of
+    its oldest token in the loss; `logprob_gap`: mean |engine - trainer| in nats over
+    fresh tokens; `advantage`: the trainer's, mean over tokens in the loss; `group`: it
+    and others of its group, the best first.
     """
 
     step: int
@@ -108,9 +114,15 @@ ByRollout = Mapping[tuple[int, int], float]
 """A value of rollouts by group_id and sample_index."""
 
 
-def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
-    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
-    rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
+def choose(
+    batch: Batch, num: int, seed: int
+) -> list[tuple[SampleKind, Group, Rollout]]:
+    """Pick the best and the worst rollout by reward, then random ones (seeded), `num`
+    in all.
+    """
+    rollouts = [
+        (group, rollout) for group in batch.groups for rollout in rollouts_of(group)
+    ]
     *others, best = sorted(rollouts, key=lambda entry: entry[1][0].reward)
     found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
     found += [("worst", *entry) for entry in others[:1]]
@@ -134,17 +146,26 @@ def shown(
     `min_version`: oldest version in the loss; None if it was not trained on.
     """
     versions = [span.version for branch in rollout for span in branch.tokens.spans]
-    in_loss = [version for version in versions if min_version is not None and version >= min_version]
+    in_loss = [
+        version
+        for version in versions
+        if min_version is not None and version >= min_version
+    ]
     parts = [part for branch in rollout for part in _parts(branch, decode)]
     messages = prompt.messages[-MAX_MESSAGES:]
     return {
         "step": step,
         "prompt_id": prompt.prompt_id,
         "task": prompt.task or None,
-        "messages": [{name: _cut(value) for name, value in message.items()} for message in messages],
+        "messages": [
+            {name: _cut(value) for name, value in message.items()}
+            for message in messages
+        ],
         "answer": None if prompt.answer is None else _cut(str(prompt.answer)),
         "reward": float(rollout[0].reward) if min_version is not None else None,
-        "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
+        "metrics": {name: float(value) for name, value in rollout[0].metrics.items()}
+        if rollout
+        else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
         "versions": [int(min(versions)), int(max(versions))] if versions else [],
         "staleness": int(step - 1 - min(in_loss)) if in_loss else None,
@@ -163,14 +184,24 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
         ids = branch.token_ids[first:end].tolist()
         text = decode(ids, skip_special_tokens=False)
         is_sampled = bool(mask[first])
-        part: ShownPart = {"branch": branch.branch, "is_sampled": is_sampled, "text": _cut(text)}
+        part: ShownPart = {
+            "branch": branch.branch,
+            "is_sampled": is_sampled,
+            "text": _cut(text),
+        }
         part["num_tokens"] = end - first
         if is_sampled:
             most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
             ends = token_ends(ids, text, most, decode)
-            part["tokens"] = _marks(ends, branch.tokens.behaviour_logprobs[first:end].tolist())
-            starts = {span.start - first: int(span.version) for span in branch.tokens.spans}
-            part["versions"] = [(start, starts[start]) for start in starts if 0 <= start < len(ids)]
+            part["tokens"] = _marks(
+                ends, branch.tokens.behaviour_logprobs[first:end].tolist()
+            )
+            starts = {
+                span.start - first: int(span.version) for span in branch.tokens.spans
+            }
+            part["versions"] = [
+                (start, starts[start]) for start in starts if 0 <= start < len(ids)
+            ]
         for credit in branch.credits:
             if first <= credit.start < end:
                 part["reward"] = credit.reward
@@ -180,8 +211,8 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
 def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list[int]:
     """Return where each token ends in `text`, up to character `most`.
 
-    Several tokens of one character count for the last of them. The rest of a text that single tokens do not
-    spell belongs to no token.
+    Several tokens of one character count for the last of them. The rest of a text that
+    single tokens do not spell belongs to no token.
     """
     ends: list[int] = []
     end = 0
@@ -204,28 +235,46 @@ def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list
 def _marks(ends: Sequence[int], logprobs: Sequence[float]) -> str:
     """Return ShownPart.tokens."""
     marks = []
-    for (start, end), logprob in zip(itertools.pairwise([0, *ends]), logprobs, strict=False):
+    for (start, end), logprob in zip(
+        itertools.pairwise([0, *ends]), logprobs, strict=False
+    ):
         percent = min(99, int(100 * math.exp(logprob)))
         marks.append(f"{chr(48 + end - start)}{percent:02}")
     return "".join(marks)
 
 
-def _mates(group: Group, own: Rollout, advantages: ByRollout, decode: Decode) -> list[Mate]:
+def _mates(
+    group: Group, own: Rollout, advantages: ByRollout, decode: Decode
+) -> list[Mate]:
     """Return `own` and other rollouts of its group, the best first.
 
     Their texts, cut in the middle, are together about as long as that of `own`.
     """
     most = max(MATE_CHARS, sum(branch.num_sampled for branch in own) // 2)
-    others = [rollout for rollout in rollouts_of(group) if rollout[0].sample_index != own[0].sample_index]
+    others = [
+        rollout
+        for rollout in rollouts_of(group)
+        if rollout[0].sample_index != own[0].sample_index
+    ]
     others.sort(key=lambda rollout: rollout[0].reward)
     mates: list[Mate] = []
     for rollout in (own, *others[:: 1 + len(others) // MAX_MATES]):
         last = rollout[-1]
-        text = decode(last.token_ids[last.loss_mask].tolist(), skip_special_tokens=False)
+        text = decode(
+            last.token_ids[last.loss_mask].tolist(), skip_special_tokens=False
+        )
         advantage = advantages.get((group.group_id, last.sample_index))
         num_sampled = sum(branch.num_sampled for branch in rollout)
         reward = round(float(last.reward), 6)
-        mates.append((last.sample_index, reward, advantage, num_sampled, _cut(_middle_cut(text, most))))
+        mates.append(
+            (
+                last.sample_index,
+                reward,
+                advantage,
+                num_sampled,
+                _cut(_middle_cut(text, most)),
+            )
+        )
     return sorted(mates, key=lambda mate: -mate[1])
 
 
@@ -254,7 +303,10 @@ class SampleWriter:
     def resume_at(self, step: int) -> None:
         """Drop lines from `step` on, which is trained again."""
         self._next_step = step
-        for path in (self.run_dir / SAMPLES_FILE, older_of(self.run_dir / SAMPLES_FILE)):
+        for path in (
+            self.run_dir / SAMPLES_FILE,
+            older_of(self.run_dir / SAMPLES_FILE),
+        ):
             if path.exists():
                 cut_steps(path, step - 1)
 
@@ -274,8 +326,16 @@ class SampleWriter:
                 gap=gaps.get((group.group_id, index)),
                 min_version=batch.min_version,
             )
-            name = {"kind": kind, "group_id": int(group.group_id), "sample_index": index}
-            sample = {**name, **text, "advantage": advantages.get((group.group_id, index))}
+            name = {
+                "kind": kind,
+                "group_id": int(group.group_id),
+                "sample_index": index,
+            }
+            sample = {
+                **name,
+                **text,
+                "advantage": advantages.get((group.group_id, index)),
+            }
             sample["group"] = _mates(group, rollout, advantages, decode)
             samples.append(sample)
         return self._append(samples)
@@ -292,7 +352,11 @@ class SampleWriter:
             rollout = failed.seen()
         error = f"{how_failed(failed.num_attempts)}: {failed.failure}"
         text = shown(prompt, rollout, decode, step=self._next_step, error=error)
-        name = {"kind": "failed", "group_id": int(group_id), "sample_index": failed.sample_index}
+        name = {
+            "kind": "failed",
+            "group_id": int(group_id),
+            "sample_index": failed.sample_index,
+        }
         return self._append([name | text])
 
     def _append(self, samples: list[Any]) -> list[ShownRollout]:
@@ -324,20 +388,26 @@ def harmless(text: str) -> str:
 
 
 def headline(sample: ShownRollout) -> str:
-    reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
-    what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
+    reward = (
+        "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
+    )
+    what = (
+        "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
+    )
     gap = sample["logprob_gap"]
     advantage = sample.get("advantage")
     words = [
         f"{what} of step {sample['step']}: {reward}",
         advantage is not None and f"advantage {advantage:+.3g}",
         *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
-        sample["versions"] and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
+        sample["versions"]
+        and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
         sample["staleness"] is not None and f"staleness {sample['staleness']}",
         several(sample["num_sampled"], "token"),
         gap is not None and f"logprob gap {gap:.2g}",
         sample["is_truncated"] and "truncated",
-        sample["num_interruptions"] and several(sample["num_interruptions"], "interruption"),
+        sample["num_interruptions"]
+        and several(sample["num_interruptions"], "interruption"),
         f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}",
     ]
     return harmless(", ".join(str(word) for word in words if word).replace("\n", " "))
@@ -350,7 +420,9 @@ def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
         lines += _block("failed", sample["error"], most)
     if not sample["parts"]:
         for message in sample["messages"]:
-            lines += _block(message.get("role", "?")[:LABEL], message.get("content", ""), most)
+            lines += _block(
+                message.get("role", "?")[:LABEL], message.get("content", ""), most
+            )
     branch = 0
     for part in sample["parts"] if most is None else sample["parts"][-4:]:
         if part["branch"] != branch:
@@ -370,7 +442,9 @@ def _block(label: str, text: str, most: int | None) -> Iterator[str]:
         label = ""
 
 
-def samples_text(samples: Sequence[ShownRollout], run_dir: Path, problems: Sequence[str]) -> str:
+def samples_text(
+    samples: Sequence[ShownRollout], run_dir: Path, problems: Sequence[str]
+) -> str:
     """Raises ConfigError if there are no samples."""
     if not samples:
         raise ConfigError(

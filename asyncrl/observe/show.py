@@ -38,7 +38,14 @@ from asyncrl.observe.run_dir import (
     read_status,
 )
 from asyncrl.observe.run_record import RunRecord, TrainedRecord, read_run
-from asyncrl.observe.samples import NEWEST, Decode, harmless, sample_text, samples_text, shown
+from asyncrl.observe.samples import (
+    NEWEST,
+    Decode,
+    harmless,
+    sample_text,
+    samples_text,
+    shown,
+)
 from asyncrl.observe.verdict import summary_panel, verdict_rows
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -46,7 +53,12 @@ RUNS = Path("runs")
 NUM_REWARDS = 10
 SHOWN_ROWS = 30
 """Last rows of `inspect` tables."""
-_COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
+_COLORS = {
+    "done": "green",
+    "running": "blue",
+    "starting": "blue",
+    "interrupted": "yellow",
+}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
 
@@ -55,7 +67,9 @@ def to_text(*drawn: RenderableType) -> str:
     """Render for the width of the terminal; with colors on a terminal."""
     out = io.StringIO()
     width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
-    Console(file=out, width=width, force_terminal=sys.stdout.isatty(), highlight=False).print(Group(*drawn))
+    Console(
+        file=out, width=width, force_terminal=sys.stdout.isatty(), highlight=False
+    ).print(Group(*drawn))
     return out.getvalue().rstrip("\n")
 
 
@@ -65,14 +79,23 @@ def to_text(*drawn: RenderableType) -> str:
 def find_runs(folder: Path) -> list[Path]:
     """Newest first. Raises ConfigError if there is no such folder."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", way_out="start a run: asyncrl init quickstart.")
-    return sorted((path.parent for path in folder.glob(f"*/{CONFIG_FILE}")), key=_written_s, reverse=True)
+        raise ConfigError(
+            f"there is no folder {folder}",
+            way_out="start a run: asyncrl init quickstart.",
+        )
+    return sorted(
+        (path.parent for path in folder.glob(f"*/{CONFIG_FILE}")),
+        key=_written_s,
+        reverse=True,
+    )
 
 
 def newest_run(folder: Path = RUNS) -> Path:
     """Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
-        raise ConfigError(f"{folder} has no run", way_out="name a RUN_DIR: asyncrl status RUN_DIR.")
+        raise ConfigError(
+            f"{folder} has no run", way_out="name a RUN_DIR: asyncrl status RUN_DIR."
+        )
     return runs[0]
 
 
@@ -94,7 +117,11 @@ def _written_s(run_dir: Path) -> float:
 
 def _run_row(run_dir: Path) -> dict[str, Any]:
     status = read_status(run_dir, [])
-    lines = (line for line in read_metrics(run_dir, [], from_end=True) if "reward/mean" in line)
+    lines = (
+        line
+        for line in read_metrics(run_dir, [], from_end=True)
+        if "reward/mean" in line
+    )
     rewards = [line["reward/mean"] for line in islice(lines, NUM_REWARDS)]
     return {
         "run_dir": str(run_dir),
@@ -112,36 +139,64 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
 def render_status(run_dir: str | Path, *, is_verbose: bool = False) -> str:
     """Describe a run on one screen. Raises ConfigError."""
     files = read_run(run_dir)
-    drawn = [numbers.boxed([row for row in _status_rows(files) if row[1]], str(files.run_dir))]
+    drawn = [
+        numbers.boxed(
+            [row for row in _status_rows(files) if row[1]], str(files.run_dir)
+        )
+    ]
     if is_verbose and files.status:
         details = {**files.status, "waits": "\n".join(_waits(files.status))}
-        texts = ((name, Text(harmless(numbers.plain(value)))) for name, value in details.items())
+        texts = (
+            (name, Text(harmless(numbers.plain(value))))
+            for name, value in details.items()
+        )
         drawn.append(numbers.boxed(texts, STATUS_FILE))
     return to_text(*drawn)
 
 
 def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     steps = files.columns
-    ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
+    ago = (
+        f" {numbers.duration(age_of(files.status))} ago"
+        if files.state in _ENDED
+        else ""
+    )
     why = f": {files.why}" if files.why else ""
-    yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
+    yield (
+        "state",
+        Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why),
+    )
     yield "steps", files.progress
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
         yield "waits", Text("".join(_waits(files.status, QUIET_S)[:1]), style="yellow")
     if files.verdict is not None:
         yield from verdict_rows(files.verdict)
-        yield from metric_rows(steps, numbers.recent(len(steps)), files.config.buffer.max_staleness)
+        yield from metric_rows(
+            steps, numbers.recent(len(steps)), files.config.buffer.max_staleness
+        )
     for lines in numbers.by_evaluation(files.evaluation_lines).values():
-        rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
-        yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
-    yield "warnings", Text(numbers.plain(files.status.get("warnings") or ""), style="yellow")
+        rewards = [
+            line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line
+        ]
+        yield (
+            "eval",
+            Text(
+                f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}"
+            ),
+        )
+    yield (
+        "warnings",
+        Text(numbers.plain(files.status.get("warnings") or ""), style="yellow"),
+    )
     yield "problems", Text("\n".join(files.problems), style="red")
 
 
 def _waits(status: Mapping[str, Any], min_s: float = 0.0) -> list[str]:
     waits = (status.get("waits") or {}).items()
-    return [f"{wait}, since {seconds:.0f} s" for wait, seconds in waits if seconds >= min_s]
+    return [
+        f"{wait}, since {seconds:.0f} s" for wait, seconds in waits if seconds >= min_s
+    ]
 
 
 # ---- inspect
@@ -156,8 +211,8 @@ def render_inspect(
     samples: bool = False,
     kinds: Sequence[str] = (),
 ) -> str:
-    """Describe a run's batches, waste, restarts and resumes, or its `samples`; `step` selects one batch,
-    `group` one group. Raises ConfigError.
+    """Describe a run's batches, waste, restarts and resumes, or its `samples`; `step`
+    selects one batch, `group` one group. Raises ConfigError.
     """
     files = read_run(run_dir)
     if samples or kinds:
@@ -169,9 +224,13 @@ def render_inspect(
             and (not kinds or sample["kind"] in kinds)
         ]
         if as_json:
-            return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": files.problems})
+            return json.dumps(
+                {"run_dir": str(run_dir), "samples": found, "problems": files.problems}
+            )
         is_newest = step is None and group is None
-        return samples_text(found[-NEWEST:] if is_newest else found, files.run_dir, files.problems)
+        return samples_text(
+            found[-NEWEST:] if is_newest else found, files.run_dir, files.problems
+        )
     summary = summarize(files, step, group)
     if as_json:
         return json.dumps(summary, indent=2)
@@ -185,16 +244,23 @@ def render_inspect(
 
 
 def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str, Any]:
-    """Return staleness from the trainer's record, the verdict, and batches; `journal`, `batch` and
-    `story` from the journal. Raises ConfigError for an unknown step or group.
+    """Return staleness from the trainer's record, the verdict, and batches; `journal`,
+    `batch` and `story` from the journal. Raises ConfigError for an unknown step or
+    group.
     """
     record = TrainedRecord(files.run_dir, files.problems)
     batches = [
         batch
         for batch in record.batches.values()
-        if step in (None, batch["step"]) and (group is None or group in batch["group_ids"])
+        if step in (None, batch["step"])
+        and (group is None or group in batch["group_ids"])
     ]
-    stories = read_journal(files.run_dir, files.problems, partial(_stories, files, step, group)) or {}
+    stories = (
+        read_journal(
+            files.run_dir, files.problems, partial(_stories, files, step, group)
+        )
+        or {}
+    )
     is_whole = step is None and group is None
     if not batches and not stories and not is_whole:
         what = f"step {step}" if group is None else f"group {group}"
@@ -220,13 +286,18 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     if not is_whole:
         summary["trajectories"] = record.trajectories(step, group)
     if step is not None:
-        metrics = (line for line in read_metrics(files.run_dir, []) if line["step"] == step)
+        metrics = (
+            line for line in read_metrics(files.run_dir, []) if line["step"] == step
+        )
         summary["metrics"] = next(metrics, None)
     return summary
 
 
 def _stories(
-    files: RunRecord, step: int | None, group: int | None, connection: sqlite3.Connection
+    files: RunRecord,
+    step: int | None,
+    group: int | None,
+    connection: sqlite3.Connection,
 ) -> dict[str, Any]:
     stories: dict[str, Any] = {}
     if group is not None:
@@ -235,12 +306,16 @@ def _stories(
         stories["batch"] = batch_story(connection, step - 1)
     if not stories:
         stories["journal"] = run_story(connection)
-        masked = files.columns.total("tokens/sampled") - files.columns.total("tokens/trained")
+        masked = files.columns.total("tokens/sampled") - files.columns.total(
+            "tokens/trained"
+        )
         stories["journal"]["wasted_tokens"]["masked"] = int(masked)
     return {name: story for name, story in stories.items() if story is not None}
 
 
-def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
+def _group_story(
+    connection: sqlite3.Connection, group_id: int, files: RunRecord
+) -> dict[str, Any] | None:
     """Return a group with its rollouts in the form of samples."""
     if (story := group_story(connection, group_id)) is None:
         return None
@@ -248,7 +323,11 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
     decode = _decoder(files)
     step = (story["start_version"] if story["batch"] is None else story["batch"]) + 1
     story["running"] = [
-        {"sample_index": index, "attempt": attempt, "num_sampled": begun.tokens.num_sampled}
+        {
+            "sample_index": index,
+            "attempt": attempt,
+            "num_sampled": begun.tokens.num_sampled,
+        }
         for index, (attempt, begun) in partials_of(connection, group_id).items()
     ]
     story["failures"] = [
@@ -258,7 +337,12 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
     story["rollouts"] = [
         {
             **shown(prompt, rollout, decode, step=step, min_version=0),
-            **{"kind": "finished", "group_id": group_id, "sample_index": index, "staleness": None},
+            **{
+                "kind": "finished",
+                "group_id": group_id,
+                "sample_index": index,
+                "staleness": None,
+            },
         }
         for index, rollout in rollouts_of(connection, group_id).items()
     ]
@@ -266,7 +350,9 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
 
 
 def _decoder(files: RunRecord) -> Decode:
-    """Without a tokenizer.json, text is the token ids. Other formats would import torch."""
+    """Without a tokenizer.json, text is the token ids. Other formats would import
+    torch.
+    """
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []
@@ -279,8 +365,12 @@ def _decoder(files: RunRecord) -> Decode:
 
 def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Draw values and mappings as grids, and each list as a table of its last rows."""
-    simple = [(_title(name), value) for name, value in summary.items() if not _is_table(value)]
-    yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
+    simple = [
+        (_title(name), value) for name, value in summary.items() if not _is_table(value)
+    ]
+    yield numbers.grid(
+        (name, Text(harmless(numbers.plain(value)))) for name, value in simple
+    )
     for name, value in summary.items():
         if not _is_table(value):
             continue
@@ -301,16 +391,23 @@ def _title(name: object) -> str:
 
 def _is_table(value: Any) -> bool:
     return bool(value) and (
-        isinstance(value, Mapping) or (isinstance(value, list) and isinstance(value[0], Mapping))
+        isinstance(value, Mapping)
+        or (isinstance(value, list) and isinstance(value[0], Mapping))
     )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_DRAWN)
+    names = dict.fromkeys(
+        name for row in rows for name in row if name not in _NOT_DRAWN
+    )
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:
-        is_text = any(not isinstance(row.get(name, 0), int | float | None) for row in rows)
-        table.add_column(_title(name), justify="left" if is_text else "right", overflow="fold")
+        is_text = any(
+            not isinstance(row.get(name, 0), int | float | None) for row in rows
+        )
+        table.add_column(
+            _title(name), justify="left" if is_text else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
     return table

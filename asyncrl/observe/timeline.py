@@ -1,7 +1,8 @@
-"""timeline.jsonl: spans of all processes, for the page and, as trace.json, for Perfetto.
+"""timeline.jsonl: spans of all processes, for the page and, as trace.json, for
+Perfetto.
 
-A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch;
-`number` is the batch or policy_version, or -1.
+A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in
+seconds since the epoch; `number` is the batch or policy_version, or -1.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan
-from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_bounded, read_bounded, read_journal
+from asyncrl.observe.run_dir import (
+    TIMELINE_FILE,
+    TRACE_FILE,
+    append_bounded,
+    read_bounded,
+    read_journal,
+)
 from asyncrl.observe.run_numbers import several
 
 MAX_BYTES = 2**20
 """A larger timeline.jsonl replaces timeline.1.jsonl."""
 CODE_FILE = "code.json"
-"""Written by tasks/sources.py: the code of each start, and `changed` files from `step` on."""
+"""Written by tasks/sources.py: the code of each start, and `changed` files from `step`
+on.
+"""
 MAX_ROWS = 10_000
 """Rows kept in memory before open(), or when the file cannot be written."""
 KINDS = {
@@ -52,8 +61,23 @@ KINDS = {
     "start": "processes start and load the model",
     "down": "a process was lost and is being replaced",
 }
-_OF_VERSION = ("export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation")
-_ORDER = {"trainer": 0, "weight sync": 1, "handovers": 3, "checkpoints": 4, "evaluations": 5, "restarts": 6}
+_OF_VERSION = (
+    "export",
+    "prepare",
+    "chunks",
+    "commit",
+    "pause",
+    "checkpoint",
+    "evaluation",
+)
+_ORDER = {
+    "trainer": 0,
+    "weight sync": 1,
+    "handovers": 3,
+    "checkpoints": 4,
+    "evaluations": 5,
+    "restarts": 6,
+}
 """Lanes from the top; engines are 2."""
 
 Mark = tuple[int, str]
@@ -85,7 +109,9 @@ _ROW = TypeAdapter(Row)
 
 
 class TimelineWriter:
-    """Writes the timeline. Rows are kept until open(). An OSError is logged and ends no run."""
+    """Writes the timeline. Rows are kept until open(). An OSError is logged and ends no
+    run.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
@@ -99,7 +125,8 @@ class TimelineWriter:
 
     def note(self, span: TimedSpan) -> None:
         at_s = round(span.start_s + self._offset_s, 6)
-        text = span.text.encode(errors="replace").decode()  # JSON has no lone surrogates
+        # JSON has no lone surrogates
+        text = span.text.encode(errors="replace").decode()
         seconds = round(span.end_s - span.start_s, 6)
         self._rows.append(Row(span.lane, span.kind, at_s, seconds, span.number, text))
 
@@ -116,28 +143,39 @@ class TimelineWriter:
 
 def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
     """Return the rows of known kinds, in the order of their ends."""
-    return [row for row in read_bounded(run_dir / TIMELINE_FILE, problems, _ROW) if row.kind in KINDS]
+    return [
+        row
+        for row in read_bounded(run_dir / TIMELINE_FILE, problems, _ROW)
+        if row.kind in KINDS
+    ]
 
 
 def read_marks(run_dir: Path) -> list[Mark]:
     """Return resumes and lost processes of the journal, and changed sources, by step."""
     marks = read_journal(run_dir, [], _marks_of) or []
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # no such file, or a damaged one
+    # no such file, or a damaged one
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for record in json.loads((run_dir / CODE_FILE).read_bytes()):
             if changed := record["changed"]:
-                marks.append((record["step"] - 1, f"code changed: {', '.join(changed)}"))
+                marks.append(
+                    (record["step"] - 1, f"code changed: {', '.join(changed)}")
+                )
     return sorted(marks)
 
 
 def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
     marks: list[Mark] = []
-    for at_s, what, detail in connection.execute("SELECT s, what, detail FROM events ORDER BY id"):
+    for at_s, what, detail in connection.execute(
+        "SELECT s, what, detail FROM events ORDER BY id"
+    ):
         about = json.loads(detail)
         query = "SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= ?"
         (num_taken,) = connection.execute(query, (at_s,)).fetchone()
         if what == "restored":
             num_again = num_taken - about["version"]
-            again = f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
+            again = (
+                f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
+            )
             marks.append((max(num_taken, about["version"]), f"resumed{again}"))
         elif what.endswith(" lost"):
             why = str(about.get("why")).partition("; the end of its log")[0]
@@ -147,12 +185,15 @@ def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
 
 def _lanes_of(rows: Iterable[Row]) -> list[str]:
     """Sort lanes from the top; engine-2 before engine-10."""
-    return sorted({row.lane for row in rows}, key=lambda lane: (_ORDER.get(lane, 2), len(lane), lane))
+    return sorted(
+        {row.lane for row in rows},
+        key=lambda lane: (_ORDER.get(lane, 2), len(lane), lane),
+    )
 
 
 def timeline_view(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return `spans` as [lane, kind, start, end, text] for the page, with indices into `lanes` and `kinds`,
-    and times in seconds since the first start.
+    """Return `spans` as [lane, kind, start, end, text] for the page, with indices into
+    `lanes` and `kinds`, and times in seconds since the first start.
     """
     start_s = min((row.start_s for row in rows), default=0.0)
     lanes = _lanes_of(rows)
@@ -161,7 +202,9 @@ def timeline_view(rows: Sequence[Row]) -> dict[str, Any]:
     for row in sorted(rows, key=lambda row: row.start_s):
         begin_s = round(row.start_s - start_s, 4)
         end_s = round(row.end_s - start_s, 4)
-        spans.append([lanes.index(row.lane), kinds.index(row.kind), begin_s, end_s, row.title])
+        spans.append(
+            [lanes.index(row.lane), kinds.index(row.kind), begin_s, end_s, row.title]
+        )
     meanings = [{"name": name, "meaning": meaning} for name, meaning in KINDS.items()]
     return {"lanes": lanes, "kinds": meanings, "spans": spans}
 
@@ -174,14 +217,29 @@ def write_trace(run_dir: Path) -> Path:
 
 
 def trace_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return Chrome's Trace Event Format: a process per lane, whose async events may overlap."""
+    """Return Chrome's Trace Event Format: a process per lane, whose async events may
+    overlap.
+    """
     lanes = _lanes_of(rows)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": lane}}
         for pid, lane in enumerate(lanes)
     ]
     for number, row in enumerate(rows):
-        span = {"name": row.kind, "cat": row.lane, "id": number, "pid": lanes.index(row.lane), "tid": 0}
-        events.append({**span, "ph": "b", "ts": round(1e6 * row.start_s), "args": {"text": row.title}})
+        span = {
+            "name": row.kind,
+            "cat": row.lane,
+            "id": number,
+            "pid": lanes.index(row.lane),
+            "tid": 0,
+        }
+        events.append(
+            {
+                **span,
+                "ph": "b",
+                "ts": round(1e6 * row.start_s),
+                "args": {"text": row.title},
+            }
+        )
         events.append({**span, "ph": "e", "ts": round(1e6 * row.end_s)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,5 +1,5 @@
-"""Trackers of a run: interface, the calling thread, and clients of TensorBoard, Weights & Biases, MLflow and
-Trackio, each imported when it starts.
+"""Trackers of a run: interface, the calling thread, and clients of TensorBoard, Weights
+& Biases, MLflow and Trackio, each imported when it starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ MAX_WAITING = 256
 SOON_S = 1.0
 """Seconds until the console names trackers that are still sending."""
 LEFT: list[str] = []
-"""Trackers whose clients may block the process's exit, so that the command exits at once."""
+"""Trackers whose clients may block the process's exit, so that the command exits at
+once.
+"""
 MAX_CHARS = 2000
 RUN_TAG = "asyncrl.run_id"
 SENT_FILE = "trackers.json"
@@ -40,7 +42,9 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`: from any thread."""
+    """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`:
+    from any thread.
+    """
 
     run_dir: Path
     name: str
@@ -52,8 +56,8 @@ class TrackedRun:
 class Tracker:
     """Base class of trackers.
 
-    start() -> step(), evaluation(), samples(), weights() in any order -> close(), all from one thread. A
-    tracker that raises is turned off with a warning.
+    start() -> step(), evaluation(), samples(), weights() in any order -> close(), all
+    from one thread. A tracker that raises is turned off with a warning.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -85,8 +89,8 @@ CALLBACKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Callbacks:
-    """Functions given to asyncrl.run, by name. An exception ends the run as CallbackError. Raises ConfigError
-    for a coroutine function or for other parameters.
+    """Functions given to asyncrl.run, by name. An exception ends the run as
+    CallbackError. Raises ConfigError for a coroutine function or for other parameters.
     """
 
     def __init__(self, functions: Mapping[str, Callable[..., None] | None]) -> None:
@@ -95,21 +99,33 @@ class Callbacks:
             if (function := functions.get(name)) is None:
                 continue
             usage = f"{name}({', '.join(parameters)})"
-            check_call(function, parameters, {}, said=f"{name} of asyncrl.run", usage=usage)
+            check_call(
+                function, parameters, {}, said=f"{name} of asyncrl.run", usage=usage
+            )
             if inspect.iscoroutinefunction(function):
                 what = f"{name} of asyncrl.run is a coroutine function"
-                raise ConfigError(what, rule=f"it is called as {usage}", way_out="give a plain function.")
+                raise ConfigError(
+                    what,
+                    rule=f"it is called as {usage}",
+                    way_out="give a plain function.",
+                )
 
     def tell(self, method: str, *arguments: Any) -> None:
         name, _ = CALLBACKS.get(method, ("", ()))
         if (function := self._functions.get(name)) is None:
             return
         try:
-            for call in [(sample,) for sample in arguments[1]] if method == "samples" else [arguments]:
+            for call in (
+                [(sample,) for sample in arguments[1]]
+                if method == "samples"
+                else [arguments]
+            ):
                 function(*call)
         except Exception as error:
             what = f"{name} of asyncrl.run raised {type(error).__name__}: {error}"
-            failure = CallbackError(what, way_out="fix the callback, then resume with the same run_dir.")
+            failure = CallbackError(
+                what, way_out="fix the callback, then resume with the same run_dir."
+            )
             failure.error = error
             raise failure from error
 
@@ -118,17 +134,21 @@ class Callbacks:
 
 
 def check_trackers(observe: ObserveConfig) -> None:
-    """Raise ConfigError for a missing client or an unusable user's class; ModuleNotFoundError for a
-    client of the extra `train`.
+    """Raise ConfigError for a missing client or an unusable user's class;
+    ModuleNotFoundError for a client of the extra `train`.
     """
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
         usage = "Tracker(**observe.tracker_args[name])"
-        check_call(class_of(name), (), args, said=f"observe.trackers={name}", usage=usage)
+        check_call(
+            class_of(name), (), args, said=f"observe.trackers={name}", usage=usage
+        )
         if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
-            what = f"observe.trackers has {name}, and the package {name} is not installed"
+            what = (
+                f"observe.trackers has {name}, and the package {name} is not installed"
+            )
             raise ConfigError(what, way_out=f"{install_extra(name)}; or leave it out.")
 
 
@@ -143,14 +163,18 @@ def class_of(name: str) -> Callable[..., Tracker]:
 class Background:
     """Calls trackers in one daemon thread, so that no client delays or ends the run.
 
-    Life: made -> start() -> tell() -> tell("close", state) -> wait_closed(). Only `callbacks` are called
-        directly, and may raise.
+    Life: made -> start() -> tell() -> tell("close", state) -> wait_closed(). Only
+        `callbacks` are called directly, and may raise.
 
-    SENT_FILE has the last number of each method, so that no number repeats after a resume.
+    SENT_FILE has the last number of each method, so that no number repeats after a
+    resume.
     """
 
     def __init__(
-        self, observe: ObserveConfig, warn: Callable[[str], None], callbacks: Callbacks | None = None
+        self,
+        observe: ObserveConfig,
+        warn: Callable[[str], None],
+        callbacks: Callbacks | None = None,
     ) -> None:
         """`warn` may be called from the thread."""
         self._observe = observe
@@ -162,7 +186,9 @@ class Background:
         self.num_dropped = 0
 
     def start(self, run: TrackedRun) -> None:
-        self._thread = threading.Thread(target=self._work, args=(run,), name="trackers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(run,), name="trackers", daemon=True
+        )
         self._thread.start()
 
     def tell(self, method: str, *arguments: Any) -> None:
@@ -176,7 +202,9 @@ class Background:
                 self._calls.get_nowait()
             if self.num_dropped == 0:
                 slow = f"slow trackers ({', '.join(self._live)})"
-                self._warn(f"{slow}: dropping the oldest of {MAX_WAITING} calls; metrics.jsonl has all steps")
+                self._warn(
+                    f"{slow}: dropping the oldest of {MAX_WAITING} calls; metrics.jsonl has all steps"
+                )
             self.num_dropped += 1
         self._calls.put((method, arguments))
 
@@ -187,12 +215,16 @@ class Background:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join, SOON_S)
             if thread.is_alive():
-                say(f"waiting up to {limit_s:g} s for {', '.join(self._live)} (Ctrl-C: stop waiting)")
+                say(
+                    f"waiting up to {limit_s:g} s for {', '.join(self._live)} (Ctrl-C: stop waiting)"
+                )
                 await asyncio.to_thread(thread.join, limit_s - SOON_S)
         finally:
             if thread.is_alive():
                 LEFT.extend(self._live)
-                self._warn(f"trackers not done within {limit_s:g} s: {', '.join(self._live)}")
+                self._warn(
+                    f"trackers not done within {limit_s:g} s: {', '.join(self._live)}"
+                )
 
     def _work(self, run: TrackedRun) -> None:
         path = run.run_dir / SENT_FILE
@@ -219,7 +251,8 @@ class Background:
         """Turn the tracker off if it raises."""
         try:
             yield
-        except BaseException as error:  # a client's or the user's own, SystemExit included
+        except BaseException as error:
+            # a client's or the user's own, SystemExit included
             self._live.pop(name, None)
             LEFT.append(name)
             raised = f"{method}() raised {type(error).__name__}: {error!s:.500}"
@@ -230,7 +263,16 @@ class Background:
 
 
 COLUMNS = (
-    *("step", "kind", "group_id", "sample_index", "prompt", "completion", "reward", "staleness"),
+    *(
+        "step",
+        "kind",
+        "group_id",
+        "sample_index",
+        "prompt",
+        "completion",
+        "reward",
+        "staleness",
+    ),
     *("logprob_gap", "is_truncated", "num_interruptions", "error"),
 )
 
@@ -239,9 +281,16 @@ def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
     """Return `columns`, and in `data` a row per sample."""
     rows = []
     for sample in samples:
-        messages = [f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]]
+        messages = [
+            f"{message.get('role')}: {message.get('content')}"
+            for message in sample["messages"]
+        ]
         completion = [part["text"] for part in sample["parts"] if part["is_sampled"]]
-        shown = {**sample, "prompt": "\n".join(messages), "completion": "\n\n".join(completion)}
+        shown = {
+            **sample,
+            "prompt": "\n".join(messages),
+            "completion": "\n\n".join(completion),
+        }
         rows.append([shown[name] for name in COLUMNS])
     return {"columns": [*COLUMNS], "data": rows}
 
@@ -266,16 +315,26 @@ class TensorBoard(_ByStep):
     def step(self, step: int, metrics: Metrics) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+        ]
         self._add(Summary(value=values), step)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Add about a hundred texts per power of ten; indented, so that Markdown shows them verbatim."""
+        """Add about a hundred texts per power of ten; indented, so that Markdown shows
+        them verbatim.
+        """
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         if step % 10 ** max(0, len(str(step)) - 2) == 0:
-            texts = "\n\n".join(sample_text(sample, most=MAX_CHARS) for sample in samples)
-            self._add(text_pb("samples", textwrap.indent(texts, "    ", lambda line: True)), step)
+            texts = "\n\n".join(
+                sample_text(sample, most=MAX_CHARS) for sample in samples
+            )
+            self._add(
+                text_pb("samples", textwrap.indent(texts, "    ", lambda line: True)),
+                step,
+            )
 
     def close(self, state: str) -> None:
         self._writer.close()
@@ -305,7 +364,9 @@ class Wandb(Tracker):
         mode: Any = self.mode or wandb.setup().settings.mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             upload = f"upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`"
-            run.warn(f"wandb is offline without a key (`wandb login`, or WANDB_API_KEY); {upload}")
+            run.warn(
+                f"wandb is offline without a key (`wandb login`, or WANDB_API_KEY); {upload}"
+            )
             mode = "offline"
         self._run = wandb.init(
             project=self.project,
@@ -342,7 +403,9 @@ class Wandb(Tracker):
 
 @dataclass
 class Mlflow(_ByStep):
-    """MLflow: metrics by step, evaluations by policy_version, and samples as a table artifact per step."""
+    """MLflow: metrics by step, evaluations by policy_version, and samples as a table
+    artifact per step.
+    """
 
     uri: str | None = None
     """Tracking server or database; None: MLFLOW_TRACKING_URI, else ./mlflow.db."""
@@ -355,7 +418,9 @@ class Mlflow(_ByStep):
         if self.uri is not None:
             mlflow.set_tracking_uri(self.uri)
         mlflow.set_experiment(self.experiment)
-        found = mlflow.search_runs(filter_string=f"tags.`{RUN_TAG}` = '{run.run_id}'", output_format="list")
+        found = mlflow.search_runs(
+            filter_string=f"tags.`{RUN_TAG}` = '{run.run_id}'", output_format="list"
+        )
         run_id = found[0].info.run_id if found else None
         mlflow.start_run(run_id, run_name=run.name, tags={RUN_TAG: run.run_id})
         if not found:  # a param cannot change
@@ -365,7 +430,10 @@ class Mlflow(_ByStep):
     def step(self, step: int, metrics: Metrics) -> None:
         import mlflow
 
-        accepted = {re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name): value for name, value in metrics.items()}
+        accepted = {
+            re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name): value
+            for name, value in metrics.items()
+        }
         mlflow.log_metrics(accepted, step=step)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
@@ -376,7 +444,9 @@ class Mlflow(_ByStep):
     def close(self, state: str) -> None:
         import mlflow
 
-        mlflow.end_run({"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[state])
+        mlflow.end_run(
+            {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[state]
+        )
 
 
 @dataclass
@@ -385,14 +455,19 @@ class Trackio(_ByStep):
 
     project: str = "asyncrl"
     space_id: str | None = None
-    """A Hugging Face Space such as user/name; None: this machine, or TRACKIO_SPACE_ID."""
+    """A Hugging Face Space such as user/name; None: this machine, or TRACKIO_SPACE_ID.
+    """
     _run: Any = field(init=False)
 
     def start(self, run: TrackedRun) -> None:
         import trackio
 
         name = f"{run.name}-{run.run_id[:8]}"
-        more: dict[str, Any] = {"config": dict(run.config), "resume": "allow", "embed": False}
+        more: dict[str, Any] = {
+            "config": dict(run.config),
+            "resume": "allow",
+            "embed": False,
+        }
         self._run = trackio.init(self.project, name, space_id=self.space_id, **more)
 
     def step(self, step: int, metrics: Metrics) -> None:

@@ -16,7 +16,13 @@ from rich.text import Text
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.pace import Pace
-from asyncrl.observe.run_numbers import Steps, recent, several, standard_error, time_shares
+from asyncrl.observe.run_numbers import (
+    Steps,
+    recent,
+    several,
+    standard_error,
+    time_shares,
+)
 from asyncrl.observe.timeline import Mark
 from asyncrl.trainer.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
 
@@ -31,9 +37,10 @@ SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: recent mean
-    (run_numbers.recent), with standard error `noise`; `best`: highest such mean, ending at `best_step`;
-    `margin`: smaller changes are noise; `step_noise`: standard deviation of a step around the trend.
+    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`:
+    recent mean (run_numbers.recent), with standard error `noise`; `best`: highest such
+    mean, ending at `best_step`; `margin`: smaller changes are noise; `step_noise`:
+    standard deviation of a step around the trend.
     """
 
     first: float
@@ -47,7 +54,10 @@ class Reward:
     @property
     def was_lost(self) -> bool:
         """True if more than half of a rise is gone."""
-        return self.best - self.first > 2 * self.margin and self.last < (self.best + self.first) / 2
+        return (
+            self.best - self.first > 2 * self.margin
+            and self.last < (self.best + self.first) / 2
+        )
 
     @property
     def has_risen(self) -> bool:
@@ -62,9 +72,10 @@ class Reward:
 class Verdict:
     """Judgment of a run, in whole sentences.
 
-    `headline`: did it learn? If not, the likeliest reasons. `health`: problems. `speed`: bottleneck, losses,
-    and in a healthy run the setting to change. `bottleneck`: training, generation, stragglers, publishing,
-    handovers, other or unknown.
+    `headline`: did it learn? If not, the likeliest reasons. `health`: problems.
+    `speed`: bottleneck, losses, and in a healthy run the setting to change.
+    `bottleneck`: training, generation, stragglers, publishing, handovers, other or
+    unknown.
     """
 
     num_steps: int
@@ -77,7 +88,9 @@ class Verdict:
     bottleneck: str
 
 
-def judge(steps: Steps, config: RunConfig, run_dir: Path, *, has_failed: bool = False) -> Verdict:
+def judge(
+    steps: Steps, config: RunConfig, run_dir: Path, *, has_failed: bool = False
+) -> Verdict:
     """The run has at least one step."""
     pace = Pace(steps, config, time_shares(steps.total))
     reward = _reward_of(steps)
@@ -91,7 +104,11 @@ def judge(steps: Steps, config: RunConfig, run_dir: Path, *, has_failed: bool = 
         wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
         headline=_headline(reward, steps, config, findings),
         health=tuple(map(str, findings)),
-        speed=tuple(pace.sentences(has_cures=not has_failed and not any(one.is_alarm for one in findings))),
+        speed=tuple(
+            pace.sentences(
+                has_cures=not has_failed and not any(one.is_alarm for one in findings)
+            )
+        ),
         reward=reward,
         shares=pace.shares,
         bottleneck=pace.bottleneck,
@@ -125,7 +142,9 @@ def _reward_of(steps: Steps) -> Reward | None:
     )
 
 
-def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
+def _headline(
+    reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]
+) -> str:
     if reward is None:
         return "No step has a reward yet."
     first = f"{reward.first:.3f}"
@@ -136,7 +155,11 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
         return f"Learned: reward rose from {first} to {last}."
     is_certain = any(finding.is_certain for finding in findings)
     reasons = [finding.clause for finding in findings]
-    reasons += [*_reasons(reward, steps, config)] if is_certain or num >= MIN_STEPS_REASONS else []
+    reasons += (
+        [*_reasons(reward, steps, config)]
+        if is_certain or num >= MIN_STEPS_REASONS
+        else []
+    )
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}." if reasons else ""
     if is_certain or num >= MIN_STEPS:
         if reward.was_lost:
@@ -163,7 +186,9 @@ def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
 
 
 class _Finding(NamedTuple):
-    """`is_certain`: nothing can be learned while it lasts. `is_alarm`: advice on speed would be premature."""
+    """`is_certain`: nothing can be learned while it lasts. `is_alarm`: advice on speed
+    would be premature.
+    """
 
     clause: str
     advice: str
@@ -174,7 +199,9 @@ class _Finding(NamedTuple):
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _gradient_findings(steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool) -> Iterator[_Finding]:
+def _gradient_findings(
+    steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool
+) -> Iterator[_Finding]:
     """Find steps that cannot move the weights, most serious first."""
     part = recent(len(steps))
     means = steps.values("reward/mean")
@@ -183,36 +210,57 @@ def _gradient_findings(steps: Steps, config: RunConfig, run_dir: Path, has_risen
     has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
     entropies = steps.values("policy/entropy")
     last = set(entropies[part])
-    if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
+    if (
+        not has_gradient
+        and not has_risen
+        and len(last) == 1
+        and entropies[0] not in last
+    ):
         clause = f"the model is probably destroyed by trainer.learning_rate={config.trainer.learning_rate:g}"
         clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
-        yield _Finding(clause, "start again with a lower one", is_certain=True, is_alarm=True)
+        yield _Finding(
+            clause, "start again with a lower one", is_certain=True, is_alarm=True
+        )
     if is_constant:
-        clause = f"every answer earned {means[0]:.3g}, so no answer was better than another"
+        clause = (
+            f"every answer earned {means[0]:.3g}, so no answer was better than another"
+        )
         advice = f"check the reward function on a right answer, and read {_samples_of(run_dir)}"
         yield _Finding(clause, advice, is_certain=True, is_alarm=True)
     elif equal >= 0.8 and not has_risen:
         clause = f"in {equal:.0%} of the groups all answers earned the same reward"
-        yield _Finding(clause, "such groups teach nothing; use prompts neither too hard nor too easy")
+        yield _Finding(
+            clause,
+            "such groups teach nothing; use prompts neither too hard nor too easy",
+        )
     if not has_gradient and not is_constant and equal < 1:
         both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
         moved = [step for step, gradient in both if gradient != 0]
         clause = f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ"
-        yield _Finding(clause, "no step since then has changed the weights", is_certain=True, is_alarm=True)
+        yield _Finding(
+            clause,
+            "no step since then has changed the weights",
+            is_certain=True,
+            is_alarm=True,
+        )
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
     if skipped := [step for step, num in both if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
         where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
         clause = f"{num} skipped because loss or gradient was not finite ({where})"
         advice = f"{NOT_FINITE_ADVICE}; {run_dir / 'logs/trainer-0.log'} has the values"
-        yield _Finding(clause, advice, is_certain=len(skipped) == len(steps), is_alarm=True)
+        yield _Finding(
+            clause, advice, is_certain=len(skipped) == len(steps), is_alarm=True
+        )
 
 
 def _samples_of(run_dir: Path) -> str:
     return f"its samples (asyncrl inspect {shlex.quote(str(run_dir))} --samples)"
 
 
-def _answer_findings(steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool) -> Iterator[_Finding]:
+def _answer_findings(
+    steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool
+) -> Iterator[_Finding]:
     part = recent(len(steps))
 
     def mean(name: str) -> float:
@@ -224,18 +272,32 @@ def _answer_findings(steps: Steps, config: RunConfig, run_dir: Path, has_risen: 
             limit += " of a call, or a limit of the conversation"
         clause = f"{truncated:.0%} of the answers were cut off at a limit ({limit})"
         advice = "raise the limit, or have the reward punish answers that do not end"
-        is_alarm = truncated >= ALL and not config.generator.is_harness  # an agent continues after a cut call
+        # an agent continues after a cut call
+        is_alarm = truncated >= ALL and not config.generator.is_harness
         yield _Finding(clause, advice, is_alarm=is_alarm)
     elif (unfinished := mean("sample/unfinished_fraction")) > 0.5:
-        yield _Finding(f"{unfinished:.0%} of the answers do not end", "have the reward punish such answers")
+        yield _Finding(
+            f"{unfinished:.0%} of the answers do not end",
+            "have the reward punish such answers",
+        )
     if (special := mean("sample/special_fraction")) > 0.05:
-        clause = f"{special:.0%} of the answers contain special tokens such as <|system|>"
-        yield _Finding(clause, f"the reward may have a hole; read {_samples_of(run_dir)}")
+        clause = (
+            f"{special:.0%} of the answers contain special tokens such as <|system|>"
+        )
+        yield _Finding(
+            clause, f"the reward may have a hole; read {_samples_of(run_dir)}"
+        )
     entropies = steps.values("policy/entropy")
     first = fmean(entropies[:5] or [0.0])
-    if len(entropies) >= MIN_STEPS and not has_risen and (last := fmean(entropies[part])) < 0.02 * first:
+    if (
+        len(entropies) >= MIN_STEPS
+        and not has_risen
+        and (last := fmean(entropies[part])) < 0.02 * first
+    ):
         clause = f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time"
-        yield _Finding(clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient")
+        yield _Finding(
+            clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient"
+        )
     if (gap := mean("policy/logprob_gap_mean")) > GAP_WARNING:
         clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
         yield _Finding(clause, "check model.dtype and the engine's version")
@@ -249,16 +311,27 @@ def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     pace = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}"
     steps = f"{pace}, {verdict.wall_s / verdict.num_steps:.2f} s each"
     time = numbers.shares_text(verdict.shares)
-    return numbers.boxed([*verdict_rows(verdict), ("steps", steps), ("time", time)], title)
+    return numbers.boxed(
+        [*verdict_rows(verdict), ("steps", steps), ("time", time)], title
+    )
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
-    health = Text("\n".join(verdict.health) or "nothing unusual", "red" if verdict.health else "green")
+    health = Text(
+        "\n".join(verdict.health) or "nothing unusual",
+        "red" if verdict.health else "green",
+    )
     speed = Text("\n".join(verdict.speed))
-    return [("learning", Text(verdict.headline, "bold")), ("health", health), ("speed", speed)]
+    return [
+        ("learning", Text(verdict.headline, "bold")),
+        ("health", health),
+        ("speed", speed),
+    ]
 
 
-def write_reward_plot(path: Path, steps: Steps, *, title: str, marks: Sequence[Mark] = ()) -> None:
+def write_reward_plot(
+    path: Path, steps: Steps, *, title: str, marks: Sequence[Mark] = ()
+) -> None:
     """Plot reward/mean, its running mean, and a dotted line at each mark."""
     from matplotlib.figure import Figure
 
@@ -267,10 +340,15 @@ def write_reward_plot(path: Path, steps: Steps, *, title: str, marks: Sequence[M
     means: list[Any] = [steps.mean("reward/mean", part) for part in parts]
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot(steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step")
-    axes.plot(steps.column("step"), means, label=f"mean of the last {several(window, 'step')}")
+    axes.plot(
+        steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step"
+    )
+    axes.plot(
+        steps.column("step"), means, label=f"mean of the last {several(window, 'step')}"
+    )
     for step, text in marks[-6:]:  # more would hide the curve
-        what = text.partition(":")[0]  # our own words: a dollar sign would begin a formula
+        # our own words: a dollar sign would begin a formula
+        what = text.partition(":")[0]
         axes.axvline(step, color="gray", linestyle=":", label=f"step {step}: {what}")
     axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
     axes.legend()

@@ -27,8 +27,8 @@ MAX_BLOCKED_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """`marks`: counters; any change is progress. `oldest`: (rollout, seconds since its start), oldest
-    first. `is_starting`: a process is restarting, within its own limits.
+    """`marks`: counters; any change is progress. `oldest`: (rollout, seconds since its
+    start), oldest first. `is_starting`: a process is restarting, within its own limits.
     """
 
     marks: Mapping[str, float]
@@ -38,14 +38,16 @@ class Reported:
 
 @dataclass
 class Watchdog:
-    """Watches a run and reports once nothing has moved for watchdog_s, then after twice that, four times...
+    """Watches a run and reports once nothing has moved for watchdog_s, then after twice
+    that, four times...
 
-    Waits: run() sleeps until a report would be due; the status calls look() each second.
-    Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn, restart the
-        engines, or end the run with a ComponentError.
+    Waits: run() sleeps until a report would be due; the status calls look() each
+    second. Acts: reports to `tell`, to the log with all stacks, and to `note`; then
+    on_stuck: warn, restart the engines, or end the run with a ComponentError.
 
-    A daemon thread reports what blocks the loop itself, such as an async reward with plain code in it. Code
-    that also keeps Python's global lock is in the stacks that faulthandler's timer writes into `log_path`.
+    A daemon thread reports what blocks the loop itself, such as an async reward with
+    plain code in it. Code that also keeps Python's global lock is in the stacks that
+    faulthandler's timer writes into `log_path`.
     """
 
     settings: SupervisionConfig
@@ -54,7 +56,9 @@ class Watchdog:
     tell: Callable[[str], None]
     way_out: str
     ask_children: Callable[[], Awaitable[Mapping[str, bool]]]
-    """Makes each child dump its stacks. Returns a sentence about each, and whether it is well."""
+    """Makes each child dump its stacks. Returns a sentence about each, and whether it
+    is well.
+    """
     restart: Callable[[], Awaitable[None]]
     note: Callable[[str, Mapping[str, Any]], None]
 
@@ -68,7 +72,9 @@ class Watchdog:
         self._delay_s = self.settings.watchdog_s
 
     def look(self) -> dict[str, float]:
-        """Notice progress. Return the loop's waits as sentences with their seconds, oldest first."""
+        """Notice progress. Return the loop's waits as sentences with their seconds,
+        oldest first.
+        """
         reported = self.report()
         if reported.marks != self._marks or reported.is_starting:
             self._marks = dict(reported.marks)
@@ -83,7 +89,9 @@ class Watchdog:
     async def run(self) -> None:
         """Raises ComponentError if nothing moves and on_stuck is fail."""
         here = (asyncio.get_running_loop(), threading.get_ident())
-        threading.Thread(target=self._watch_loop, args=here, name="loop watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch_loop, args=here, name="loop watch", daemon=True
+        ).start()
         with self.log_path.open("a", encoding="utf-8") as file:
             try:
                 while True:
@@ -91,7 +99,8 @@ class Watchdog:
                     blocked_s = due_s - self._now() + self.settings.watchdog_s
                     faulthandler.dump_traceback_later(blocked_s, file=file)
                     await asyncio.sleep(due_s - self._now())
-                    self._moved_s += max(0.0, self._now() - due_s)  # it was stopped (Ctrl-Z, SIGSTOP)
+                    # it was stopped (Ctrl-Z, SIGSTOP)
+                    self._moved_s += max(0.0, self._now() - due_s)
                     self.look()
                     if self._now() >= self._moved_s + self._delay_s:
                         self._delay_s *= 2
@@ -100,7 +109,9 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def _watch_loop(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """Report what `thread` does if its loop does not run for MAX_BLOCKED_S, or watchdog_s."""
+        """Report what `thread` does if its loop does not run for MAX_BLOCKED_S, or
+        watchdog_s.
+        """
         part_s = min(self.settings.watchdog_s, MAX_BLOCKED_S) / 8
         ran = threading.Event()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -125,14 +136,26 @@ class Watchdog:
         policy = self.settings.on_stuck
         seconds = self._now() - self._moved_s
         headline = f"nothing has moved for {seconds:.0f} s"
-        places = {name: f"{wait.where} on {wait.on}" for name, wait in waits_of_tasks().items()}
-        oldest = [(name, round(s, 1), places.get(f"rollout {name}", "?")) for name, s in reported.oldest]
+        places = {
+            name: f"{wait.where} on {wait.on}"
+            for name, wait in waits_of_tasks().items()
+        }
+        oldest = [
+            (name, round(s, 1), places.get(f"rollout {name}", "?"))
+            for name, s in reported.oldest
+        ]
         lines = [
             headline,
             *(f"{wait}, since {wait_s:.0f} s" for wait, wait_s in waits.items()),
-            *(f"rollout {name} runs for {age_s:.0f} s, in {where}" for name, age_s, where in oldest),
+            *(
+                f"rollout {name} runs for {age_s:.0f} s, in {where}"
+                for name, age_s, where in oldest
+            ),
             *children,
-            "at: " + ", ".join(f"{name} {value:.0f}" for name, value in reported.marks.items()),
+            "at: "
+            + ", ".join(
+                f"{name} {value:.0f}" for name, value in reported.marks.items()
+            ),
         ]
         text = "\n  ".join(lines)
         log.error("%s\n%s", text, task_stacks())

@@ -1,4 +1,6 @@
-"""HTTP servers that only read: `asyncrl watch`, and the status port with /metrics for Prometheus."""
+"""HTTP servers that only read: `asyncrl watch`, and the status port with /metrics for
+Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 class WebServer:
-    """Serves GET requests that have `key` as bearer token or in ?key=. Raises ConfigError if the port is
-    taken (0: any).
+    """Serves GET requests that have `key` as bearer token or in ?key=. Raises
+    ConfigError if the port is taken (0: any).
     """
 
     def __init__(
@@ -65,8 +67,12 @@ class WebServer:
         try:
             self._socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            way_out = "give an address of this machine and a free port; port 0 takes any."
-            raise ConfigError(f"cannot listen on {setting}: {error}", way_out=way_out) from error
+            way_out = (
+                "give an address of this machine and a free port; port 0 takes any."
+            )
+            raise ConfigError(
+                f"cannot listen on {setting}: {error}", way_out=way_out
+            ) from error
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host
         name = f"[{name}]" if ":" in name else name
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
@@ -84,7 +90,9 @@ class WebServer:
         await self._listener.aclose()
         self._socket.close()
 
-    async def _guard(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+    async def _guard(
+        self, request: Request, answer: RequestResponseEndpoint
+    ) -> Response:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = (request.query_params.get("key") or bearer).encode(errors="replace")
         if not hmac.compare_digest(given, self._key.encode()):
@@ -98,7 +106,9 @@ class WebServer:
 
 
 class LivePage:
-    """The page of runs at /, and its data at /page.json?since=MADE_S (204 if unchanged)."""
+    """The page of runs at /, and its data at /page.json?since=MADE_S (204 if
+    unchanged).
+    """
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         self.page = make_page(run_dirs, is_live=True)
@@ -130,8 +140,14 @@ class LivePage:
 
     def _read(self) -> None:
         try:
-            paths = (path for folder in self._run_dirs for path in sorted(folder.glob("*.json*")))
-            seen = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+            paths = (
+                path
+                for folder in self._run_dirs
+                for path in sorted(folder.glob("*.json*"))
+            )
+            seen = [
+                (path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths
+            ]
             if seen != self._seen:
                 self.page = make_page(self._run_dirs, is_live=True)
                 self._seen = seen
@@ -139,7 +155,9 @@ class LivePage:
             return
 
 
-async def watch(run_dirs: Sequence[Path], host: str, port: int, say: Callable[[str], None]) -> None:
+async def watch(
+    run_dirs: Sequence[Path], host: str, port: int, say: Callable[[str], None]
+) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises ConfigError."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -147,7 +165,9 @@ async def watch(run_dirs: Sequence[Path], host: str, port: int, say: Callable[[s
     key = secrets.token_hex(24)
     live = LivePage(run_dirs)
     routes = {"/": live.show, "/page.json": live.data}
-    server = WebServer(host, port, routes, key=key, setting=f"--host {host} --port {port}")
+    server = WebServer(
+        host, port, routes, key=key, setting=f"--host {host} --port {port}"
+    )
     url = f"{server.url}/?key={key}"
     try:
         await server.start()
@@ -168,7 +188,9 @@ def status_server(
     info = {"run_dir": run_dir.resolve().name, "version": __version__}
 
     async def metrics(_: Request) -> Response:
-        text = openmetrics(numbers(), state=json.loads(path.read_bytes())["state"], info=info)
+        text = openmetrics(
+            numbers(), state=json.loads(path.read_bytes())["state"], info=info
+        )
         return Response(text, headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
 
     async def status(_: Request) -> Response:
@@ -178,7 +200,9 @@ def status_server(
     port = observe.status_port or 0
     setting = f"observe.status_host={host}, observe.status_port={port}"
     routes = {"/metrics": metrics, "/status": status}
-    return WebServer(host, port, routes, key=_status_key(run_dir / KEY_FILE), setting=setting)
+    return WebServer(
+        host, port, routes, key=_status_key(run_dir / KEY_FILE), setting=setting
+    )
 
 
 def _status_key(path: Path) -> str:
@@ -190,19 +214,35 @@ def _status_key(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
+def openmetrics(
+    numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]
+) -> bytes:
     states = {word: word == state for word in STATES}
     families: dict[str, Any] = {
-        "info": prometheus.InfoMetricFamily("asyncrl_run", "Name of the run.", dict(info)),
-        "state": prometheus.StateSetMetricFamily("asyncrl_state", "State of the run.", states),
+        "info": prometheus.InfoMetricFamily(
+            "asyncrl_run", "Name of the run.", dict(info)
+        ),
+        "state": prometheus.StateSetMetricFamily(
+            "asyncrl_state", "State of the run.", states
+        ),
     }
     for name, value in numbers.items():
-        if not isinstance(value, Real) or not math.isfinite(value) or (found := family_of(name)) is None:
+        if (
+            not isinstance(value, Real)
+            or not math.isfinite(value)
+            or (found := family_of(name)) is None
+        ):
             continue
         family, label, gauge = found
         if family not in families:
-            kind = prometheus.CounterMetricFamily if gauge.kind == "total" else prometheus.GaugeMetricFamily
-            meaning = f"{gauge.meaning} Unit: {gauge.unit}." if gauge.unit else gauge.meaning
+            kind = (
+                prometheus.CounterMetricFamily
+                if gauge.kind == "total"
+                else prometheus.GaugeMetricFamily
+            )
+            meaning = (
+                f"{gauge.meaning} Unit: {gauge.unit}." if gauge.unit else gauge.meaning
+            )
             families[family] = kind(family, meaning, labels=["name"] if label else [])
         families[family].add_metric([label] if label else [], float(value))
     registry = SimpleNamespace(collect=families.values)

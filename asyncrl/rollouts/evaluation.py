@@ -19,15 +19,22 @@ from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    Generator,
+    RolloutAttempt,
+    RolloutRunner,
+    Slots,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scored samples at `version`, with their prompt ids; `num_failed` others have no reward.
+    """Scored samples at `version`, with their prompt ids; `num_failed` others have no
+    reward.
 
-    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due evaluations that did
-    not begin, or did not end.
+    `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due
+    evaluations that did not begin, or did not end.
     """
 
     version: int
@@ -40,8 +47,8 @@ class EvalResult:
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Return values by metric name. Reward: the mean of the prompts' means; other means are over samples.
-        Failed samples are in none.
+        """Return values by metric name. Reward: the mean of the prompts' means; other
+        means are over samples. Failed samples are in none.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -55,8 +62,12 @@ class EvalResult:
             found = defaultdict[str, list[float]](list)
             for prompt_id, rollout in self.samples:
                 rewards[prompt_id].append(rollout[0].reward)
-                found["length_mean"].append(sum(branch.num_sampled for branch in rollout))
-                found["truncated_fraction"].append(any(branch.is_truncated for branch in rollout))
+                found["length_mean"].append(
+                    sum(branch.num_sampled for branch in rollout)
+                )
+                found["truncated_fraction"].append(
+                    any(branch.is_truncated for branch in rollout)
+                )
                 for name, value in rollout[0].metrics.items():
                     found[f"task/{name}"].append(value)
             means = [fmean(of_prompt) for of_prompt in rewards.values()]
@@ -69,14 +80,16 @@ class EvalResult:
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """Each prompt is sampled config.samples times, at most config.slots rollouts at once, without retries.
+    """Each prompt is sampled config.samples times, at most config.slots rollouts at
+    once, without retries.
 
-    Evaluated versions: the first at or after each multiple of config.every (0 included with config.at_start),
-    and the last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached
-    a harness; with one, a failed rollout is no data.
+    Evaluated versions: the first at or after each multiple of config.every (0 included
+    with config.at_start), and the last. `evaluated`: newest version evaluated before a
+    resume. `broken`: engine errors that reached a harness; with one, a failed rollout
+    is no data.
 
-    Every token was sampled at its version. Seeds depend only on prompt and sample, so that two evaluations
-    differ only by weights.
+    Every token was sampled at its version. Seeds depend only on prompt and sample, so
+    that two evaluations differ only by weights.
     """
 
     generator: Generator
@@ -89,7 +102,11 @@ class HeldOut:
     evaluated: int | None = None
 
     def __post_init__(self) -> None:
-        self.newest = (-1 if self.config.at_start else 0) if self.evaluated is None else self.evaluated
+        self.newest = (
+            (-1 if self.config.at_start else 0)
+            if self.evaluated is None
+            else self.evaluated
+        )
         """Version evaluated last, or due."""
 
     def is_next(self, version: int) -> bool:
@@ -105,9 +122,13 @@ class HeldOut:
         return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
-        """Return all samples, in prompt order. Raises ComponentError if the engine is lost."""
+        """Return all samples, in prompt order. Raises ComponentError if the engine is
+        lost.
+        """
         self.broken.clear()
-        runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
+        runner = RolloutRunner(
+            self.generator, timeout_s=self.rollout_timeout_s, retries=0
+        )
         slots = Slots(self.config.slots)
         attempts = [
             RolloutAttempt(
@@ -119,7 +140,10 @@ class HeldOut:
             for number, prompt in enumerate(self.prompts)
             for index in range(self.config.samples)
         ]
-        runs = (runner.run(each, slots=slots, order=(place,)) for place, each in enumerate(attempts))
+        runs = (
+            runner.run(each, slots=slots, order=(place,))
+            for place, each in enumerate(attempts)
+        )
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
         if self.broken:
             raise self.broken[0]
@@ -131,12 +155,16 @@ class HeldOut:
             if isinstance(outcome, FailedRollout):
                 last_failure = str(outcome.failure)
                 continue
-            versions = {span.version for branch in outcome for span in branch.tokens.spans}
+            versions = {
+                span.version for branch in outcome for span in branch.tokens.spans
+            }
             assert versions == {version}, (
                 f"an evaluation of policy_version {version} has tokens of {versions}"
             )
             samples.append((attempt.prompt.prompt_id, outcome))
-        return EvalResult(version, tuple(samples), len(attempts) - len(samples), last_failure)
+        return EvalResult(
+            version, tuple(samples), len(attempts) - len(samples), last_failure
+        )
 
 
 @dataclass(slots=True)
@@ -160,16 +188,17 @@ class DueVersion:
 
 @dataclass(eq=False)
 class Evaluation:
-    """Evaluate published versions, on an eval engine in parallel with training, or on the rollout engines.
+    """Evaluate published versions, on an eval engine in parallel with training, or on
+    the rollout engines.
 
-    Life: idle -> a due version is published -> loading (eval engine) -> sampling -> idle. Off once the eval
-    engine is lost or the run stops.
+    Life: idle -> a due version is published -> loading (eval engine) -> sampling ->
+    idle. Off once the eval engine is lost or the run stops.
 
-    Waits: run waits for a due version, then at most timeout_s per evaluation. On the rollout engines the next
-    push and the trainer wait in wait_released.
+    Waits: run waits for a due version, then at most timeout_s per evaluation. On the
+    rollout engines the next push and the trainer wait in wait_released.
 
-    Invariant: all tokens of an evaluation have one version. Versions due during an evaluation on an eval
-    engine are skipped, except the last.
+    Invariant: all tokens of an evaluation have one version. Versions due during an
+    evaluation on an eval engine are skipped, except the last.
     """
 
     name: ClassVar[str] = "evaluation"
@@ -200,7 +229,10 @@ class Evaluation:
 
     @property
     def is_over(self) -> bool:
-        is_busy = self._pending is not None or self.stats.state in ("loading", "sampling")
+        is_busy = self._pending is not None or self.stats.state in (
+            "loading",
+            "sampling",
+        )
         return not is_busy and all(each.newest >= each.last for each in self.held_out)
 
     def wants(self, version: int) -> bool:
@@ -212,17 +244,25 @@ class Evaluation:
             self._keep(DueVersion(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
-        return [] if self.is_off else [each for each in self.held_out if each.is_due_nowait(version)]
+        return (
+            []
+            if self.is_off
+            else [each for each in self.held_out if each.is_due_nowait(version)]
+        )
 
     def published_nowait(self, manifest: ExportResponse) -> None:
-        """Keep a due version's weights as a hard link, before the next export deletes them."""
+        """Keep a due version's weights as a hard link, before the next export deletes
+        them.
+        """
         version = manifest.version
         due = self._due_nowait(version)
         if not due:
             return
         is_last = version >= due[0].last
         if self._pending is not None or (self.stats.state != "idle" and not is_last):
-            self.stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
+            self.stats.skipped += len(
+                self._pending.due if self._pending is not None and is_last else due
+            )
             if not is_last:  # it replaces a waiting version
                 return
         if not self.is_fetched:
@@ -257,7 +297,13 @@ class Evaluation:
         with waiting("the evaluation of the version that is served", on="evaluation"):
             await self._changed.wait_for(lambda: not is_held())
         self.stats.held_s += clock() - start_s
-        note_span("weight sync", "held for an evaluation", start_s, clock(), self.stats.version)
+        note_span(
+            "weight sync",
+            "held for an evaluation",
+            start_s,
+            clock(),
+            self.stats.version,
+        )
 
     async def wait_last(self) -> None:
         with waiting("the evaluation of the last version", on="evaluation"):
@@ -301,7 +347,10 @@ class Evaluation:
         engines = "the rollout engines" if self.target is None else self.target.name
         limit = self._limit = asyncio.timeout(held_out.config.timeout_s)
         try:
-            with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
+            with waiting(
+                f"the samples of policy_version {version}",
+                on=f"{engines}, the reward function",
+            ):
                 async with limit:
                     result = await held_out.evaluate(version)
         except TimeoutError:
@@ -332,7 +381,9 @@ class Evaluation:
         late = f"{self.target.name} did not load the weights within eval.timeout_s={timeout_s}"
         sent = (manifest.version, manifest.digest)
         try:
-            with waiting(f"policy_version {manifest.version} in it", on=self.target.name):
+            with waiting(
+                f"policy_version {manifest.version} in it", on=self.target.name
+            ):
                 async with within(timeout_s, partial(PublishError, self.name, late)):
                     loaded = (manifest.version, await self.target.prepare(manifest))
                     if loaded == sent:
@@ -342,7 +393,9 @@ class Evaluation:
             self._unlink(manifest)
         if loaded != sent:
             what = f"{self.target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
-            raise PublishError(self.name, what, way_out=f"read {self.target.name}'s log.")
+            raise PublishError(
+                self.name, what, way_out=f"read {self.target.name}'s log."
+            )
 
     def _keep(self, pending: DueVersion) -> None:
         self._drop()

@@ -17,7 +17,15 @@ from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup, by_task
+from asyncrl.messages.records import (
+    Group,
+    GroupId,
+    Prompt,
+    Rollout,
+    Ticket,
+    UnfinishedGroup,
+    by_task,
+)
 from asyncrl.rollouts.rollout import (
     FailedRollout,
     Phase,
@@ -51,13 +59,19 @@ class RunningGroup:
     @property
     def to_run(self) -> list[int]:
         rollouts, failures = self.rollouts, self.failures
-        return [index for index in range(self.size) if index not in rollouts and index not in failures]
+        return [
+            index
+            for index in range(self.size)
+            if index not in rollouts and index not in failures
+        ]
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
         if len(self.rollouts) < min(2, self.size):
             return None
-        branches = tuple(branch for _, rollout in sorted(self.rollouts.items()) for branch in rollout)
+        branches = tuple(
+            branch for _, rollout in sorted(self.rollouts.items()) for branch in rollout
+        )
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> str:
@@ -76,15 +90,16 @@ class RunningGroup:
 class Producers:
     """Run groups from admission to the buffer.
 
-    Life: admitted -> rollouts run -> finish_nowait, or fail_nowait if fewer than two are usable; or the
-    buffer revokes it.
+    Life: admitted -> rollouts run -> finish_nowait, or fail_nowait if fewer than two
+    are usable; or the buffer revokes it.
 
-    A revoked prompt returns at once. A failed prompt returns after another group has succeeded (if all fail,
-    prompts are not the cause) and a later version is served (so that at max_staleness 0 batches do not depend
-    on timing), at most max_requeues times.
+    A revoked prompt returns at once. A failed prompt returns after another group has
+    succeeded (if all fail, prompts are not the cause) and a later version is served (so
+    that at max_staleness 0 batches do not depend on timing), at most max_requeues
+    times.
 
-    Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
-    carries the served version.
+    Waits: run sleeps for a free slot, then for the buffer's permission; only then it
+    takes a ticket, which carries the served version.
 
     Invariant: every ticket is answered once: finished, failed or revoked.
     """
@@ -122,19 +137,28 @@ class Producers:
         }
 
     def filling(self) -> str:
-        """Describe the next batch: the ready groups, then the running groups with most ended rollouts."""
+        """Describe the next batch: the ready groups, then the running groups with most
+        ended rollouts.
+        """
         rule = self.sink.rule
         size = self.config.group_size
-        ended = [size - len(group.to_run) for group in self._groups.values()] + [size] * rule.num_ready
+        ended = [size - len(group.to_run) for group in self._groups.values()] + [
+            size
+        ] * rule.num_ready
         num = sum(sorted(ended)[-rule.num_groups :])
-        return f"rollouts {num} of {rule.num_groups * size} for step {rule.next_batch + 1}"
+        return (
+            f"rollouts {num} of {rule.num_groups * size} for step {rule.next_batch + 1}"
+        )
 
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
         started = list(islice(self.runner.started_s.items(), NUM_OLDEST))
-        return [(name, asyncio.get_running_loop().time() - start_s) for name, start_s in started]
+        return [
+            (name, asyncio.get_running_loop().time() - start_s)
+            for name, start_s in started
+        ]
 
     def prompts_out(self) -> list[Prompt]:
         set_aside = [prompt for _, prompt in (*self._set_aside, *self._returning)]
@@ -151,7 +175,9 @@ class Producers:
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
                     self.source.requeue_nowait(prompt)
-            self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
+            self._returning = [
+                entry for entry in self._returning if entry[0] >= ticket.start_version
+            ]
             prompt = self.source.next_nowait(ticket.start_version)
             self.journal.admitted_nowait(ticket, prompt)  # before any token is sampled
             self.resume_nowait(UnfinishedGroup(ticket, prompt))
@@ -162,15 +188,22 @@ class Producers:
         group_id = ticket.group_id
         rollouts = dict(unfinished.rollouts)
         failures = dict(unfinished.failures)
-        group = RunningGroup(ticket, unfinished.prompt, self.config.group_size, rollouts, failures)
+        group = RunningGroup(
+            ticket, unfinished.prompt, self.config.group_size, rollouts, failures
+        )
         self._groups[group_id] = group
         for index in group.to_run:
             name = f"g{group_id}/r{index}"
             order = (ticket.start_version, group_id, index)
-            self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
+            # before the task's first step: charged at once
+            self._slots.ask_nowait(name, order)
             number, partial = unfinished.partials.get(index, (0, None))
-            attempt = RolloutAttempt(name, group_id, group.prompt, index, number, partial, self.journal)
-            task = self.spawn(self._run_rollout(group, attempt, order), name=f"rollout {name}")
+            attempt = RolloutAttempt(
+                name, group_id, group.prompt, index, number, partial, self.journal
+            )
+            task = self.spawn(
+                self._run_rollout(group, attempt, order), name=f"rollout {name}"
+            )
             # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
@@ -187,19 +220,24 @@ class Producers:
         self._groups.clear()
 
     def requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
-        """`group` is None while it runs. The prompt is repeated up to max_requeues times."""
+        """`group` is None while it runs. The prompt is repeated up to max_requeues
+        times.
+        """
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
             unused.cancel()
         self._counts["dropped"] += 1
-        again = self._end_unused(group_id, "requeued", unused.prompt, reason, may_succeed=True)
+        again = self._end_unused(
+            group_id, "requeued", unused.prompt, reason, may_succeed=True
+        )
         if again is not None:
             self.source.requeue_nowait(again)
 
     def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
         self._slots.give_back_nowait(name)
         if task.cancelled():
-            # A task keeps its CancelledError, whose frames hold the task; reading it releases it.
+            # A task keeps its CancelledError, whose frames hold the task; reading it
+            # releases it.
             with contextlib.suppress(asyncio.CancelledError):
                 task.result()
 
@@ -221,14 +259,18 @@ class Producers:
         group_id = attempt.group_id
         index = attempt.sample_index
         on_phase = functools.partial(self._on_phase, group, index)
-        outcome = await self.runner.run(attempt, slots=self._slots, order=order, on_phase=on_phase)
+        outcome = await self.runner.run(
+            attempt, slots=self._slots, order=order, on_phase=on_phase
+        )
         if self._groups.get(group_id) is not group:
             return
         if isinstance(outcome, FailedRollout):
             self._failed[group.prompt.task] += 1
             self.last_failure = str(outcome.failure)
             group.failures[index] = (outcome.num_attempts, self.last_failure)
-            self.journal.rollout_failed_nowait(group_id, index, outcome.num_attempts, self.last_failure)
+            self.journal.rollout_failed_nowait(
+                group_id, index, outcome.num_attempts, self.last_failure
+            )
             self.on_failed(group_id, group.prompt, outcome)
         else:
             self._counts["finished"] += 1
@@ -252,14 +294,21 @@ class Producers:
             state = self.sink.finish_nowait(group)
             if state != "requeued":  # requeued() journals revoked groups
                 self.journal.group_ended_nowait(group_id, state, "")
-                rewards = {branch.sample_index: branch.reward for branch in group.trajectories}.values()
-                self.source.observed_nowait(prompt.prompt_id, fmean(rewards), start_version)
+                rewards = {
+                    branch.sample_index: branch.reward for branch in group.trajectories
+                }.values()
+                self.source.observed_nowait(
+                    prompt.prompt_id, fmean(rewards), start_version
+                )
             return
         self._counts["failed_groups"] += 1
-        self._failed_in_a_row += not prompt.num_requeued  # a requeued prompt may itself be the cause
+        # a requeued prompt may itself be the cause
+        self._failed_in_a_row += not prompt.num_requeued
         reason = running.why_failed()
         may_succeed = all(num_attempts for num_attempts, _ in running.failures.values())
-        again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
+        again = self._end_unused(
+            group_id, "failed", prompt, reason, may_succeed=may_succeed
+        )
         if again is not None:
             self._set_aside.append((start_version, again))
         if self._failed_in_a_row >= self.config.max_failed_groups:

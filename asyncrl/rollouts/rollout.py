@@ -1,4 +1,6 @@
-"""Run rollouts with limits and retries: a single turn, or a harness in a session. Failures become data."""
+"""Run rollouts with limits and retries: a single turn, or a harness in a session.
+Failures become data.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from asyncrl.base.errors import ComponentError, PromptUnusable, RolloutFailure, RolloutTimeout
+from asyncrl.base.errors import (
+    ComponentError,
+    PromptUnusable,
+    RolloutFailure,
+    RolloutTimeout,
+)
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
@@ -41,17 +48,22 @@ Score = Callable[[], Awaitable[Rollout]]
 """Score a sampled rollout."""
 
 
-def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
+def derive_seed(
+    run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0
+) -> int:
     """Return a request's seed in [0, 2**63).
 
-    A retry must not repeat the failed tokens. First attempts add nothing to the hash, so that a plain loop
-    derives the same seeds.
+    A retry must not repeat the failed tokens. First attempts add nothing to the hash,
+    so that a plain loop derives the same seeds.
     """
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:
         parts.append(f"attempt {attempt}")
     key = "\x1f".join(parts)
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+        >> 1
+    )
 
 
 class Slots:
@@ -59,14 +71,16 @@ class Slots:
 
     Waits: wait sleeps until the rollout holds a slot, wait_spare until one is free.
 
-    Invariant: no rollout waits while a slot is free; the smallest `order` is next. Shrinking revokes nothing.
+    Invariant: no rollout waits while a slot is free; the smallest `order` is next.
+        Shrinking revokes nothing.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
-        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; other names are skipped
+        # heap; other names are skipped
+        self._queue: list[tuple[tuple[int, ...], str]] = []
         self._spare = Signal()
 
     @property
@@ -108,7 +122,8 @@ class Slots:
             name = heapq.heappop(self._queue)[1]
             if name in self._asked:
                 self._held.add(name)
-                if not self._asked[name].done():  # cancelled just now; its end releases the slot
+                # cancelled just now; its end releases the slot
+                if not self._asked[name].done():
                     self._asked[name].set_result(None)
         if self.num_held < self.capacity:
             self._spare.notify()
@@ -134,16 +149,22 @@ class RolloutClock:
             self._limit.reschedule(None)
 
     def resume(self) -> None:
-        if self.left_s is not None and self._limit.when() is None and not self._limit.expired():
+        if (
+            self.left_s is not None
+            and self._limit.when() is None
+            and not self._limit.expired()
+        ):
             self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
 
 @dataclass(slots=True)
 class RolloutAttempt:
-    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a killed run.
+    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a
+    killed run.
 
-    `seen` returns the tokens so far, or raises RolloutFailure. `num_spent` counts them, without those of a
-    killed run. `num_kept`: tokens in the journal's unfinished completion.
+    `seen` returns the tokens so far, or raises RolloutFailure. `num_spent` counts them,
+    without those of a killed run. `num_kept`: tokens in the journal's unfinished
+    completion.
     """
 
     rollout_id: str
@@ -163,12 +184,16 @@ class RolloutAttempt:
 
     def keep_segment(self, partial: Completion) -> None:
         if self.journal is not None:
-            self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, partial)
+            self.journal.segment_nowait(
+                self.group_id, self.sample_index, self.attempt, partial
+            )
             self.num_kept = partial.tokens.num_sampled
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
         """A cancelled attempt (None) keeps its completion for a resume."""
-        num_lost = self.num_spent() + (0 if self.partial is None else self.partial.tokens.num_sampled)
+        num_lost = self.num_spent() + (
+            0 if self.partial is None else self.partial.tokens.num_sampled
+        )
         if isinstance(outcome, tuple):
             num_lost -= sum(branch.num_sampled for branch in outcome)
         else:
@@ -181,7 +206,9 @@ class RolloutAttempt:
 
 class Generator(Protocol):
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Sampling and scoring raise RolloutFailure (data), or ComponentError (ends the run)."""
+        """Sampling and scoring raise RolloutFailure (data), or ComponentError (ends the
+        run).
+        """
         ...
 
 
@@ -202,14 +229,16 @@ def how_failed(num_attempts: int) -> str:
 class RolloutRunner:
     """Run rollouts within rollout.timeout_s each, retries included.
 
-    Waits: run waits for a slot before each attempt, then in the generator, at most timeout_s in total unless
-    the generator holds the clock.
+    Waits: run waits for a slot before each attempt, then in the generator, at most
+    timeout_s in total unless the generator holds the clock.
 
-    Invariant: run returns data for any failure; only ComponentError and CancelledError pass. An attempt holds
-        a slot exactly while it samples.
+    Invariant: run returns data for any failure; only ComponentError and CancelledError
+        pass. An attempt holds a slot exactly while it samples.
     """
 
-    def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:
+    def __init__(
+        self, generator: Generator, *, timeout_s: float | None, retries: int
+    ) -> None:
         self._generator = generator
         self.timeout_s = timeout_s
         self.retries = retries
@@ -224,8 +253,8 @@ class RolloutRunner:
         order: tuple[int, ...],
         on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Rollout | FailedRollout:
-        """`on_phase` is called after sampling, and before a retry samples again. A resumed rollout gets a new
-        time budget.
+        """`on_phase` is called after sampling, and before a retry samples again. A
+        resumed rollout gets a new time budget.
         """
         attempt.clock = RolloutClock(self.timeout_s)
         try:
@@ -234,7 +263,9 @@ class RolloutRunner:
                 outcome: Rollout | RolloutFailure | None = None
                 try:
                     await slots.wait(attempt.rollout_id)
-                    self.started_s.setdefault(attempt.rollout_id, asyncio.get_running_loop().time())
+                    self.started_s.setdefault(
+                        attempt.rollout_id, asyncio.get_running_loop().time()
+                    )
                     outcome = await self._run_attempt(attempt, slots, on_phase)
                 finally:
                     slots.give_back_nowait(attempt.rollout_id)
@@ -243,11 +274,15 @@ class RolloutRunner:
                     return outcome
                 num_attempts = attempt.attempt + 1
                 tries = f"{num_attempts} of {self.retries + 1}"
-                log.warning("%s attempt %s failed: %s", attempt.rollout_id, tries, outcome)
+                log.warning(
+                    "%s attempt %s failed: %s", attempt.rollout_id, tries, outcome
+                )
                 if isinstance(outcome, PromptUnusable):
                     num_attempts = 0
                 if not 0 < num_attempts <= self.retries or attempt.clock.left_s == 0.0:
-                    return FailedRollout(attempt.sample_index, num_attempts, outcome, attempt.seen)
+                    return FailedRollout(
+                        attempt.sample_index, num_attempts, outcome, attempt.seen
+                    )
                 attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
                 on_phase("sampling")
@@ -277,9 +312,13 @@ class RolloutRunner:
             return failure
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                what = f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
+                what = (
+                    f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
+                )
                 way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
-                return RolloutTimeout(f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out)
+                return RolloutTimeout(
+                    f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out
+                )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(what, way_out="see logs/controller.log.")
@@ -304,7 +343,9 @@ class SingleTurn:
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self._known_ids.get(prompt.prompt_id)
         if ids is None:
-            ids = self._known_ids[prompt.prompt_id] = self.tokenizer.encode_chat(prompt.messages)
+            ids = self._known_ids[prompt.prompt_id] = self.tokenizer.encode_chat(
+                prompt.messages
+            )
             if len(self._known_ids) > MAX_KNOWN_PROMPTS:
                 del self._known_ids[next(iter(self._known_ids))]
         return ids
@@ -334,7 +375,9 @@ class SingleTurn:
                 max_tokens=self.max_tokens,
                 **self.sampling.parameters,
                 stop=self.stop,
-                seed=derive_seed(self.run_seed, prompt.seed_id, index, 0, attempt.attempt),
+                seed=derive_seed(
+                    self.run_seed, prompt.seed_id, index, 0, attempt.attempt
+                ),
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,
@@ -350,7 +393,9 @@ class SingleTurn:
         return score
 
 
-def make_trajectory(sample_index: int, completion: Completion, reward: float) -> Trajectory:
+def make_trajectory(
+    sample_index: int, completion: Completion, reward: float
+) -> Trajectory:
     return Trajectory(
         sample_index=sample_index,
         tokens=completion.tokens,
@@ -364,8 +409,8 @@ def make_trajectory(sample_index: int, completion: Completion, reward: float) ->
 class HarnessGenerator:
     """Run the harness on a worker, in a session per attempt.
 
-    The clock of rollout.timeout_s stops while work is queued. A rollout that reached a limit is truncated or
-    failed, by `on_overflow`; truncated without reward gets 0.
+    The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
+    limit is truncated or failed, by `on_overflow`; truncated without reward gets 0.
     """
 
     host: SessionHost
@@ -374,7 +419,9 @@ class HarnessGenerator:
     on_overflow: OnOverflow = "truncate"
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raises RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
+        """Raises RolloutFailure if the harness or its worker fails, or nothing can be
+        trained on.
+        """
         prompt, index, name = attempt.prompt, attempt.sample_index, attempt.rollout_id
         scorer = self.scorers.of(prompt)
         session = self.host.open_nowait(
@@ -390,7 +437,9 @@ class HarnessGenerator:
         ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
         try:
             attempt.clock.hold()
-            work = Work(name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s)
+            work = Work(
+                name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s
+            )
             outcome, is_cut = await self._outcome(session, work, attempt)
             ends = "its harness has finished"  # leftover work would keep sampling
         except RolloutFailure as failure:
@@ -415,21 +464,35 @@ class HarnessGenerator:
             async with session.while_open():
                 outcome = await self.queue.run(work, started=attempt.clock.resume)
         except RolloutFailure as failure:
-            if session.overflow is None or self.on_overflow == "fail" or not session.num_completions:
+            if (
+                session.overflow is None
+                or self.on_overflow == "fail"
+                or not session.num_completions
+            ):
                 raise
             # it may be the harness's bug
-            log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
+            log.warning(
+                "%s is kept as truncated (%s): %s",
+                work.rollout_id,
+                session.overflow,
+                failure,
+            )
             return Outcome(), True
         if session.overflow is not None and self.on_overflow == "fail":
             way_out = "raise it, or set generator.on_overflow to truncate."
-            raise RolloutFailure(f"{work.rollout_id} reached a limit: {session.overflow}", way_out=way_out)
+            raise RolloutFailure(
+                f"{work.rollout_id} reached a limit: {session.overflow}",
+                way_out=way_out,
+            )
         return outcome, False
 
 
 def own_reward(outcome: Outcome) -> float | None:
     """Return None if the task scores."""
     parts = list(outcome.turn_rewards.values())
-    return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+    return (
+        sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,9 +520,9 @@ class JudgedGenerator:
 
 
 class RolloutRecorder:
-    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info, sample_index, reward
-    and branches with text, token_ids, loss_mask (1: sampled), logprobs in nats and version_spans [start, end,
-    version].
+    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info,
+    sample_index, reward and branches with text, token_ids, loss_mask (1: sampled),
+    logprobs in nats and version_spans [start, end, version].
     """
 
     def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
@@ -483,11 +546,16 @@ class RolloutRecorder:
             "reward": reward,
             "branches": [
                 {
-                    "text": self.tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False),
+                    "text": self.tokenizer.decode(
+                        branch.token_ids.tolist(), skip_special_tokens=False
+                    ),
                     "token_ids": branch.token_ids.tolist(),
                     "loss_mask": branch.loss_mask.astype(int).tolist(),
                     "logprobs": branch.tokens.behaviour_logprobs.tolist(),
-                    "version_spans": [[span.start, span.end, span.version] for span in branch.tokens.spans],
+                    "version_spans": [
+                        [span.start, span.end, span.version]
+                        for span in branch.tokens.spans
+                    ],
                 }
                 for branch in rollout
             ],

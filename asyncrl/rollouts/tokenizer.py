@@ -32,26 +32,44 @@ PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
         {
             "content": "",
             "tool_calls": [
-                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+                {
+                    "id": "call00000",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": {"x": PROBE}},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "result"},
     ),
 ]
 """(an answer, the next message)."""
-SHAPES = ("system system user", "user system", "system user system user", "system user assistant system user")
-"""Roles of chats that a template must write whole, or its system messages are merged."""
+SHAPES = (
+    "system system user",
+    "user system",
+    "system user system user",
+    "system user assistant system user",
+)
+"""Roles of chats that a template must write whole, or its system messages are merged.
+"""
 SYSTEM = ("system", "developer")
 CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """Form of a call's id in the templates that refuse others (Mistral)."""
 
 GIVEN, WRITTEN = (f"asyncrl{secrets.token_hex(16)}" for _ in range(2))
-"""Marks of the name of a special token: before one in a given text, behind one that the template wrote.
-Not guessable; ASCII, since templates escape other characters.
+"""Marks of the name of a special token: before one in a given text, behind one that the
+template wrote. Not guessable; ASCII, since templates escape other characters.
 """
 SHORT = 32
-"""Characters of a text whose ids are remembered: each call encodes the names of special tokens again."""
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Characters of a text whose ids are remembered: each call encodes the names of special
+tokens again.
+"""
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 class HFChatTokenizer:
@@ -71,29 +89,47 @@ class HFChatTokenizer:
     ) -> None:
         """Load the tokenizer. Raises ConfigError.
 
-        `chat_template`: Jinja file; `chat_template_kwargs`: default template variables. `now`: the date that
-        templates write (None: today). Without `parse_special_tokens`, the name of a special token in a
-        message or tool is encoded as any other text, answers aside.
+        `chat_template`: Jinja file; `chat_template_kwargs`: default template variables.
+        `now`: the date that templates write (None: today). Without
+        `parse_special_tokens`, the name of a special token in a message or tool is
+        encoded as any other text, answers aside.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
-        special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {
+            token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
         self.text_ids = frozenset(vocabulary.values()) - self.special_ids
         if chat_template is not None:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
         if not template:
-            way_out = "set model.chat_template to a Jinja file, or choose an instruct model."
-            raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
+            way_out = (
+                "set model.chat_template to a Jinja file, or choose an instruct model."
+            )
+            raise ConfigError(
+                f"the tokenizer of {self.model_path} has no chat template",
+                way_out=way_out,
+            )
         if not isinstance(template, str):
-            template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
+            template = (
+                template.get("tool_use")
+                or template.get("default")
+                or next(iter(template.values()))
+            )
         self.template: str = template
         self._settings = dict(chat_template_kwargs or {})
-        environment = _compile(template, f"the chat template of {self.model_path}").environment
+        environment = _compile(
+            template, f"the chat template of {self.model_path}"
+        ).environment
         known = find_undeclared_variables(environment.parse(template))
-        self._variables = known.difference(environment.globals, RESERVED, tokenizer.special_tokens_map)
+        self._variables = known.difference(
+            environment.globals, RESERVED, tokenizer.special_tokens_map
+        )
         if unknown := sorted(set(self._settings) - self._variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
@@ -101,26 +137,44 @@ class HFChatTokenizer:
             raise ConfigError(what, way_out=way_out)
         self._roles = {} if "developer" in template else {"developer": "system"}
         today = now or datetime.date.today()
-        self._constants = {**tokenizer.special_tokens_map, "documents": None, "strftime_now": today.strftime}
+        self._constants = {
+            **tokenizer.special_tokens_map,
+            "documents": None,
+            "strftime_now": today.strftime,
+        }
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._plain = None if parse_special_tokens else PlainText(self._backend, template)
+        self._plain = (
+            None if parse_special_tokens else PlainText(self._backend, template)
+        )
         self._short_ids = lru_cache(1024)(self._encoded)
         self._writes_system = cache(self._finds_system)
-        for self._wants_parts in (False, True, False):  # True for SmolVLM, Idefics 3, LLaVA
+        # True for SmolVLM, Idefics 3, LLaVA
+        for self._wants_parts in (False, True, False):
             if self._writes("user"):
                 break
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self._decoder = tokenizer if cleans else self._backend  # the same text, 4 times as fast
+        # the same text, 4 times as fast
+        self._decoder = tokenizer if cleans else self._backend
         decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
-        ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
-        several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
+        ends = (
+            generation.get("eos_token_id"),
+            model.get("eos_token_id"),
+            tokenizer.eos_token_id,
+        )
+        several = [
+            end if isinstance(end, list) else [end] for end in ends if end is not None
+        ]
         self.end_ids = frozenset(chain.from_iterable(several))
-        byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
+        byte_tokens = (
+            filter(BYTE_TOKEN.fullmatch, vocabulary)
+            if "ByteFallback" in repr(decoder)
+            else ()
+        )
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
         self.closing, _ = self._closing(*PROBES[0])
@@ -138,15 +192,17 @@ class HFChatTokenizer:
         settings: Mapping[str, Any] | None = None,
         is_open: bool = True,
     ) -> str:
-        """Return the template's text, repaired as servers do. Raises ValueError if it refuses the chat.
+        """Return the template's text, repaired as servers do. Raises ValueError if it
+        refuses the chat.
 
-        `settings` override the run's template variables. Developer becomes system if the template does not
-        know the role. Then, or if the template refuses or omits system messages that are not the first
-        message, they are merged into the first, like in vLLM.
+        `settings` override the run's template variables. Developer becomes system if
+        the template does not know the role. Then, or if the template refuses or omits
+        system messages that are not the first message, they are merged into the first,
+        like in vLLM.
 
-        Templates get tool-call arguments as objects, since most would quote a text again; templates that fail
-        on objects get texts. If the template refuses the calls' ids, all others than nine alphanumerics are
-        replaced (Mistral).
+        Templates get tool-call arguments as objects, since most would quote a text
+        again; templates that fail on objects get texts. If the template refuses the
+        calls' ids, all others than nine alphanumerics are replaced (Mistral).
         """
         options = self._options(settings)
         options["add_generation_prompt"] = is_open
@@ -156,7 +212,10 @@ class HFChatTokenizer:
         if is_late and not all(map(self._writes_system, roles)):
             chat = _merged(chat)
         if self._plain is not None:
-            chat = [each if each["role"] == "assistant" else self._plain.marked(each) for each in chat]
+            chat = [
+                each if each["role"] == "assistant" else self._plain.marked(each)
+                for each in chat
+            ]
             tools = self._plain.marked(tools)
         options["tools"] = [dict(tool) for tool in tools] if tools else None
         for arguments_of, id_of in FORMS:
@@ -169,8 +228,15 @@ class HFChatTokenizer:
 
     def _options(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         known = {**self._settings, **(settings or {})}
-        options = {name: value for name, value in known.items() if name in self._variables}
-        return {**self._constants, **options, "tools": None, "add_generation_prompt": True}
+        options = {
+            name: value for name, value in known.items() if name in self._variables
+        }
+        return {
+            **self._constants,
+            **options,
+            "tools": None,
+            "add_generation_prompt": True,
+        }
 
     def _tidied(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with a content and a role that the template knows."""
@@ -179,20 +245,34 @@ class HFChatTokenizer:
         tidied.setdefault("content", "")
         thought = tidied.get("reasoning_content")
         # the names under which templates read a thought (gpt-oss, Gemma 4)
-        return tidied if thought is None else {"thinking": thought, "reasoning": thought, **tidied}
+        return (
+            tidied
+            if thought is None
+            else {"thinking": thought, "reasoning": thought, **tidied}
+        )
 
-    def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    def _apply_template(
+        self, chat: list[dict[str, Any]], options: Mapping[str, Any]
+    ) -> str:
         if self._wants_parts:
-            chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
+            chat = [
+                {**each, "content": [{"type": "text", "text": each["content"]}]}
+                for each in chat
+            ]
         try:
             text = self._tokenizer.get_chat_template(None, options["tools"])
             return _compile(text, "the chat template").render(messages=chat, **options)
         except Exception as error:  # it may raise anything
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+            raise ValueError(
+                f"the chat template refuses these messages: {error}"
+            ) from error
 
     def _writes(self, shape: str) -> bool:
         """Return whether the template writes every message of a chat of these roles."""
-        chat = [{"role": role, "content": f"{PROBE} {at}."} for at, role in enumerate(shape.split())]
+        chat = [
+            {"role": role, "content": f"{PROBE} {at}."}
+            for at, role in enumerate(shape.split())
+        ]
         try:
             text = self._apply_template(chat, self._options())
         except ValueError:
@@ -200,22 +280,28 @@ class HFChatTokenizer:
         return all(message["content"] in text for message in chat)
 
     def _finds_system(self, role: str) -> bool:
-        """Return whether the template writes messages of the role, system or developer, anywhere."""
+        """Return whether the template writes messages of the role, system or developer,
+        anywhere.
+        """
         return role not in self._roles and all(
             self._writes(shape.replace("system", role)) for shape in SHAPES
         )
 
-    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
-        """Encode a text that follows the text `after`. Raises ValueError for lone surrogates.
+    def encode(
+        self, text: str, *, after: str = "", adds_special: bool = False
+    ) -> tuple[int, ...]:
+        """Encode a text that follows the text `after`. Raises ValueError for lone
+        surrogates.
 
-        The ids depend on `after`: a special token may take the white space that follows it, and sentencepiece
-        puts a space before the first word of a text.
+        The ids depend on `after`: a special token may take the white space that follows
+        it, and sentencepiece puts a space before the first word of a text.
         """
         before = self._ids(after) if after else ()
         ids = self._ids(after + text, adds_special)
         if ids[: len(before)] == before:
             return ids[len(before) :]
-        return self._ids(text)  # a token spans both texts, and the ids of the first stay
+        # a token spans both texts, and the ids of the first stay
+        return self._ids(text)
 
     def _ids(self, text: str, adds_special: bool = False) -> tuple[int, ...]:
         encode = self._encoded if len(text) > SHORT else self._short_ids
@@ -227,18 +313,28 @@ class HFChatTokenizer:
             backend = self._plain.backend
             text = self._plain.renamed(text)
         try:
-            (encoded,) = backend.encode_batch_fast([text], add_special_tokens=adds_special)
+            (encoded,) = backend.encode_batch_fast(
+                [text], add_special_tokens=adds_special
+            )
         except TypeError as error:
-            raise ValueError("the text is not valid Unicode: it has a lone surrogate") from error
+            raise ValueError(
+                "the text is not valid Unicode: it has a lone surrogate"
+            ) from error
         return tuple(encoded.ids)
 
-    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the text from PROBE through the last special token of an answer, and that token.
+    def _closing(
+        self, answer: Mapping[str, Any], then: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """Return the text from PROBE through the last special token of an answer, and
+        that token.
 
-        Only text that the template also writes at the end of a chat counts. GLM 4 writes none there, so the
-        role token that follows is not an end.
+        Only text that the template also writes at the end of a chat counts. GLM 4
+        writes none there, so the role token that follows is not an end.
         """
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
+        chat = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", **answer},
+        ]
         try:
             _, found, last = self.render(chat, is_open=False).rpartition(PROBE)
             inner = self.render([*chat, then]).rpartition(PROBE)[2]
@@ -251,24 +347,42 @@ class HFChatTokenizer:
         if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
             shared = inner
             tokens = self._special(inner)[:1]
-        # some templates begin the next answer whether or not they are asked to (Command A)
-        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens[-1:]
+        # some templates begin the next answer whether or not they are asked to (Command
+        # A)
+        ends = [
+            token
+            for token in tokens
+            if self._backend.token_to_id(token) in self.end_ids
+        ] or tokens[-1:]
         if not ends:
             return "", ""
         return shared[: shared.find(ends[0]) + len(ends[0])], ends[0]
 
     def _special(self, text: str) -> list[str]:
         return [
-            str(self._backend.id_to_token(token)) for token in self._ids(text) if token in self.special_ids
+            str(self._backend.id_to_token(token))
+            for token in self._ids(text)
+            if token in self.special_ids
         ]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode(self.render(messages))
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if not skip_special_tokens and len(token_ids) == 1 and token_ids[0] in self.special_ids:
-            return str(self._backend.id_to_token(token_ids[0]))  # sentencepiece decodes its marks of spaces
-        return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        if (
+            not skip_special_tokens
+            and len(token_ids) == 1
+            and token_ids[0] in self.special_ids
+        ):
+            # sentencepiece decodes its marks of spaces
+            return str(self._backend.id_to_token(token_ids[0]))
+        return str(
+            self._decoder.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens
+            )
+        )
 
 
 def _load(model_path: str) -> Any:
@@ -277,8 +391,12 @@ def _load(model_path: str) -> Any:
     try:
         return PreTrainedTokenizerFast.from_pretrained(model_path)
     except Exception as error:  # it may raise anything for broken files
-        way_out = "set model.path to a Hugging Face language model with a tokenizer.json."
-        raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
+        way_out = (
+            "set model.path to a Hugging Face language model with a tokenizer.json."
+        )
+        raise ConfigError(
+            f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out
+        ) from error
 
 
 def read_template(path: Path) -> str:
@@ -301,8 +419,11 @@ def _compile(template: str, name: str) -> Template:
         compiled: Template = _compile_jinja_template(template)
     except TemplateSyntaxError as error:
         way_out = "correct that line, or set model.chat_template to another Jinja file."
-        raise ConfigError(f"{name} line {error.lineno}: {error.message}", way_out=way_out) from error
-    compiled.globals = dict(compiled.globals)  # a ChainMap, which is slow to iterate at each render
+        raise ConfigError(
+            f"{name} line {error.lineno}: {error.message}", way_out=way_out
+        ) from error
+    # a ChainMap, which is slow to iterate at each render
+    compiled.globals = dict(compiled.globals)
     return compiled
 
 
@@ -314,7 +435,9 @@ def _merged(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_calls(
-    message: dict[str, Any], arguments_of: Callable[[Any], Any], id_of: Callable[[str], str]
+    message: dict[str, Any],
+    arguments_of: Callable[[Any], Any],
+    id_of: Callable[[str], str],
 ) -> dict[str, Any]:
     changed = dict(message)
     if "tool_call_id" in message or message["role"] == "tool":
@@ -325,7 +448,13 @@ def _with_calls(
             function = call["function"]
             arguments = arguments_of(function.get("arguments"))
             call_id = id_of(call.get("id", ""))
-            calls.append({**call, "id": call_id, "function": {**function, "arguments": arguments}})
+            calls.append(
+                {
+                    **call,
+                    "id": call_id,
+                    "function": {**function, "arguments": arguments},
+                }
+            )
     return changed
 
 
@@ -342,26 +471,35 @@ def _as_text(arguments: Any) -> str:
 
 def _short(call_id: str) -> str:
     """Return nine alphanumerics. Example: `functions.f:0` becomes `5e0d2bf6c`."""
-    return call_id if CALL_ID.fullmatch(call_id) else blake2b(call_id.encode()).hexdigest()[:9]
+    return (
+        call_id
+        if CALL_ID.fullmatch(call_id)
+        else blake2b(call_id.encode()).hexdigest()[:9]
+    )
 
 
 FORMS = ((_as_object, str), (_as_text, str), (_as_text, _short), (_as_object, _short))
-"""Forms of a chat's calls, best first. A template's refusal of the last one is reported."""
+"""Forms of a chat's calls, best first. A template's refusal of the last one is
+reported.
+"""
 
 
 class PlainText:
     """Encode the names of special tokens in given texts as ordinary text.
 
-    marked() marks these names in messages before the template is applied. In the backend here, special
-    tokens have other names, which renamed() gives to the unmarked ones. So all other ids, with the spaces
-    that tokenizers add and strip, are those of the original backend.
+    marked() marks these names in messages before the template is applied. In the
+    backend here, special tokens have other names, which renamed() gives to the unmarked
+    ones. So all other ids, with the spaces that tokenizers add and strip, are those of
+    the original backend.
     """
 
     def __init__(self, backend: Tokenizer, template: str) -> None:
         added = backend.get_added_tokens_decoder().values()
         # also <tool_call> and <think>, which may not be special, but not a newline
         names = [
-            one.content for one in added if one.special or one.content.strip() and one.content in template
+            one.content
+            for one in added
+            if one.special or one.content.strip() and one.content in template
         ]
         longest_first = sorted(names, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first))
@@ -375,7 +513,9 @@ class PlainText:
         return json.loads(text)
 
     def renamed(self, text: str) -> str:
-        return self._name.sub(lambda found: found[2] if found[1] else found[2] + WRITTEN, text)
+        return self._name.sub(
+            lambda found: found[2] if found[1] else found[2] + WRITTEN, text
+        )
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
@@ -384,5 +524,7 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:
     path = Path(model_path) / name
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    content: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    )
     return content

@@ -1,1 +1,3 @@
-"""Pushes of each policy_version to every engine server, during generation or time-shared."""
+"""Pushes of each policy_version to every engine server, during generation or
+time-shared.
+"""

@@ -1,5 +1,5 @@
-"""Push each policy_version to every engine, during generation or time-shared: load and compare digests, then
-commit.
+"""Push each policy_version to every engine, during generation or time-shared: load and
+compare digests, then commit.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from asyncrl.base.errors import ComponentError, EngineLost, NodeLost, PublishError, WeightsLost
+from asyncrl.base.errors import (
+    ComponentError,
+    EngineLost,
+    NodeLost,
+    PublishError,
+    WeightsLost,
+)
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import SHORTEST_S, Signal, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.engine_api import CommitResponse, FileRequest, Interrupt, TransferStats
+from asyncrl.messages.engine_api import (
+    CommitResponse,
+    FileRequest,
+    Interrupt,
+    TransferStats,
+)
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 OnLost: TypeAlias = Callable[[EngineLost], None]
 Locate: TypeAlias = Callable[[str, Any], Awaitable[Any]]
-"""Bring weights to an engine's node and return them with their path there (NodeFiles.locate)."""
+"""Bring weights to an engine's node and return them with their path there
+(NodeFiles.locate).
+"""
 Fetch: TypeAlias = Callable[[int, FileRequest, float], Awaitable[str]]
 """Download a file to a node within a limit in seconds. Raises ComponentError."""
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
@@ -47,13 +60,20 @@ class NodeFiles:
     timeout_s: float
 
     async def locate(
-        self, engine: str, sent: Sent, purpose: Literal["rollout", "evaluation"] = "rollout"
+        self,
+        engine: str,
+        sent: Sent,
+        purpose: Literal["rollout", "evaluation"] = "rollout",
     ) -> Sent:
-        """Return `sent` with the path on the engine's node. Raises EngineLost or WeightsLost.
+        """Return `sent` with the path on the engine's node. Raises EngineLost or
+        WeightsLost.
 
-        A file for evaluation is kept apart from those of the rollout engines, also on the trainer's node.
+        A file for evaluation is kept apart from those of the rollout engines, also on
+        the trainer's node.
         """
-        if purpose == "rollout" and (not sent.path or self.node_of[engine] == self.trainer_node):
+        if purpose == "rollout" and (
+            not sent.path or self.node_of[engine] == self.trainer_node
+        ):
             return sent
         name = Path(sent.path).name
         request = FileRequest(
@@ -79,8 +99,9 @@ class NodeFiles:
 class WeightTrainer(Protocol):
     """The trainer as weight sync sees it.
 
-    begin_export starts to copy the newest weights, between two optimizer steps, and returns their
-    version; export waits for the copy. export_chunk overwrites the previous chunk.
+    begin_export starts to copy the newest weights, between two optimizer steps, and
+    returns their version; export waits for the copy. export_chunk overwrites the
+    previous chunk.
     """
 
     @property
@@ -98,7 +119,9 @@ class WeightTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds of the whole push, with its export, and of an engine's longest pause; interrupted requests."""
+    """Seconds of the whole push, with its export, and of an engine's longest pause;
+    interrupted requests.
+    """
 
     publish_s: float = 0.0
     pause_s: float = 0.0
@@ -107,13 +130,14 @@ class PushReport:
 
 @dataclass(eq=False)
 class Push:
-    """A push of one version to the engines in `live`: whole, during generation, or by chunks, into awake,
-    empty weights.
+    """A push of one version to the engines in `live`: whole, during generation, or by
+    chunks, into awake, empty weights.
 
     Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push.
     Waits: for all engines at once, at most timeout_s per phase.
-    Invariant: on return every engine in `live` serves the version with the trainer's digest. Except with
-        nccl, no engine swaps before every engine has the right bytes.
+    Invariant: on return every engine in `live` serves the version with the trainer's
+        digest. Except with nccl, no engine swaps before every engine has the right
+        bytes.
 
     `is_down` is checked right before a commit: a lost engine may be a new process.
     """
@@ -134,7 +158,11 @@ class Push:
 
         async def prepare(target: EngineClient) -> str:
             # If the trainer holds the weights, a file is only for evaluation.
-            located = manifest if manifest.is_held else await self.locate(target.name, manifest)
+            located = (
+                manifest
+                if manifest.is_held
+                else await self.locate(target.name, manifest)
+            )
             return await target.prepare(located)
 
         digests = await self._on(self.live, "prepare", prepare)
@@ -143,7 +171,9 @@ class Push:
         return await self._commit(manifest.digest, start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
-        """Load all chunks and commit. Raises PublishError, or what the trainer's client raises."""
+        """Load all chunks and commit. Raises PublishError, or what the trainer's client
+        raises.
+        """
         clock = asyncio.get_running_loop().time
         began = clock()
         sent: list[ExportChunkResponse] = []
@@ -151,7 +181,9 @@ class Push:
             chunk = await trainer.export_chunk(self.version, len(sent))
             sent.append(chunk)
 
-            async def load(target: EngineClient, chunk: ExportChunkResponse = chunk) -> str:
+            async def load(
+                target: EngineClient, chunk: ExportChunkResponse = chunk
+            ) -> str:
                 located = await self.locate(target.name, chunk)
                 return await target.load_chunk(located)
 
@@ -178,7 +210,13 @@ class Push:
         async def commit(target: EngineClient) -> CommitResponse:
             report = await target.commit(self.version, digest, self.interrupt)
             if report.pause_s >= SHORTEST_S:
-                note_span(target.name, "pause", clock() - report.pause_s, clock(), self.version)
+                note_span(
+                    target.name,
+                    "pause",
+                    clock() - report.pause_s,
+                    clock(),
+                    self.version,
+                )
             return report
 
         targets = [target for target in self.live if not self.is_down(target.name)]
@@ -194,13 +232,25 @@ class Push:
         self.live = [target for target in self.live if target.name in reports]
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
         # Time-shared engines decode nothing during a push.
-        note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
+        note_span(
+            "weight sync",
+            "commit",
+            start,
+            clock(),
+            self.version,
+            paused if pause_s else "",
+        )
         return PushReport(clock() - began_s, pause_s, num_interrupted)
 
     async def _on(
-        self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
+        self,
+        targets: Sequence[EngineClient],
+        phase: str,
+        call: Callable[[EngineClient], Awaitable[Result]],
     ) -> dict[str, Result]:
-        """Run a phase on all targets at once; return the answers of engines that were not lost."""
+        """Run a phase on all targets at once; return the answers of engines that were
+        not lost.
+        """
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"
 
@@ -215,20 +265,24 @@ class Push:
                     async with within(self.timeout_s, lambda: late):
                         answers[target.name] = await call(target)
             except EngineLost as lost:
-                self.on_lost(lost)  # here: the reaction must not wait for the other engines
+                # here: the reaction must not wait for the other engines
+                self.on_lost(lost)
                 self.live = [engine for engine in self.live if engine is not target]
 
         calls = [on_engine(target) for target in targets]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
-            if isinstance(outcome, ComponentError) and not isinstance(outcome, WeightsLost):
+            if isinstance(outcome, ComponentError) and not isinstance(
+                outcome, WeightsLost
+            ):
                 raise self._error(
                     f"{target.name} failed in {doing}: {outcome.fault}",
                     outcome.rule,
                     outcome.way_out,
                 ) from outcome
             if isinstance(outcome, BaseException):
-                raise outcome  # our own or the trainer's error; the engine's state is unknown
+                # our own or the trainer's error; the engine's state is unknown
+                raise outcome
         return answers
 
     def _check_digests(self, verb: str, digests: dict[str, str], sent: str) -> None:
@@ -244,7 +298,8 @@ class Push:
             "publisher",
             what,
             rule=rule or _ANNOUNCED,
-            way_out=way_out or "read the log of the engine that is named, then start the run again.",
+            way_out=way_out
+            or "read the log of the engine that is named, then start the run again.",
         )
 
 
@@ -256,8 +311,8 @@ async def at_once(*_: object) -> None:
 class Publisher:
     """Engines that get pushes, their version, and the report of the last push.
 
-    An engine is live, or down until it has the announced weights. An export's file exists until
-    on_published returns. `locate` fetches a file to an engine's node.
+    An engine is live, or down until it has the announced weights. An export's file
+    exists until on_published returns. `locate` fetches a file to an engine's node.
     """
 
     trainer: WeightTrainer
@@ -294,7 +349,9 @@ class Publisher:
         return name in self._down
 
     def down_nowait(self, name: str) -> None:
-        """Skip this lost engine; a waiting push continues once its calls are cut. Idempotent."""
+        """Skip this lost engine; a waiting push continues once its calls are cut.
+        Idempotent.
+        """
         self._down.add(name)
 
     def up_nowait(self, name: str) -> None:
@@ -305,7 +362,9 @@ class Publisher:
         """Exclude this engine from pushes when this returns."""
         self._down.add(name)
 
-    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost) -> Push:
+    def _push(
+        self, version: int, targets: Sequence[EngineClient], on_lost: OnLost
+    ) -> Push:
         return Push(
             version,
             targets,
@@ -358,15 +417,15 @@ class PushLoop(Publisher):
         11 s                commit 3, on_served(3)                    -, 3
         20 s                bring_up(engine-0) gives it version 3     3, 3
 
-    Life: run(): idle -> exporting (begun between two steps) -> pushing -> announced by on_served, then by
-        on_published -> idle.
-    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s.
-        bring_up, leave and pushes exclude each other.
-    Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest, in
-        order. The trainer never waits for a push.
+    Life: run(): idle -> exporting (begun between two steps) -> pushing -> announced by
+        on_served, then by on_published -> idle.
+    Waits: run sleeps for a new version, then in export, prepare and commit, each at
+        most timeout_s. bring_up, leave and pushes exclude each other.
+    Invariant: on_served(v) follows every live engine's confirmation of v with the
+        trainer's digest, in order. The trainer never waits for a push.
 
-    The trainer keeps its two newest exports (`is_held`: one, on its device). `wait_released` returns once no
-    evaluation needs the engines' present weights.
+    The trainer keeps its two newest exports (`is_held`: one, on its device).
+    `wait_released` returns once no evaluation needs the engines' present weights.
     """
 
     is_held: bool = False
@@ -386,34 +445,45 @@ class PushLoop(Publisher):
         self._changed = Signal()
 
     async def run(self) -> None:
-        """Publish until cancelled. Raises PublishError, or what the trainer's client raises."""
+        """Publish until cancelled. Raises PublishError, or what the trainer's client
+        raises.
+        """
         while True:
-            with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
+            with waiting(
+                f"a policy_version above {self._exported_version}", on="the train loop"
+            ):
                 newest = await self.trainer.wait_version_above(self._exported_version)
             self._set_pushing(True)
             await self.wait_released()
             async with contextlib.AsyncExitStack() as exclusive:
                 if self.is_held:
-                    # The export overwrites the weights that bring_up may be sending to an engine.
+                    # The export overwrites the weights that bring_up may be sending to
+                    # an engine.
                     await exclusive.enter_async_context(self._lock)
                 if newest <= self._exported_version:
                     continue  # bring_up has published it
                 manifest, export_s = await self._export(newest)
                 if not self.is_held:
-                    # A new file harms no reader, so engines could be brought up until here.
+                    # A new file harms no reader, so engines could be brought up until
+                    # here.
                     await exclusive.enter_async_context(self._lock)
                 await self._publish(manifest, export_s)
             self._set_pushing(False)
 
     async def bring_up(self, name: str) -> None:
-        """Give an engine with a new process the announced weights. Raises EngineLost or PublishError."""
-        await self._changed.wait_for(lambda: self._announced is not None or not self._is_first_push_due)
+        """Give an engine with a new process the announced weights. Raises EngineLost or
+        PublishError.
+        """
+        await self._changed.wait_for(
+            lambda: self._announced is not None or not self._is_first_push_due
+        )
         lost: list[EngineLost] = []
         async with self._lock:
             if self._announced is not None:
                 manifest = self._announced
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
-                    # The announced weights died with the trainer, and its successor may be ahead.
+                    # The announced weights died with the trainer, and its successor may
+                    # be ahead.
                     manifest = await self.trainer.export()
                     if manifest.version > self._announced.version:
                         await self._publish_with(name, manifest)
@@ -434,13 +504,15 @@ class PushLoop(Publisher):
             self._down.discard(name)
 
     async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
-        """Publish a version above the announced one to all engines and to this new one. Raises EngineLost.
+        """Publish a version above the announced one to all engines and to this new one.
+        Raises EngineLost.
 
-        If only the new engine had it, a second push of the same version could follow with other bits:
+        If only the new engine had it, a second push of the same version could follow
+        with other bits:
 
-            version 1 is announced; the trainer is restarted, trains version 2, and a new engine gets it
-            the trainer is restarted again, and trains version 2 with other bits
-            the push of version 2 fails on the new engine: versions only grow
+            version 1 is announced; the trainer is restarted, trains version 2, and a
+            new engine gets it the trainer is restarted again, and trains version 2 with
+            other bits the push of version 2 fails on the new engine: versions only grow
         """
         lost: list[EngineLost] = []
 
@@ -454,7 +526,11 @@ class PushLoop(Publisher):
         self._exported_version = manifest.version
         await self._publish(manifest, 0.0, note)
         if not lost and self.version < manifest.version:
-            lost.append(EngineLost(name, "the trainer was lost before this engine had its weights"))
+            lost.append(
+                EngineLost(
+                    name, "the trainer was lost before this engine had its weights"
+                )
+            )
         if lost:
             self._down.add(name)
             raise lost[0]
@@ -476,11 +552,13 @@ class PushLoop(Publisher):
             await self._changed.wait_for(lambda: self.version >= version)
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Return once the copy of `version` has begun, or during another copy or push. The trainer
-        changes no weight before the copy is complete.
+        """Return once the copy of `version` has begun, or during another copy or push.
+        The trainer changes no weight before the copy is complete.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
-            await self._changed.wait_for(lambda: self._is_pushing or self._exported_version >= version)
+            await self._changed.wait_for(
+                lambda: self._is_pushing or self._exported_version >= version
+            )
 
     async def _export(self, newest: int) -> tuple[ExportResponse, float]:
         clock = asyncio.get_running_loop().time
@@ -492,7 +570,8 @@ class PushLoop(Publisher):
         manifest = await self._limited(newest, self.trainer.export)
         note_span("weight sync", "export", start, clock(), manifest.version)
         self.num_skipped += manifest.version - before - 1
-        self._exported_version = manifest.version  # above the begun version if the trainer was restarted
+        # above the begun version if the trainer was restarted
+        self._exported_version = manifest.version
         return manifest, clock() - start
 
     async def _publish(
@@ -521,7 +600,9 @@ class PushLoop(Publisher):
         self.on_served(manifest.version)
         await self.on_published(manifest)
 
-    async def _limited(self, newest: int, call: Callable[[], Awaitable[Result]]) -> Result:
+    async def _limited(
+        self, newest: int, call: Callable[[], Awaitable[Result]]
+    ) -> Result:
         """Repeat a part of an export that a trainer restart interrupted."""
         late = PublishError(
             "publisher",
@@ -530,7 +611,8 @@ class PushLoop(Publisher):
             way_out="set weight_sync.timeout_s above the time of a step, or read the trainer's log.",
         )
         while True:
-            await self.trainer.wait_up()  # a restarted trainer may train for long on journaled batches
+            # a restarted trainer may train for long on journaled batches
+            await self.trainer.wait_up()
             num_restarts = self.trainer.num_restarts
             try:
                 async with within(self.timeout_s, lambda: late):

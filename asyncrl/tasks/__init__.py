@@ -5,4 +5,11 @@ from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.sources import build_task
 from asyncrl.tasks.task import Item, PromptTask
 
-__all__ = ["Item", "PromptSource", "PromptTask", "TaskPrompts", "TaskScorer", "build_task"]
+__all__ = [
+    "Item",
+    "PromptSource",
+    "PromptTask",
+    "TaskPrompts",
+    "TaskScorer",
+    "build_task",
+]

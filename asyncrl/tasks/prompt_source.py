@@ -1,4 +1,6 @@
-"""Draw order of prompts: requeued prompts first, then seeded epochs of one task or several."""
+"""Draw order of prompts: requeued prompts first, then seeded epochs of one task or
+several.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,19 @@ UNIT = 10**9
 class Epochs:
     """Order of one task's prompts.
 
-    Each epoch has every prompt once. With `by_difficulty`, a prompt with mean reward p so far (clipped to
-    0..1) is in an epoch with probability max(FLOOR, 4p(1 - p)); an unobserved prompt always is. p(1 - p), the
-    variance of a binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099
-    (Sampling For Learnability), used for language models in https://arxiv.org/abs/2502.12272.
+    Each epoch has every prompt once. With `by_difficulty`, a prompt with mean reward p
+    so far (clipped to 0..1) is in an epoch with probability max(FLOOR, 4p(1 - p)); an
+    unobserved prompt always is. p(1 - p), the variance of a binary reward, measures its
+    gradient: "learnability" of https://arxiv.org/abs/2408.15099 (Sampling For
+    Learnability), used for language models in https://arxiv.org/abs/2502.12272.
 
-    An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
-    timing has no influence.
+    An epoch whose first draw is at policy_version v uses groups that started before v;
+    at max_staleness 0 timing has no influence.
     """
 
-    def __init__(self, num_prompts: int, seed: int, *, shuffle: bool, by_difficulty: bool = False) -> None:
+    def __init__(
+        self, num_prompts: int, seed: int, *, shuffle: bool, by_difficulty: bool = False
+    ) -> None:
         self.num_prompts = num_prompts
         self.seed = seed
         self.shuffle = shuffle
@@ -52,12 +57,14 @@ class Epochs:
         self._ends = list[int]()
 
     def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
-        """`version`: start of the draw's group (None: later than all). Return the epoch for load_epoch if one
-        sampled by difficulty begins.
+        """`version`: start of the draw's group (None: later than all). Return the epoch
+        for load_epoch if one sampled by difficulty begins.
         """
         if not self.by_difficulty:
             return None
-        for earlier in [start for start in self._later if version is None or start < version]:
+        for earlier in [
+            start for start in self._later if version is None or start < version
+        ]:
             for index, reward in self._later.pop(earlier):
                 self._sums[index] += reward
                 self._counts[index] += 1
@@ -74,11 +81,17 @@ class Epochs:
             self._later.setdefault(version, []).append((index, round(fraction * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:
-        epoch = bisect_right(self._ends, draw) if self.by_difficulty else draw // self.num_prompts
+        epoch = (
+            bisect_right(self._ends, draw)
+            if self.by_difficulty
+            else draw // self.num_prompts
+        )
         return epoch, int(self._order(epoch)[draw - self._start(epoch)])
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        assert epoch == len(self.texts), f"epoch {epoch} cannot follow {len(self.texts)} epochs"
+        assert epoch == len(self.texts), (
+            f"epoch {epoch} cannot follow {len(self.texts)} epochs"
+        )
         size = int(np.count_nonzero(self._has(text)))
         self.texts.append(text)
         self._ends.append(self._start(epoch) + size)
@@ -86,7 +99,9 @@ class Epochs:
     def _choose(self, epoch: int) -> Bools:
         """Choose the epoch's prompts, bool [num_prompts]; at least one."""
         mean = self._sums / UNIT / np.maximum(self._counts, 1)
-        probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean)))
+        probability = np.where(
+            self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean))
+        )
         drawn = np.random.default_rng([self.seed, epoch, 1]).random(self.num_prompts)
         chosen: Bools = drawn < probability
         chosen[np.argmin(drawn / probability)] = True
@@ -127,13 +142,16 @@ class TaskPrompts:
         self._name = type(task).__name__
         if len(task) == 0:
             raise ConfigError(
-                f"the task {self._name} has no prompts", way_out="give it data, or task.size >= 1."
+                f"the task {self._name} has no prompts",
+                way_out="give it data, or task.size >= 1.",
             )
         self._task = task
         self._system_prompt = system_prompt
         self.label = label
         self._prefix = f"{label}/" if label else ""
-        self.epochs = Epochs(len(task), seed, shuffle=shuffle, by_difficulty=by_difficulty)
+        self.epochs = Epochs(
+            len(task), seed, shuffle=shuffle, by_difficulty=by_difficulty
+        )
 
     def make(self, epoch: int, index: int) -> Prompt:
         place = f"prompt {index} of {self._name}"
@@ -153,7 +171,9 @@ class TaskPrompts:
                     way_out="remove task.system_prompt, or the message.",
                 )
             messages = ({"role": "system", "content": self._system_prompt}, *messages)
-        return Prompt(f"{self._prefix}{epoch}/{index}", messages, item.answer, item.info)
+        return Prompt(
+            f"{self._prefix}{epoch}/{index}", messages, item.answer, item.info
+        )
 
 
 class PromptSource:
@@ -170,7 +190,9 @@ class PromptSource:
         shares: Mapping[str, int] | None = None,
         on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
     ) -> None:
-        """`on_epoch` is called before the first prompt of an epoch sampled by difficulty."""
+        """`on_epoch` is called before the first prompt of an epoch sampled by
+        difficulty.
+        """
         self._tasks = {task.label: task for task in tasks}
         self._shares = dict(shares or dict.fromkeys(self._tasks, 1))
         self._rota = make_rota(self._shares)
@@ -197,7 +219,9 @@ class PromptSource:
         self._tasks[name].epochs.observe_nowait(index, reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        assert prompt.prompt_id not in self.requeued, f"prompt {prompt.prompt_id} is not in use"
+        assert prompt.prompt_id not in self.requeued, (
+            f"prompt {prompt.prompt_id} is not in use"
+        )
         self.requeued[prompt.prompt_id] = prompt.num_requeued
 
     def make_again(self, prompt_id: str, num_requeued: int) -> Prompt:
@@ -208,11 +232,18 @@ class PromptSource:
 
     @property
     def order(self) -> dict[str, Any]:
-        """Return share, number of prompts, seed, shuffle and by_difficulty of each task."""
+        """Return share, number of prompts, seed, shuffle and by_difficulty of each
+        task.
+        """
         order = dict[str, Any]()
         for name, task in self._tasks.items():
             epochs = task.epochs
-            settings = [epochs.num_prompts, epochs.seed, epochs.shuffle, epochs.by_difficulty]
+            settings = [
+                epochs.num_prompts,
+                epochs.seed,
+                epochs.shuffle,
+                epochs.by_difficulty,
+            ]
             order[name] = [self._shares[name], *settings]
         return order
 
@@ -232,8 +263,8 @@ class PromptSource:
         epochs: Sequence[tuple[str, int, str]],
         observed: Sequence[tuple[str, float, int]],
     ) -> None:
-        """Continue after `num_drawn` draws, `requeued` prompts first. `epochs`: those sampled by difficulty;
-        `observed`: rewards of finished groups.
+        """Continue after `num_drawn` draws, `requeued` prompts first. `epochs`: those
+        sampled by difficulty; `observed`: rewards of finished groups.
         """
         self.num_drawn = num_drawn
         self.requeued.update(requeued)
@@ -245,7 +276,11 @@ class PromptSource:
     def epochs(self) -> list[tuple[str, int, str]]:
         """Return (task, number, prompts) of each epoch sampled by difficulty."""
         tasks = self._tasks.items()
-        return [(name, *epoch) for name, task in tasks for epoch in enumerate(task.epochs.texts)]
+        return [
+            (name, *epoch)
+            for name, task in tasks
+            for epoch in enumerate(task.epochs.texts)
+        ]
 
 
 def _place_of(prompt_id: str) -> tuple[int, int, str]:
@@ -255,16 +290,24 @@ def _place_of(prompt_id: str) -> tuple[int, int, str]:
 
 
 def make_rota(shares: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return (task, number of its draw) for a cycle of tasks, each as often as its share.
+    """Return (task, number of its draw) for a cycle of tasks, each as often as its
+    share.
 
-    Draw k of a task with share s lies between k / s and (k + 1) / s of the cycle; the earliest end is next.
-    So each task stays within one draw of its share (Pfair, https://doi.org/10.1007/BF01940883).
+    Draw k of a task with share s lies between k / s and (k + 1) / s of the cycle; the
+    earliest end is next. So each task stays within one draw of its share (Pfair,
+    https://doi.org/10.1007/BF01940883).
     """
     size, rota = sum(shares.values()), list[tuple[str, int]]()
     drawn = dict.fromkeys(shares, 0)
     for place in range(size):
-        begun = [name for name, share in shares.items() if drawn[name] * size < (place + 1) * share]
-        name = min(begun, key=lambda name: (-(-(drawn[name] + 1) * size // shares[name]), name))
+        begun = [
+            name
+            for name, share in shares.items()
+            if drawn[name] * size < (place + 1) * share
+        ]
+        name = min(
+            begun, key=lambda name: (-(-(drawn[name] + 1) * size // shares[name]), name)
+        )
         rota.append((name, drawn[name]))
         drawn[name] += 1
     return rota

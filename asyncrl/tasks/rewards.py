@@ -1,4 +1,6 @@
-"""Reward functions: the user's, the `math` reward, their calls, and what they may return."""
+"""Reward functions: the user's, the `math` reward, their calls, and what they may
+return.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,24 @@ SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 Reward = float
 """Return value of a reward function."""
 RewardFunction = Callable[..., Reward | Awaitable[Reward]]
-"""Called with the prompt, the completion's text, and what optional() adds; runs in any thread or process."""
+"""Called with the prompt, the completion's text, and what optional() adds; runs in any
+thread or process.
+"""
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
     function: Any = math_reward
     if config.reward not in ("math", None):
         function = load_object(config.reward, "task.reward")
-        said, usage = f"task.reward={config.reward}", "reward(prompt, completion, answer)"
-        check_call(function, (None, "", None), optional(function, NO_COMPLETION, 3), said=said, usage=usage)
+        said = f"task.reward={config.reward}"
+        usage = "reward(prompt, completion, answer)"
+        check_call(
+            function,
+            (None, "", None),
+            optional(function, NO_COMPLETION, 3),
+            said=said,
+            usage=usage,
+        )
 
     def score(prompt: Prompt, completion: str) -> Any:
         if config.reward is None:
@@ -53,8 +64,8 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
 
 @contextlib.contextmanager
 def user_code(*passed: type[BaseException]) -> Iterator[None]:
-    """Turn every exception of user code into UserCodeFailed, except those in `passed`. A child that it forked
-    ends here: it must not continue the run.
+    """Turn every exception of user code into UserCodeFailed, except those in `passed`.
+    A child that it forked ends here: it must not continue the run.
     """
     process = os.getpid()
     try:
@@ -68,15 +79,21 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
             os._exit(0)
 
 
-def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping[str, Any]:
-    """Return what the function asks for by name, after `num_others` positional arguments: `sampled`, the ids
-    and logprobs.
+def optional(
+    function: Any, sampled: Completion, num_others: int = 2
+) -> Mapping[str, Any]:
+    """Return what the function asks for by name, after `num_others` positional
+    arguments: `sampled`, the ids and logprobs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not callable, or a builtin
         return {}
-    names = [one.name for one in parameters[num_others:] if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names = [
+        one.name
+        for one in parameters[num_others:]
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
     names += [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     return {"sampled": sampled} if "sampled" in names else {}
 
@@ -84,7 +101,9 @@ def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping
 def call(
     score: RewardFunction, prompt: Prompt, text: str, asked: Mapping[str, Any]
 ) -> Reward | Awaitable[Any]:
-    """Return the reward, or an awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed."""
+    """Return the reward, or an awaitable for call_async. `asked`: see optional().
+    Raises UserCodeFailed.
+    """
     with user_code():
         value: Any = score(prompt, text, **asked)
         return value if isinstance(value, Awaitable) else as_reward(value)
@@ -104,10 +123,14 @@ def as_reward(value: Any) -> Reward:
             number = value.item()
     if not isinstance(number, numbers.Real):
         hint = "; is a `return` missing?" if value is None else ""
-        raise UserCodeFailed(f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
+        raise UserCodeFailed(
+            f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}"
+        )
     reward = float(number)
     if not abs(reward) <= LARGEST_NUMBER:
-        raise UserCodeFailed(f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
+        raise UserCodeFailed(
+            f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most"
+        )
     return reward
 
 
@@ -120,26 +143,34 @@ def no_reward(prompt: Prompt) -> RewardFailure:
 
 
 def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
-    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
-    ValueError.
+    """Return 1.0 if the completion's answer equals `answer` (a number, expression or
+    LaTeX), else 0.0. Raises ValueError.
 
-    math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main
-    thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
-    runs in processes by default.
+    math-verify (https://github.com/huggingface/Math-Verify) limits time by signals,
+    which need the main thread, so the scorer's limit applies. Evaluating 9^(9^9) would
+    hold the interpreter for hours, so `math` runs in processes by default.
     """
     from math_verify import parse, verify
 
     gold = _gold(reference_text(answer))
     if not gold:
-        raise ValueError(f"math-verify cannot read the reference answer {answer!r:.80}; correct that row")
-    return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
+        raise ValueError(
+            f"math-verify cannot read the reference answer {answer!r:.80}; correct that row"
+        )
+    return float(
+        verify(
+            list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None
+        )
+    )
 
 
 def reference_text(answer: Any) -> str:
     """Return a text or a finite number as text. Raises ValueError."""
     is_number = type(answer) in (int, float, Decimal) and abs(answer) < math.inf
     if not is_number and not isinstance(answer, str):
-        raise ValueError(f"the reference answer {answer!r:.80} is neither a text nor a finite number")
+        raise ValueError(
+            f"the reference answer {answer!r:.80} is neither a text nor a finite number"
+        )
     return str(answer)
 
 
@@ -163,6 +194,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
         readings.reverse()
     for text in readings:
         found = parse(text, parsing_timeout=None)
-        if any(not isinstance(reading, str) for reading in found):  # unparsed text is a str
+        # unparsed text is a str
+        if any(not isinstance(reading, str) for reading in found):
             return tuple(found)
     return ()

@@ -62,8 +62,13 @@ class Scorers:
     def gauges(self) -> dict[str, float]:
         scorers = self._scorers
         return {
-            "rollout/abandoned": sum(scorer.num_abandoned for scorer in scorers.values()),
-            **by_task("perf/rewards_s", {name: scorer.busy_s for name, scorer in scorers.items()}),
+            "rollout/abandoned": sum(
+                scorer.num_abandoned for scorer in scorers.values()
+            ),
+            **by_task(
+                "perf/rewards_s",
+                {name: scorer.busy_s for name, scorer in scorers.items()},
+            ),
         }
 
     async def aclose(self) -> None:
@@ -74,9 +79,9 @@ class Scorers:
 class TaskScorer:
     """Call `task.score` inline, in threads or in processes, by `task.reward_pool`.
 
-    A plain function runs at most `reward_workers` times at once; an async function is unbounded, except in
-    processes. A call that cannot be ended at its limit keeps running and is counted. Failures are
-    RewardFailures, never a reward of 0.
+    A plain function runs at most `reward_workers` times at once; an async function is
+    unbounded, except in processes. A call that cannot be ended at its limit keeps
+    running and is counted. Failures are RewardFailures, never a reward of 0.
     """
 
     def __init__(
@@ -90,14 +95,18 @@ class TaskScorer:
     ) -> None:
         self.has_score = config.has_score
         self.shows_special = config.special_tokens == "visible"
-        self._text_of = partial(answer_text, tokenizer, shows_special=self.shows_special)
+        self._text_of = partial(
+            answer_text, tokenizer, shows_special=self.shows_special
+        )
         self._score = task.score
         self._wants_sampled = bool(optional(task.score, NO_COMPLETION))
         self._is_inline = config.reward_pool == "inline"
         self.busy_s = 0.0
         """Time in plain reward calls, inline or of all reward workers."""
         self._free = asyncio.Semaphore(config.reward_workers)
-        self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
+        self._within_limit = partial(
+            within, config.reward_timeout_s, partial(_too_slow, config)
+        )
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
             error=partial(TaskError, "tasks"),
@@ -120,7 +129,8 @@ class TaskScorer:
         try:
             yield
         finally:
-            self.busy_s += time.perf_counter() - start_s  # a race of threads may lose one call
+            # a race of threads may lose one call
+            self.busy_s += time.perf_counter() - start_s
 
     def _timed(self, *arguments: Any) -> Reward | Awaitable[Any]:
         with self._busy():
@@ -164,8 +174,11 @@ class TaskScorer:
     ) -> Reward | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, self._timed, self._score, prompt, text, asked)
-            called.add_done_callback(asyncio.Future.exception)  # a cancelled rollout does not retrieve it
+            called = loop.run_in_executor(
+                None, self._timed, self._score, prompt, text, asked
+            )
+            # a cancelled rollout does not retrieve it
+            called.add_done_callback(asyncio.Future.exception)
             try:
                 async with self._within_limit():
                     return await asyncio.shield(called)
@@ -176,7 +189,9 @@ class TaskScorer:
 
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:
-    return UserCodeFailed(f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)")
+    return UserCodeFailed(
+        f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)"
+    )
 
 
 def _sent(sampled: Completion) -> Completion:
@@ -188,8 +203,8 @@ def _sent(sampled: Completion) -> Completion:
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
-    Life: from the first call to end(). If an idle process dies, pebble breaks the pool: then it is replaced,
-    and its open calls fail.
+    Life: from the first call to end(). If an idle process dies, pebble breaks the pool:
+    then it is replaced, and its open calls fail.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
@@ -213,15 +228,21 @@ class ProcessPool:
 
         pool = self._pool
         timeout_s = self._config.reward_timeout_s
-        late = partial(UserCodeFailed, f"did not start in a process within {START_LIMIT_S} s")
+        late = partial(
+            UserCodeFailed, f"did not start in a process within {START_LIMIT_S} s"
+        )
         try:
             async with within(timeout_s + START_LIMIT_S, late):
-                future = pool.schedule(_work, args=(prompt, text, sampled), timeout=timeout_s)
+                future = pool.schedule(
+                    _work, args=(prompt, text, sampled), timeout=timeout_s
+                )
                 return cast(Reward, await asyncio.wrap_future(future))
         except TimeoutError:
             raise _too_slow(self._config) from None
         except ProcessExpired as error:
-            raise UserCodeFailed(f"ended its process (exit code {error.exitcode})") from error
+            raise UserCodeFailed(
+                f"ended its process (exit code {error.exitcode})"
+            ) from error
         except RuntimeError as error:  # includes BrokenProcessPool
             if pool is self._pool:
                 self._pool = self._make()
@@ -260,4 +281,6 @@ def _work(prompt: Prompt, text: str, sampled: Completion) -> Reward:
         if isinstance(_built, BaseException):
             raise _built
         reward = call(_built, prompt, text, optional(_built, sampled))
-        return asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward
+        return (
+            asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward
+        )

@@ -1,5 +1,6 @@
-"""Build the task of a config, or only its score function: files, Hugging Face datasets, Python, reasoning-gym
-(https://github.com/open-thought/reasoning-gym), verifiers environments, and the `math` reward.
+"""Build the task of a config, or only its score function: files, Hugging Face datasets,
+Python, reasoning-gym (https://github.com/open-thought/reasoning-gym), verifiers
+environments, and the `math` reward.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 """(rows, name of a row in errors)."""
 
 
-def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
+def build_task(
+    config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
+) -> PromptTask:
     """`load_taskset` is required for task.verifiers. Raises ConfigError."""
     if config.verifiers:
         assert load_taskset is not None, "task.verifiers needs the run's environment"
@@ -50,7 +53,9 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
     if config.python is not None:
         return _python_task(config, config.python, seed)
     if config.reasoning_gym is not None:
-        return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
+        return GymTask(
+            config.reasoning_gym, size=config.size, seed=seed, settings=config.args
+        )
     score = reward_function(config)
     if config.dataset is not None:
         rows, place = read_dataset(config.dataset, config.split, config.args)
@@ -76,14 +81,20 @@ def build_score(config: TaskConfig, seed: int) -> RewardFunction:
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> tuple[PromptTask | None, str]:
-    """Return the task and its description before the start. The task is None if only the run may read it.
-    Raises like build_task.
+    """Return the task and its description before the start. The task is None if only
+    the run may read it. Raises like build_task.
     """
     if config.verifiers and load_taskset is not None:
-        return None, f"verifiers {type(load_taskset()).__name__} (its tasks are read when the run starts)"
+        return (
+            None,
+            f"verifiers {type(load_taskset()).__name__} (its tasks are read when the run starts)",
+        )
     if config.dataset is not None and not Path(config.dataset).exists():
         reward_function(config)
-        return None, f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub"
+        return (
+            None,
+            f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub",
+        )
     task = build_task(config, seed)
     TaskPrompts(task, seed=seed, shuffle=config.shuffle)
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
@@ -148,7 +159,8 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
             task = factory(**keywords)
     except UserCodeFailed as failure:
         raise ConfigError(
-            f"{said}: {usage} {failure}", way_out="correct task.args, task.size, or the task."
+            f"{said}: {usage} {failure}",
+            way_out="correct task.args, task.size, or the task.",
         ) from failure
     if not isinstance(task, PromptTask):
         raise ConfigError(
@@ -158,7 +170,13 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     usage = "score(prompt, completion)"
-    check_call(task.score, (None, ""), optional(task.score, NO_COMPLETION), said=said, usage=usage)
+    check_call(
+        task.score,
+        (None, ""),
+        optional(task.score, NO_COMPLETION),
+        said=said,
+        usage=usage,
+    )
     return task
 
 
@@ -167,7 +185,10 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     if settings:
-        raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
+        raise ConfigError(
+            f"task.args={settings}, and files have no settings",
+            way_out="remove task.args.",
+        )
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise ConfigError(
             f"task.files={paths} names a file twice, and its rows would count once",
@@ -185,9 +206,12 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
             rows |= reader(path)
         except ImportError:
             raise
-        except Exception as error:  # of many kinds: OverflowError for a date after 9999, unknown time zones
+        except Exception as error:
+            # of many kinds: OverflowError for a date after 9999, unknown time zones
             what = f"task.files: {path} cannot be read: {message_of(error)}"
-            raise ConfigError(what, way_out="correct the file, or convert it to parquet.") from error
+            raise ConfigError(
+                what, way_out="correct the file, or convert it to parquet."
+            ) from error
     return [*rows.values()], [*rows].__getitem__
 
 
@@ -197,13 +221,17 @@ def _read_json(path: Path) -> dict[str, Mapping[str, Any]]:
     is_array = content.lstrip().startswith(b"[")
     unit = "item" if is_array else "line"
     found: dict[str, Mapping[str, Any]] = {}
-    for number, part in enumerate(json.loads(content) if is_array else content.splitlines(), start=1):
+    for number, part in enumerate(
+        json.loads(content) if is_array else content.splitlines(), start=1
+    ):
         if is_array or part.strip():
             try:
                 row = part if is_array else json.loads(part)
                 found[f"{path} {unit} {number}"] = {**row}
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{unit} {number} is no JSON object: {error}: {part!r:.80}") from error
+                raise ValueError(
+                    f"{unit} {number} is no JSON object: {error}: {part!r:.80}"
+                ) from error
     return found
 
 
@@ -218,15 +246,18 @@ READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data files.
-    Raises ConfigError.
+    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk`
+    or contain data files. Raises ConfigError.
     """
     import datasets
     from datasets.features.features import _visit
 
     shown = f"task.dataset={name}, split {split}"
     try:
-        if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        if any(
+            (Path(name) / file).is_file()
+            for file in ("state.json", "dataset_dict.json")
+        ):
             rows: Any = datasets.load_from_disk(name)
             rows = rows[split] if isinstance(rows, Mapping) else rows
         else:
@@ -254,11 +285,17 @@ DATA_PIN = "data.json"
 class DataPin:
     """Digests of the data that a run began with; construction compares."""
 
-    def __init__(self, run_dir: Path, digests: Mapping[str, str], *, is_free: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, digests: Mapping[str, str], *, is_free: bool = False
+    ) -> None:
         """`digests`: by task. `is_free`: accept any data. Raises ConfigError."""
         self.path = run_dir / DATA_PIN
         self._digests = dict(digests)
-        saved = json.loads(self.path.read_bytes()) if self.path.exists() and not is_free else {}
+        saved = (
+            json.loads(self.path.read_bytes())
+            if self.path.exists() and not is_free
+            else {}
+        )
         for name, digest in digests.items():
             if saved.get(name, digest) != digest:
                 raise ConfigError(
@@ -277,10 +314,11 @@ NAMES_OF_CODE = re.compile(r'"([\w./-]+(?::[A-Za-z_][\w.]*|\.py|\.sh|\.jinja))"'
 
 
 def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
-    """Record the code that `config` names, which runs from `step` on; return what changed since the last
-    record. Blocks.
+    """Record the code that `config` names, which runs from `step` on; return what
+    changed since the last record. Blocks.
 
-    The file has a list of {"step", "changed", "files": {"helpers.py of my_reward:score": digest}}.
+    The file has a list of {"step", "changed", "files": {"helpers.py of
+    my_reward:score": digest}}.
     """
     path = run_dir / CODE_PIN
     records = json.loads(path.read_bytes()) if path.exists() else []
@@ -298,13 +336,19 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Return the file of a loaded `module:function` or of a path, and those of its folder that it imports."""
+    """Return the file of a loaded `module:function` or of a path, and those of its
+    folder that it imports.
+    """
     module = sys.modules.get(name.partition(":")[0])
     path = Path(getattr(module, "__file__", None) or name)
     if not path.is_file():
         return []
-    imports = re.findall(r"^\s*(?:from|import)\s.*", path.read_text(errors="replace"), re.MULTILINE)
-    near = {path.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))}
+    imports = re.findall(
+        r"^\s*(?:from|import)\s.*", path.read_text(errors="replace"), re.MULTILINE
+    )
+    near = {
+        path.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))
+    }
     return [path, *sorted(filter(Path.is_file, near - {path}))]
 
 
@@ -312,9 +356,13 @@ def _files_of(name: str) -> list[Path]:
 
 
 class GymTask:
-    """Score the last <answer> tags with the library's score_answer, or the whole completion without tags."""
+    """Score the last <answer> tags with the library's score_answer, or the whole
+    completion without tags.
+    """
 
-    def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]
+    ) -> None:
         try:
             from reasoning_gym.factory import create_dataset
             from reasoning_gym.utils import extract_answer
@@ -338,7 +386,10 @@ class GymTask:
     def prompt(self, index: int) -> Item:
         """Metadata go to `answer`, which they often reveal."""
         entry = self._dataset[index]
-        return Item(entry["question"], answer={"answer": entry["answer"], "metadata": entry["metadata"]})
+        return Item(
+            entry["question"],
+            answer={"answer": entry["answer"], "metadata": entry["metadata"]},
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float:
         answer = self._extract(completion)
@@ -348,8 +399,9 @@ class GymTask:
 
 
 class VerifiersTask:
-    """Tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers), the first `size` of
-    an endless taskset.
+    """Tasks of a verifiers environment
+    (https://github.com/PrimeIntellect-ai/verifiers), the first `size` of an endless
+    taskset.
 
     All are read here, so that a bad task ends the run before it starts.
     """
@@ -358,7 +410,9 @@ class VerifiersTask:
         self._items: list[Item] = []
         try:
             with user_code():
-                for task in itertools.islice(taskset, None if taskset.bounded else size):
+                for task in itertools.islice(
+                    taskset, None if taskset.bounded else size
+                ):
                     self._items.append(_verifiers_item(task.data))
         except UserCodeFailed as failure:
             raise ConfigError(

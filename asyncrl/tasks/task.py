@@ -45,7 +45,8 @@ class PromptTask(Protocol):
     def score(self, prompt: Prompt, completion: str) -> Reward | Awaitable[Reward]:
         """Return the reward; may be `async def`. An exception fails the rollout.
 
-        An additional parameter `sampled` receives the Completion with token ids and logprobs.
+        An additional parameter `sampled` receives the Completion with token ids and
+        logprobs.
         """
         ...
 
@@ -57,15 +58,25 @@ class _ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _without_none(cls, given: Any) -> Any:
-        return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
+        return (
+            {k: v for k, v in given.items() if v is not None}
+            if isinstance(given, Mapping)
+            else given
+        )
 
 
 _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
 
 def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Return the chat messages of a prompt's content; `where` names it in errors. Raises ConfigError."""
-    chat = [{"role": "user", "content": content}] if isinstance(content, str) and content else content
+    """Return the chat messages of a prompt's content; `where` names it in errors.
+    Raises ConfigError.
+    """
+    chat = (
+        [{"role": "user", "content": content}]
+        if isinstance(content, str) and content
+        else content
+    )
     try:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
@@ -83,16 +94,23 @@ STORED = (bytes, date, time, timedelta, Decimal, UUID)
 
 
 def plain(value: Any) -> list[str]:
-    """Return a value's type and content for a digest. Raises TypeError for a type without a fixed text."""
+    """Return a value's type and content for a digest. Raises TypeError for a type
+    without a fixed text.
+    """
     if not isinstance(value, STORED):
-        raise TypeError(f"a {type(value).__name__} has no digest; store a text, number, list or bytes")
-    return [type(value).__name__, value.hex() if isinstance(value, bytes) else str(value)]
+        raise TypeError(
+            f"a {type(value).__name__} has no digest; store a text, number, list or bytes"
+        )
+    return [
+        type(value).__name__,
+        value.hex() if isinstance(value, bytes) else str(value),
+    ]
 
 
 @dataclass(slots=True, eq=False)
 class RowTask:
-    """Rows with a prompt column, an optional answer column, and others as `info`. `place` names a row in
-    errors. `digest`: of all rows in order.
+    """Rows with a prompt column, an optional answer column, and others as `info`.
+    `place` names a row in errors. `digest`: of all rows in order.
 
     All rows are checked here, so that a bad row ends the run before it starts.
     """
@@ -125,7 +143,8 @@ class RowTask:
             raise
         except Exception as error:  # of many kinds, as a dataset decodes its row
             raise ConfigError(
-                f"{place} cannot be used: {message_of(error)}", way_out="correct it, or remove its column."
+                f"{place} cannot be used: {message_of(error)}",
+                way_out="correct it, or remove its column.",
             ) from error
         self.digest = f"xxh3:{digest.hexdigest()}"
 
@@ -134,5 +153,8 @@ class RowTask:
 
     def prompt(self, index: int) -> Item:
         info = dict(self.rows[index])
-        content, answer_column = info.pop(self.config.prompt_column), self.config.answer_column
-        return Item(content, None if answer_column is None else info.pop(answer_column), info)
+        content = info.pop(self.config.prompt_column)
+        answer_column = self.config.answer_column
+        return Item(
+            content, None if answer_column is None else info.pop(answer_column), info
+        )

@@ -1,7 +1,8 @@
-"""Quickstart task: "b 7" asks for the letter b, seven times. Learnable with random weights.
+"""Quickstart task: "b 7" asks for the letter b, seven times. Learnable with random
+weights.
 
-Lognormal counts give lengths the long tail that asynchronous training handles. A quarter of all (letter,
-count) pairs is held out, the same in all runs.
+Lognormal counts give lengths the long tail that asynchronous training handles. A
+quarter of all (letter, count) pairs is held out, the same in all runs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ MAX_DRAWS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Letters:
-    """`size` prompts "LETTER COUNT"; letters are uniform, counts lognormal, clipped to 1 .. max_count.
-    `held_out`: draw held-out pairs.
+    """`size` prompts "LETTER COUNT"; letters are uniform, counts lognormal, clipped to
+    1 .. max_count. `held_out`: draw held-out pairs.
     """
 
     size: int
@@ -40,11 +41,13 @@ class Letters:
             pair = f"{draw.choice(self.letters)} {min(max(count, 1), self.max_count)}"
             if is_held_out(pair) == self.held_out:
                 return Item(pair, answer=right_answer(pair))
-        raise ValueError(f"letters={self.letters} and its counts leave no pair with held_out={self.held_out}")
+        raise ValueError(
+            f"letters={self.letters} and its counts leave no pair with held_out={self.held_out}"
+        )
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Return 0 .. 1: 0.4 for the share of right letters, 0.5 for a length near the count, 0.1 for an
-        exact answer.
+        """Return 0 .. 1: 0.4 for the share of right letters, 0.5 for a length near the
+        count, 0.1 for an exact answer.
 
         Each part can be learned first.
         """
@@ -54,7 +57,9 @@ class Letters:
             return 0.0
         right_share = completion.count(letter) / len(completion)
         closeness = min(len(completion), count) / max(len(completion), count)
-        return 0.4 * right_share + 0.5 * closeness + 0.1 * (completion == letter * count)
+        return (
+            0.4 * right_share + 0.5 * closeness + 0.1 * (completion == letter * count)
+        )
 
 
 def right_answer(pair: str) -> str:

@@ -15,7 +15,10 @@ GSM8K = "gsm8k-qwen3-0.6b-1gpu.yaml"
 TEMPLATES = {
     "quickstart": (("quickstart.yaml",), ("asyncrl run quickstart.yaml",)),
     "gsm8k": ((GSM8K,), (f"asyncrl check {GSM8K}", f"asyncrl run {GSM8K}")),
-    "agent": (("agent.yaml", "lookup.py"), ("pip install 'asyncrl[harness]'", "asyncrl run agent.yaml")),
+    "agent": (
+        ("agent.yaml", "lookup.py"),
+        ("pip install 'asyncrl[harness]'", "asyncrl run agent.yaml"),
+    ),
 }
 """(files, next commands)."""
 
@@ -23,7 +26,11 @@ TEMPLATES = {
 def _stored(name: str) -> str:
     text = (files("asyncrl.templates") / "content" / name).read_text(encoding="utf-8")
     text = re.sub(r"^# yaml-language-server: .*\n", "", text)
-    return text.replace("configs/", "").replace("examples.", "").replace("-e '.[", "'asyncrl[")
+    return (
+        text.replace("configs/", "")
+        .replace("examples.", "")
+        .replace("-e '.[", "'asyncrl[")
+    )
 
 
 def write_template(kind: str, folder: Path) -> list[str]:
@@ -32,7 +39,10 @@ def write_template(kind: str, folder: Path) -> list[str]:
     Raises ConfigError for an unknown kind or an existing file.
     """
     if kind not in TEMPLATES:
-        raise ConfigError(f"there is no template {kind}", way_out=f"name one of {', '.join(TEMPLATES)}.")
+        raise ConfigError(
+            f"there is no template {kind}",
+            way_out=f"name one of {', '.join(TEMPLATES)}.",
+        )
     names, commands = TEMPLATES[kind]
     if existing := [name for name in names if (folder / name).exists()]:
         raise ConfigError(

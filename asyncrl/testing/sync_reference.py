@@ -1,6 +1,7 @@
 """The plain synchronous RL loop: sample, score, train, load the new weights.
 
-A run with max_staleness=0 must equal it bit for bit, so it shares no code with the parts under test.
+A run with max_staleness=0 must equal it bit for bit, so it shares no code with the
+parts under test.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from itertools import islice, product
 
 import numpy as np
 
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl.messages.trainer_api import TrainResponse
 
@@ -26,8 +35,8 @@ class SyncParts:
     derive_seed: Callable[[str, int], int]
     """Seed from (prompt_id, sample_index)."""
     generate: Callable[[Sequence[tuple[Sequence[int], int]]], Sequence[Completion]]
-    """Completions of (prompt token ids, seed) with the weights loaded last. A deterministic engine gives the
-    same tokens one by one and as a batch.
+    """Completions of (prompt token ids, seed) with the weights loaded last. A
+    deterministic engine gives the same tokens one by one and as a batch.
     """
     decode: Callable[[Sequence[int]], str]
     score: Callable[[Prompt, str], float]
@@ -39,8 +48,8 @@ class SyncParts:
 def sync_reference(
     parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
 ) -> Iterator[tuple[Batch, TrainResponse]]:
-    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples, and yield
-    each batch and response.
+    """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size`
+    samples, and yield each batch and response.
 
     No errors are caught.
     """
@@ -48,14 +57,19 @@ def sync_reference(
         prompts = [parts.next_prompt() for _ in range(num_groups)]
         prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
         places = product(range(num_groups), range(group_size))
-        requests = [(prompt_ids[i], parts.derive_seed(prompts[i].prompt_id, sample)) for i, sample in places]
+        requests = [
+            (prompt_ids[i], parts.derive_seed(prompts[i].prompt_id, sample))
+            for i, sample in places
+        ]
         completions = iter(parts.generate(requests))
         groups = []
         for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
             trajectories = []
             for sample, completion in enumerate(islice(completions, group_size)):
                 sampled = completion.token_ids
-                logprobs = np.array([0.0] * len(ids) + [*completion.behaviour_logprobs], np.float32)
+                logprobs = np.array(
+                    [0.0] * len(ids) + [*completion.behaviour_logprobs], np.float32
+                )
                 tokens = Tokens(
                     np.array([*ids, *sampled], np.int32),
                     (VersionSpan(len(ids), len(ids) + len(sampled), version),),
@@ -69,7 +83,11 @@ def sync_reference(
                         is_truncated=completion.finish_reason == "length",
                     )
                 )
-            groups.append(Group(GroupId(version * num_groups + index), prompt, tuple(trajectories)))
+            groups.append(
+                Group(
+                    GroupId(version * num_groups + index), prompt, tuple(trajectories)
+                )
+            )
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)

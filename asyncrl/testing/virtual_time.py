@@ -1,4 +1,6 @@
-"""An asyncio event loop whose clock jumps to the next timer, for fakes without threads and sockets."""
+"""An asyncio event loop whose clock jumps to the next timer, for fakes without threads
+and sockets.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ MAX_ROUNDS = 200_000
 
 
 class DeadlockError(Exception):
-    """No task can move and no timer remains, or the tasks run on and the clock stands still. Carries the
-    virtual time, and where each task waits.
+    """No task can move and no timer remains, or the tasks run on and the clock stands
+    still. Carries the virtual time, and where each task waits.
     """
 
     def __init__(self, what: str, now_s: float) -> None:
-        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task remains'}")
+        super().__init__(
+            f"{what} at t={now_s} s:\n{task_stacks() or 'no task remains'}"
+        )
 
 
 def run_virtual(coro: Coroutine[Any, Any, Result]) -> Result:
     """Run `coro` on a virtual clock that starts at 0 s, and return its result.
 
-    Remaining tasks are cancelled. Raises DeadlockError, and errors that asyncio would only log.
+    Remaining tasks are cancelled. Raises DeadlockError, and errors that asyncio would
+    only log.
     """
     loop = VirtualTimeLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -56,12 +61,14 @@ def _virtual_loop() -> VirtualTimeLoop:
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """Event loop of run_virtual, and its own selector: where another loop sleeps, it sets its clock.
+    """Event loop of run_virtual, and its own selector: where another loop sleeps, it
+    sets its clock.
 
-    Waits: select() wakes tasks in all_blocked first, else jumps to the next timer, else raises DeadlockError.
+    Waits: select() wakes tasks in all_blocked first, else jumps to the next timer, else
+        raises DeadlockError.
 
-    Invariant: the clock moves only while nothing is ready, and only to the next timer, except in
-    stand_still().
+    Invariant: the clock moves only while nothing is ready, and only to the next timer,
+    except in stand_still().
     """
 
     def __init__(self) -> None:
@@ -81,11 +88,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         await waiting
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Advance the clock. `timeout` is 0 if callbacks are ready or due, None without a timer."""
+        """Advance the clock. `timeout` is 0 if callbacks are ready or due, None without
+        a timer.
+        """
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             self._rounds = 0
-            raise DeadlockError(f"time stands still after {MAX_ROUNDS} rounds of the loop", self._now_s)
+            raise DeadlockError(
+                f"time stands still after {MAX_ROUNDS} rounds of the loop", self._now_s
+            )
         if timeout is not None and timeout <= 0:
             return []
         if self._wake_all_blocked():
@@ -95,17 +106,22 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> asyncio.Future[Any]:
         """Refuse threads, which have no virtual clock; run a Computation at once."""
         if isinstance(func, Computation):
             done = self.create_future()
             done.set_result(func(*args))
             return done
         name = getattr(func, "__qualname__", func)
-        raise RuntimeError(f"{name} would run in a thread, without the virtual clock; use a fake")
+        raise RuntimeError(
+            f"{name} would run in a thread, without the virtual clock; use a fake"
+        )
 
     def _wake_all_blocked(self) -> bool:
-        waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []
+        waiting = [future for future in self._in_all_blocked if not future.done()]
+        self._in_all_blocked = []
         for future in waiting:
             future.set_result(None)
         return bool(waiting)

@@ -1,10 +1,11 @@
-"""Attention over packed tokens without padding; shared prefixes are computed once (tree.py).
+"""Attention over packed tokens without padding; shared prefixes are computed once
+(tree.py).
 
-Windows, chunks and soft caps are in banded_attention.py. A head's sink is one more logit without a value:
-it changes the merged output and log-sum-exp.
+Windows, chunks and soft caps are in banded_attention.py. A head's sink is one more
+logit without a value: it changes the merged output and log-sum-exp.
 
-Partial results are merged by their log-sum-exps; each flash kernel's backward pass gets the merged output
-and log-sum-exp, so the gradients add up exactly.
+Partial results are merged by their log-sum-exps; each flash kernel's backward pass gets
+the merged output and log-sum-exp, so the gradients add up exactly.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ class KernelCall:
 
 @lru_cache(maxsize=32)
 def calls_of(
-    layout: Layout, device: torch.device, kind: AttentionKind = PLAIN, *, is_dense: bool = False
+    layout: Layout,
+    device: torch.device,
+    kind: AttentionKind = PLAIN,
+    *,
+    is_dense: bool = False,
 ) -> tuple[KernelCall, ...]:
     """Return the calls: on CUDA one per pass; on CPU tiles, then remaining pieces.
 
@@ -84,7 +89,10 @@ def calls_of(
         return (_banded_call([*spans_of(layout, kind)], kind.window, device),)
     if device.type != "cpu":
         passes = layout.passes
-        return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
+        return tuple(
+            _call(list(part.pieces), device, is_causal=part.is_causal)
+            for part in passes
+        )
     short = short_spans(layout)
     calls = [*_tiled_calls(short, None, device)]
     is_short_N = np.zeros(layout.num_tokens, np.bool_)
@@ -92,13 +100,25 @@ def calls_of(
         is_short_N[span.queries] = True
     for part in layout.passes:
         for piece in part.pieces:
-            calls += [_call([one], device, is_causal=part.is_causal) for one in _without(piece, is_short_N)]
+            calls += [
+                _call([one], device, is_causal=part.is_causal)
+                for one in _without(piece, is_short_N)
+            ]
     return tuple(calls)
 
 
-def _tiled_calls(spans: Iterable[Span], window: int | None, device: torch.device) -> tuple[KernelCall, ...]:
+def _tiled_calls(
+    spans: Iterable[Span], window: int | None, device: torch.device
+) -> tuple[KernelCall, ...]:
     return tuple(
-        KernelCall(tiles.query_R[tiles.real_queries], tiles.key_R, (), (), is_causal=True, tiles=tiles)
+        KernelCall(
+            tiles.query_R[tiles.real_queries],
+            tiles.key_R,
+            (),
+            (),
+            is_causal=True,
+            tiles=tiles,
+        )
         for tiles in tiles_of(spans, window, device)
     )
 
@@ -112,30 +132,46 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         yield replace(piece, query=piece.query + start, num_queries=end - start)
 
 
-def _banded_call(spans: list[Span], window: int | None, device: torch.device) -> KernelCall:
-    """Return a call in which a span's last query is its last key, as the kernels on CUDA align them."""
+def _banded_call(
+    spans: list[Span], window: int | None, device: torch.device
+) -> KernelCall:
+    """Return a call in which a span's last query is its last key, as the kernels on
+    CUDA align them.
+    """
     query_N, key_K = (
         to_device(torch.from_numpy(np.concatenate(places)), device)
         for places in zip(*((span.queries, span.keys) for span in spans), strict=True)
     )
     query_lengths = tuple(len(span.queries) for span in spans)
     key_lengths = tuple(len(span.keys) for span in spans)
-    return KernelCall(query_N, key_K, query_lengths, key_lengths, is_causal=True, window=window)
+    return KernelCall(
+        query_N, key_K, query_lengths, key_lengths, is_causal=True, window=window
+    )
 
 
 def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> KernelCall:
     queries = [slice(piece.query, piece.query + piece.num_queries) for piece in pieces]
     keys = [slice(piece.key, piece.key + piece.num_keys) for piece in pieces]
-    query_lengths, key_lengths = zip(*((one.num_queries, one.num_keys) for one in pieces), strict=True)
+    query_lengths, key_lengths = zip(
+        *((one.num_queries, one.num_keys) for one in pieces), strict=True
+    )
     return KernelCall(
-        _gathered(queries, device), _gathered(keys, device), query_lengths, key_lengths, is_causal
+        _gathered(queries, device),
+        _gathered(keys, device),
+        query_lengths,
+        key_lengths,
+        is_causal,
     )
 
 
 def _gathered(places: list[slice], device: torch.device) -> Places:
-    if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
+    if all(
+        one.stop == other.start for one, other in zip(places, places[1:], strict=False)
+    ):
         return slice(places[0].start, places[-1].stop)
-    return to_device(torch.cat([torch.arange(place.start, place.stop) for place in places]), device)
+    return to_device(
+        torch.cat([torch.arange(place.start, place.stop) for place in places]), device
+    )
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -160,8 +196,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim].
 
-    `packed_layout`: number_of() the layout. `packed_position_N`: the tokens' positions. Raises
-    UnknownAttentionError.
+    `packed_layout`: number_of() the layout. `packed_position_N`: the tokens' positions.
+    Raises UnknownAttentionError.
     """
     number: Tensor | None = options.pop("packed_layout", None)
     position_N: Tensor | None = options.pop("packed_position_N", None)
@@ -174,16 +210,23 @@ def attention(
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     if position_N is None:
         if getattr(module, "attn_temperature_tuning", False):
-            raise UnknownAttentionError("its attn_temperature_tuning needs the positions of packed tokens")
+            raise UnknownAttentionError(
+                "its attn_temperature_tuning needs the positions of packed tokens"
+            )
     else:
         counted_N = torch.arange(query.shape[2], device=query.device)
         factors_N = temperature_correction(module, counted_N, position_N)
         if factors_N is not None:
             query = (query * factors_N[:, None]).to(query.dtype)
     size = value.shape[3]
-    if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
+    # kernels support one head size; zero columns change nothing
+    if size < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - size))
-    if query.shape[2] != key.shape[2] or key.shape != value.shape or query.shape[3] != key.shape[3]:
+    if (
+        query.shape[2] != key.shape[2]
+        or key.shape != value.shape
+        or query.shape[3] != key.shape[3]
+    ):
         shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
         raise UnknownAttentionError(f"its attention reads {shapes}")
     band = (kind.window, kind.chunk, kind.softcap)
@@ -194,8 +237,12 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
-def _calls(query: Tensor, layout: Layout, kind: AttentionKind) -> tuple[KernelCall, ...]:
-    """Return the calls of the layout. What no flash kernel can compute is computed densely, in tiles."""
+def _calls(
+    query: Tensor, layout: Layout, kind: AttentionKind
+) -> tuple[KernelCall, ...]:
+    """Return the calls of the layout. What no flash kernel can compute is computed
+    densely, in tiles.
+    """
     is_dense = kind.softcap is not None
     if query.is_cuda:
         is_narrow = query.dtype in (torch.bfloat16, torch.float16)
@@ -206,11 +253,15 @@ def _calls(query: Tensor, layout: Layout, kind: AttentionKind) -> tuple[KernelCa
 def _merged(
     tensors: tuple[Tensor, ...], layout: Layout, scale: float, kind: AttentionKind
 ) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]. `tensors`: query, key, value."""
+    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]. `tensors`: query,
+    key, value.
+    """
     query = tensors[0]
     output = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
-    logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
+    logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(
+        1, 2
+    )
     for call in _calls(query, layout, kind):
         own = call.queries
         run = _forward_cuda if query.is_cuda and call.tiles is None else _forward_cpu
@@ -229,24 +280,36 @@ def _merged(
 
 
 def _merged_backward(
-    tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float, kind: AttentionKind
+    tensors: tuple[Tensor, ...],
+    logsum: Tensor,
+    layout: Layout,
+    scale: float,
+    kind: AttentionKind,
 ) -> list[Tensor]:
     """Return gradients. `tensors`: output gradient, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
     calls = _calls(query, layout, kind)
     # Shared tokens sum many gradients, in float32.
-    is_sum = len(calls) > 1 or calls[0].tiles is not None or isinstance(calls[0].keys, Tensor)
+    is_sum = (
+        len(calls) > 1
+        or calls[0].tiles is not None
+        or isinstance(calls[0].keys, Tensor)
+    )
     wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
     totals = [torch.zeros_like(tensor, dtype=wide) for tensor in inputs]
     for call in calls:
         run = _backward_cuda if query.is_cuda and call.tiles is None else _backward_cpu
         found = run(tensors, logsum, call, scale, kind.softcap)
-        for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
+        for total, more, place in zip(
+            totals, found, (call.queries, call.keys, call.keys), strict=True
+        ):
             if isinstance(place, slice):
                 total[:, :, place] += more
             else:
-                total.transpose(1, 2)[0].index_add_(0, place, more.transpose(1, 2)[0].to(wide))
+                total.transpose(1, 2)[0].index_add_(
+                    0, place, more.transpose(1, 2)[0].to(wide)
+                )
     return [total.to(query.dtype) for total in totals]
 
 
@@ -273,7 +336,10 @@ def _attend(
     # Contiguous heads per token gather faster.
     tensors = tuple(_by_token(tensor) for tensor in (query, key, value))
     kind = AttentionKind(window, chunk, softcap)
-    output, logsum = (one.transpose(1, 2) for one in _merged(tensors, _layouts[int(number)], scale, kind))
+    output, logsum = (
+        one.transpose(1, 2)
+        for one in _merged(tensors, _layouts[int(number)], scale, kind)
+    )
     if sinks is not None:
         output = (output * torch.sigmoid(logsum - sinks)[..., None]).to(output.dtype)
         logsum = torch.logaddexp(logsum, sinks.to(logsum.dtype))
@@ -303,17 +369,26 @@ def _attend_backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
-    grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
+    grad, output, logsum = (
+        tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum)
+    )
     tensors = (grad, query, key, value, output)
     kind = AttentionKind(window, chunk, softcap)
     found = _merged_backward(tensors, logsum, _layouts[int(number)], scale, kind)
-    grad_query, grad_key, grad_value = (one.transpose(1, 2).contiguous() for one in found)
+    grad_query, grad_key, grad_value = (
+        one.transpose(1, 2).contiguous() for one in found
+    )
     return grad_query, grad_key, grad_value
 
 
 @_attend_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    like = (one.new_empty((1, one.shape[2], one.shape[1], one.shape[3])) for one in (query, key, value))
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = (
+        one.new_empty((1, one.shape[2], one.shape[1], one.shape[3]))
+        for one in (query, key, value)
+    )
     grad_query, grad_key, grad_value = like
     return grad_query, grad_key, grad_value
 
@@ -325,25 +400,42 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, sinks, number, output, logsum = ctx.saved_tensors
-    found = _attend_backward(grad, query, key, value, output, logsum, number, *ctx.settings)
+    found = _attend_backward(
+        grad, query, key, value, output, logsum, number, *ctx.settings
+    )
     grad_sinks = None
     if sinks is not None:
-        # A sink has the output 0: its gradient is -weight * (gradient . output), as in softmax.
+        # A sink has the output 0: its gradient is -weight * (gradient . output), as in
+        # softmax.
         product = (grad.to(logsum.dtype) * output).sum(dim=-1)
-        grad_sinks = -(torch.exp(sinks - logsum) * product).sum(dim=(0, 1)).to(sinks.dtype)
-    return *(one.transpose(1, 2) for one in found), grad_sinks, None, None, None, None, None
+        grad_sinks = (
+            -(torch.exp(sinks - logsum) * product).sum(dim=(0, 1)).to(sinks.dtype)
+        )
+    return (
+        *(one.transpose(1, 2) for one in found),
+        grad_sinks,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose_flash(capability: tuple[int, int]) -> int:
-    """Activate FlashAttention 3 (https://arxiv.org/abs/2407.08608) on Hopper. Return the version in use."""
+    """Activate FlashAttention 3 (https://arxiv.org/abs/2407.08608) on Hopper. Return
+    the version in use.
+    """
     if capability != HOPPER:
         return 2
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or importlib.util.find_spec("flash_attn_interface") is None:
-        log.warning("attention runs FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3")
+        log.warning(
+            "attention runs FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3"
+        )
         return 2
     if not _has_backward():
         log.warning(
@@ -356,7 +448,9 @@ def choose_flash(capability: tuple[int, int]) -> int:
 
 
 def _has_backward() -> bool:
-    """Return whether the installed FlashAttention 3 can train: a build for inference fails in backward."""
+    """Return whether the installed FlashAttention 3 can train: a build for inference
+    fails in backward.
+    """
     if importlib.util.find_spec("flash_attn_config") is None:
         return True
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
@@ -384,7 +478,11 @@ def _forward_cpu(
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
-        query, key, value = _at(query, call.queries), _at(key, call.keys), _at(value, call.keys)
+        query, key, value = (
+            _at(query, call.queries),
+            _at(key, call.keys),
+            _at(value, call.keys),
+        )
         return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
     num_rows = len(tiles.missing_B)
     query = _at(query, tiles.query_R, num_rows)
@@ -394,12 +492,18 @@ def _forward_cpu(
         found = dense_attention(query, key, value, mask, scale, softcap)
     else:
         found = _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-    output, logsum = (_by_place(rows).index_select(2, tiles.real_queries) for rows in found)
+    output, logsum = (
+        _by_place(rows).index_select(2, tiles.real_queries) for rows in found
+    )
     return output, logsum
 
 
 def _backward_cpu(
-    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float, softcap: float | None
+    tensors: tuple[Tensor, ...],
+    logsum: Tensor,
+    call: KernelCall,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, ...]:
     tiles = call.tiles
     own = call.queries if tiles is None else tiles.query_R
@@ -407,15 +511,25 @@ def _backward_cpu(
     places = zip(tensors, (own, own, call.keys, call.keys, own), strict=True)
     chosen = [_at(tensor, place, num_rows) for tensor, place in places]
     if tiles is None:
-        return _flash_backward(*chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+        gradients: tuple[Tensor, ...] = _flash_backward(
+            *chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale
+        )
+        return gradients
     # exp(score - logsum) and the gradient are 0 for missing queries.
-    logsum_R = logsum[0].t().index_select(0, tiles.query_R).index_fill_(0, tiles.no_queries, torch.inf)
+    logsum_R = (
+        logsum[0]
+        .t()
+        .index_select(0, tiles.query_R)
+        .index_fill_(0, tiles.no_queries, torch.inf)
+    )
     logsum_B = _by_row(logsum_R, num_rows)
     mask = mask_of(tiles).to(chosen[1].dtype)
     if logsum.is_cuda or softcap is not None:
         found = dense_backward(chosen, logsum_B, mask, scale, softcap)
     else:
-        found = _flash_backward(*chosen, logsum_B, 0.0, False, attn_mask=mask, scale=scale)
+        found = _flash_backward(
+            *chosen, logsum_B, 0.0, False, attn_mask=mask, scale=scale
+        )
     query, key, value = (_by_place(rows) for rows in found)
     return query.index_select(2, tiles.real_queries), key, value
 
@@ -429,7 +543,9 @@ def _forward_cuda(
     tensors: tuple[Tensor, ...], call: KernelCall, scale: float, _: float | None
 ) -> tuple[Tensor, Tensor]:
     places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
-    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
+    rows = (
+        _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places
+    )
     output, logsum, *_ = _varlen(
         *rows, *_lengths(call, tensors[0].device), False, scale=scale, **_window(call)
     )
@@ -437,14 +553,25 @@ def _forward_cuda(
 
 
 def _backward_cuda(
-    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float, _: float | None
+    tensors: tuple[Tensor, ...],
+    logsum: Tensor,
+    call: KernelCall,
+    scale: float,
+    _: float | None,
 ) -> tuple[Tensor, ...]:
     own, keys, device = call.queries, call.keys, logsum.device
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
-    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    rows = (
+        _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places
+    )
+    no_dropout = (
+        torch.zeros(2, dtype=torch.uint64, device=device),
+        torch.empty(0, device=device),
+    )
     logsum, lengths = _at(logsum, own)[0].contiguous(), _lengths(call, device)
-    gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale, **_window(call))
+    gradients = _varlen_backward(
+        *rows, logsum, *lengths, *no_dropout, scale=scale, **_window(call)
+    )
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
 
 
@@ -457,7 +584,14 @@ def _window(call: KernelCall) -> dict[str, int]:
 
 def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
     queries, keys = call.query_lengths, call.key_lengths
-    return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, call.is_causal
+    return (
+        _ends(queries, device),
+        _ends(keys, device),
+        max(queries),
+        max(keys),
+        0.0,
+        call.is_causal,
+    )
 
 
 @lru_cache(maxsize=256)

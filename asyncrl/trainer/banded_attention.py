@@ -1,13 +1,15 @@
 """Attention with a window, a chunk or a soft cap, over packed tokens.
 
-A token is a query in the first sequence of the layout that contains it, where its keys are the tokens before
-it. Tokens that sequences share are thus queries once, at any window.
+A token is a query in the first sequence of the layout that contains it, where its keys
+are the tokens before it. Tokens that sequences share are thus queries once, at any
+window.
 
     sequence 1: tokens 0..99      queries 0..99
     sequence 2: 0..59, 100..139   queries 100..139; with a window of 30 the first of them has keys 31..59, 100
 
-A kernel gets spans of queries, or blocks of at most BLOCK queries that are padded on the left: then one mask
-fits all blocks with enough keys. Cost and memory grow by the window, not by the length.
+A kernel gets spans of queries, or blocks of at most BLOCK queries that are padded on
+the left: then one mask fits all blocks with enough keys. Cost and memory grow by the
+window, not by the length.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MOST_KEYS = 2**14
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """B rows of at most Q queries and K keys. The last query is the last key; what is missing is left."""
+    """B rows of at most Q queries and K keys. The last query is the last key; what is
+    missing is left.
+    """
 
     key_R: Tensor
     query_R: Tensor
@@ -44,7 +48,9 @@ class Tiles:
 
 @lru_cache(maxsize=16)
 def mask_of(tiles: Tiles) -> Tensor:
-    """Return the mask [B, 1, Q, K] to add to scores; one for all rows if they lack as many keys."""
+    """Return the mask [B, 1, Q, K] to add to scores; one for all rows if they lack as
+    many keys.
+    """
     num_rows = len(tiles.missing_B)
     key_K = torch.arange(len(tiles.key_R) // num_rows, device=tiles.key_R.device)
     behind_QK = key_K[-(len(tiles.query_R) // num_rows) :, None] - key_K
@@ -56,7 +62,9 @@ def mask_of(tiles: Tiles) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Queries [first, end) of a sequence with places `place_T`, and their keys [low, end)."""
+    """Queries [first, end) of a sequence with places `place_T`, and their keys [low,
+    end).
+    """
 
     place_T: IntN
     first: int
@@ -74,11 +82,16 @@ class Span:
 
 def narrowed(kind: AttentionKind, layout: Layout) -> AttentionKind:
     """Return the kind without sinks, nor a window or a chunk that no sequence exceeds."""
-    window, chunk = (size if size and size < layout.longest else None for size in (kind.window, kind.chunk))
+    window, chunk = (
+        size if size and size < layout.longest else None
+        for size in (kind.window, kind.chunk)
+    )
     return AttentionKind(window, chunk, kind.softcap)
 
 
-def spans_of(layout: Layout, kind: AttentionKind, block: int | None = None) -> Iterator[Span]:
+def spans_of(
+    layout: Layout, kind: AttentionKind, block: int | None = None
+) -> Iterator[Span]:
     """Yield every path of the layout as spans, cut at the borders of chunks and blocks."""
     is_known_N = np.zeros(layout.num_tokens, np.bool_)
     # The longest sequence that ends in a path contains all of it, and earlier paths.
@@ -87,7 +100,12 @@ def spans_of(layout: Layout, kind: AttentionKind, block: int | None = None) -> I
         num_known, length = int(is_known_N[place_T].sum()), len(place_T)
         is_known_N[place_T] = True
         chunk = kind.chunk or length
-        edges = {num_known, length, *range(0, length, chunk), *range(0, length, block or length)}
+        edges = {
+            num_known,
+            length,
+            *range(0, length, chunk),
+            *range(0, length, block or length),
+        }
         for first, end in pairwise(sorted(edge for edge in edges if edge >= num_known)):
             low = first - first % chunk
             if kind.window is not None:
@@ -102,13 +120,17 @@ def short_spans(layout: Layout) -> list[Span]:
     return short if len(short) > 1 else []
 
 
-def tiles_of(spans: Iterable[Span], window: int | None, device: torch.device) -> Iterator[Tiles]:
+def tiles_of(
+    spans: Iterable[Span], window: int | None, device: torch.device
+) -> Iterator[Tiles]:
     group = list[Span]()
     width = 0
     for span in sorted(spans, key=lambda span: (_is_wide(span), -len(span.keys))):
         num_keys = len(span.keys)
         is_full = (len(group) + 1) * width > MOST_KEYS
-        is_unlike = num_keys + BLOCK // 4 < 0.75 * width or (group and _is_wide(span) > _is_wide(group[0]))
+        is_unlike = num_keys + BLOCK // 4 < 0.75 * width or (
+            group and _is_wide(span) > _is_wide(group[0])
+        )
         if group and (is_full or is_unlike):
             yield _tiles(group, window, device)
             group = []
@@ -130,23 +152,44 @@ def _tiles(spans: list[Span], window: int | None, device: torch.device) -> Tiles
     num_missing_B = width - np.array([len(span.keys) for span in spans])
     no_queries_B = size - np.array([len(span.queries) for span in spans])
     # Even NaN must not reach another sequence: a row is padded with a token of its own.
-    key_BK = np.stack([np.pad(span.keys, (width - len(span.keys), 0), mode="edge") for span in spans])
+    key_BK = np.stack(
+        [np.pad(span.keys, (width - len(span.keys), 0), mode="edge") for span in spans]
+    )
     is_query_BQ = np.arange(size) >= no_queries_B[:, None]
     real, missing = np.flatnonzero(is_query_BQ), np.flatnonzero(~is_query_BQ)
     key_R, query_R, real_queries, no_queries, missing_B = (
         to_device(torch.from_numpy(array), device)
-        for array in (key_BK.flatten(), key_BK[:, width - size :].flatten(), real, missing, num_missing_B)
+        for array in (
+            key_BK.flatten(),
+            key_BK[:, width - size :].flatten(),
+            real,
+            missing,
+            num_missing_B,
+        )
     )
-    return Tiles(key_R, query_R, real_queries, no_queries, missing_B, bool(np.ptp(num_missing_B)), window)
+    return Tiles(
+        key_R,
+        query_R,
+        real_queries,
+        no_queries,
+        missing_B,
+        bool(np.ptp(num_missing_B)),
+        window,
+    )
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output [B, H, Q, D] and log-sum-exp [B, H, Q], both float32 or wider.
 
-    The softmax is of softcap * tanh(score / softcap) + mask (Gemma 2, https://arxiv.org/abs/2408.00118). Key
-    and value may have fewer heads.
+    The softmax is of softcap * tanh(score / softcap) + mask (Gemma 2,
+    https://arxiv.org/abs/2408.00118). Key and value may have fewer heads.
     """
     num_heads = key.shape[1]
     score, _ = _scores(_by_key_head(query, num_heads), key, mask, scale, softcap)
@@ -157,13 +200,21 @@ def dense_attention(
 
 
 def dense_backward(
-    tensors: list[Tensor], logsum: Tensor, mask: Tensor, scale: float, softcap: float | None
+    tensors: list[Tensor],
+    logsum: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. `tensors`: output gradient, query, key, value, output."""
+    """Return the gradients of query, key and value. `tensors`: output gradient, query,
+    key, value, output.
+    """
     grad, query, key, value, output = tensors
     num_heads = key.shape[1]
     shape = query.shape
-    grad, query, output = (_by_key_head(one, num_heads) for one in (grad, query, output))
+    grad, query, output = (
+        _by_key_head(one, num_heads) for one in (grad, query, output)
+    )
     score, slope = _scores(query, key, mask, scale, softcap)
     weight = score.sub_(_by_key_head(logsum[..., None], num_heads)).exp_()
     grad_value = _product(weight.to(grad.dtype).mT, grad)

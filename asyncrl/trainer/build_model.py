@@ -49,7 +49,9 @@ ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:
-    """Load the whole model into host memory in `dtype` (None: as stored). Raises ConfigError."""
+    """Load the whole model into host memory in `dtype` (None: as stored). Raises
+    ConfigError.
+    """
     folder = Path(spec.model_path)
     with loading(folder):
         model = load_language_model(folder, dtype=dtype or stored_dtype(folder))
@@ -69,10 +71,11 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def meta_model(spec: TrainerSpec, dtype: torch.dtype, whole: Any, ranks: Ranks) -> Any:
-    """Build the model on `meta`, with real buffers: no file has rotary frequencies. Collective.
+    """Build the model on `meta`, with real buffers: no file has rotary frequencies.
+    Collective.
 
-    Ties and stored names are facts of rank 0's `whole` model: config.json may declare a tie that its weights
-    contradict.
+    Ties and stored names are facts of rank 0's `whole` model: config.json may declare a
+    tie that its weights contradict.
     """
     facts: list[Any] = [None]
     if whole is not None:
@@ -82,7 +85,11 @@ def meta_model(spec: TrainerSpec, dtype: torch.dtype, whole: Any, ranks: Ranks) 
         dist.broadcast_object_list(facts, 0, group=ranks.group)
     declared, ties, conversions = facts[0]
     folder = Path(spec.model_path)
-    with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
+    with (
+        loading(folder),
+        torch.random.fork_rng([]),
+        init_empty_weights(include_buffers=False),
+    ):
         config = text_config(folder)
         config.tie_word_embeddings = declared
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -104,10 +111,13 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
         if id(parameter) not in made:
             mesh = parameter.device_mesh
             if whole is None:
-                source = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+                source = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=mesh.device_type
+                )
             else:
                 source = sources[name.removeprefix("model.")].detach()
-                if mesh.device_type == "cuda":  # bfloat16 travels, float32 is made on the device
+                # bfloat16 travels, float32 is made on the device
+                if mesh.device_type == "cuda":
                     source = source.pin_memory().to(mesh.device_type, non_blocking=True)
                 source = source.to(mesh.device_type, parameter.dtype, copy=True)
             sharded = distribute_tensor(source, mesh, parameter.placements).to(device)
@@ -122,24 +132,39 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
 
 
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
-    is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
-    dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
+    is_cuda = spec.device == "cuda" or (
+        spec.device == "auto" and torch.cuda.is_available()
+    )
+    dtype = (
+        ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
+    )
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
 
 
 def shard_policy(
-    policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
+    policy: Policy,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    whole: nn.Module | None,
+    *,
+    is_offloaded: bool,
 ) -> None:
-    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Shards and gradient sums
-    are float32; layers are gathered in the run's dtype.
+    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model.
+    Shards and gradient sums are float32; layers are gathered in the run's dtype.
     """
     assert ranks.mesh is not None
     options: dict[str, Any] = {
         "mesh": ranks.mesh["shard"],
-        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32
+        ),
+        "offload_policy": fsdp.CPUOffloadPolicy()
+        if is_offloaded
+        else fsdp.OffloadPolicy(),
     }
-    in_float32 = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    in_float32 = fsdp.MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float32
+    )
     for router in _float32_modules(policy.model):
         fsdp.fully_shard(router, **options | {"mp_policy": in_float32})
     for layer in layers_of(policy.model):
@@ -148,16 +173,22 @@ def shard_policy(
     for module in _sharded(policy) if ranks.shard > 1 else ():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # Experts used by only some ranks would give sums of different sizes. Needs torch 2.12.
+    # Experts used by only some ranks would give sums of different sizes. Needs torch
+    # 2.12.
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
-    scatter(policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
+    scatter(
+        policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type)
+    )
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:
     kept = float32_names(model)
-    owners = {name: model.get_submodule(name) for name in {one.rpartition(".")[0] for one in kept}}
+    owners = {
+        name: model.get_submodule(name)
+        for name in {one.rpartition(".")[0] for one in kept}
+    }
     return [
         module
         for owner, module in sorted(owners.items())
@@ -171,26 +202,38 @@ def reshard(policy: Policy) -> None:
 
 
 def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
-    return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [
+        module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)
+    ]
 
 
-def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device) -> bool:
+def should_compile(
+    spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device
+) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
     is_wanted = setting is True or (setting == "auto" and device.type == "cuda")
-    reason = why_not_compiled(model, device) if is_wanted else f"trainer.compile={setting}, on {device.type}"
+    reason = (
+        why_not_compiled(model, device)
+        if is_wanted
+        else f"trainer.compile={setting}, on {device.type}"
+    )
     if is_wanted and (not plan.is_packed or plan.mixers):
         reason = "it cannot be trained on packed tokens alone"
     if reason and not isinstance(checkpointing, bool):
         what = f"trainer.gradient_checkpointing={checkpointing}, and the layers are not compiled: {reason}"
-        raise ConfigError(what, way_out="set trainer.gradient_checkpointing=true, or false.")
+        raise ConfigError(
+            what, way_out="set trainer.gradient_checkpointing=true, or false."
+        )
     if reason and setting is True:
         what = f"trainer.compile=true, and a {type(model).__name__} cannot be compiled here: {reason}"
         raise ConfigError(what, way_out="set trainer.compile=auto, or false.")
     if not is_wanted:
         return False
     functorch: Any = torch._functorch.config
-    functorch.activation_memory_budget = 1.0 if isinstance(checkpointing, bool) else checkpointing
+    functorch.activation_memory_budget = (
+        1.0 if isinstance(checkpointing, bool) else checkpointing
+    )
     # Kernels chosen by their measured time would sum in another order after a restart.
     inductor: Any = torch._inductor.config
     inductor.deterministic = spec.trainer.deterministic
@@ -200,8 +243,9 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
 
 
 def use_deterministic(*, is_on: bool) -> None:
-    """Choose deterministic algorithms for this process, before its first product on CUDA. Operators without
-    one raise RuntimeError. Both FlashAttentions follow torch's flag, in their backward passes too.
+    """Choose deterministic algorithms for this process, before its first product on
+    CUDA. Operators without one raise RuntimeError. Both FlashAttentions follow torch's
+    flag, in their backward passes too.
     """
     if is_on and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -215,12 +259,18 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     if device.type != "cuda":
         return {}
     capability = torch.cuda.get_device_capability()
-    flash = {"trainer/flash_attention": float(choose_flash(capability))} if capability == HOPPER else {}
+    flash = (
+        {"trainer/flash_attention": float(choose_flash(capability))}
+        if capability == HOPPER
+        else {}
+    )
     return {"trainer/compiled": float(is_compiled), **flash}
 
 
 def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
-    """Choose how sequences share a pass, and pin rotary frequencies as vLLM does. Raises ConfigError."""
+    """Choose how sequences share a pass, and pin rotary frequencies as vLLM does.
+    Raises ConfigError.
+    """
     with loading(spec.model_path):
         small = probe_model(model.config, device)
     try:
@@ -246,7 +296,9 @@ def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
 class TrainedModel:
     """`reference`: initial weights for a KL divergence."""
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
+    def __init__(
+        self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool
+    ) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
@@ -256,7 +308,11 @@ class TrainedModel:
         whole: Any = None
         if ranks.is_first or not is_sharded:  # shards are cast on their device
             whole = load_model(spec, None if is_sharded and lora is None else dtype)
-        model = meta_model(spec, dtype, whole, ranks) if is_sharded else whole.to(self.device)
+        model = (
+            meta_model(spec, dtype, whole, ranks)
+            if is_sharded
+            else whole.to(self.device)
+        )
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)
@@ -271,7 +327,13 @@ class TrainedModel:
         def policy_of(model: Any) -> Policy:
             policy = Policy(model, plan, is_compiled=compiles)
             if is_sharded:
-                shard_policy(policy, ranks, self.dtype, whole, is_offloaded=spec.trainer.cpu_offload)
+                shard_policy(
+                    policy,
+                    ranks,
+                    self.dtype,
+                    whole,
+                    is_offloaded=spec.trainer.cpu_offload,
+                )
             return policy
 
         self.reference = None if frozen is None else policy_of(frozen)
@@ -291,8 +353,9 @@ class TrainedModel:
 
 
 class RouterReplay:
-    """Replays the engine's experts in the trainer (R3, https://arxiv.org/abs/2510.11370), weighted by the
-    model's own logits. Call with routing int32 [N, E] or None.
+    """Replays the engine's experts in the trainer (R3,
+    https://arxiv.org/abs/2510.11370), weighted by the model's own logits. Call with
+    routing int32 [N, E] or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -304,7 +367,9 @@ class RouterReplay:
         for router in self._routers:
             # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
-            router.num_scores = next(len(one) for one in router.parameters() if one.ndim == 2)
+            router.num_scores = next(
+                len(one) for one in router.parameters() if one.ndim == 2
+            )
         self(None)
 
     def __call__(self, routing_N: Tensor | None) -> None:
@@ -313,7 +378,9 @@ class RouterReplay:
         if routing_N is not None:
             if routing_N.shape[1] != sum(self._sizes):
                 what = f"the engine tells {routing_N.shape[1]} experts of a token, and the trainer's routers "
-                raise _not_replayed(type(self._routers[0]).__name__, what + f"choose {sum(self._sizes)}")
+                raise _not_replayed(
+                    type(self._routers[0]).__name__, what + f"choose {sum(self._sizes)}"
+                )
             chosen = torch.split(routing_N, self._sizes, dim=1)
         for router, chosen_NK in zip(self._routers, chosen, strict=True):
             router.chosen_NK = chosen_NK
@@ -322,7 +389,8 @@ class RouterReplay:
 def _top_k(router: Any) -> int:
     """Raises ConfigError."""
     config = getattr(router, "config", None)
-    found = getattr(router, "top_k", getattr(config, "top_k_experts", None))  # Gemma 4 has it in its config
+    # Gemma 4 has it in its config
+    found = getattr(router, "top_k", getattr(config, "top_k_experts", None))
     if found is None:
         raise _not_replayed(type(router).__name__, "it has no top_k")
     return int(found)
@@ -352,13 +420,20 @@ class _Chosen(TorchFunctionMode):
         self._chosen_NK, self._num_experts = chosen_NK, num_experts
         self.is_used = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return found
         scores, chosen_NK = args[0], self._chosen_NK
-        if scores.shape != (len(chosen_NK), self._num_experts) or found.indices.shape != chosen_NK.shape:
+        if (
+            scores.shape != (len(chosen_NK), self._num_experts)
+            or found.indices.shape != chosen_NK.shape
+        ):
             return found
         self.is_used = True
-        indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
+        indices_NK = torch.where(
+            chosen_NK == NO_EXPERT, found.indices, chosen_NK.long()
+        )
         return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))

@@ -1,6 +1,7 @@
 """Exports of one rank: whole, by chunks, or as a model folder, each with a canary.
 
-The canary is the trainer's logprobs of a short text, which engines recompute with the weights they loaded.
+The canary is the trainer's logprobs of a short text, which engines recompute with the
+weights they loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +24,27 @@ from asyncrl.trainer.state import save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights import export
 from asyncrl.weights.export import AdapterTransport, Exported, LazyWeights, Transport
-from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk, SharedTransport
+from asyncrl.weights.ipc import (
+    ChunkFile,
+    ChunkPlace,
+    Chunks,
+    SharedChunk,
+    SharedTransport,
+)
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import stored_names, stored_pieces
 
-TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport, "ipc": SharedTransport}
+TRANSPORTS = {
+    "lora": AdapterTransport,
+    "nccl": BroadcastTransport,
+    "ipc": SharedTransport,
+}
 """Transports that write no file of all weights, by name."""
 
 
 class Exports:
-    """Exports the weights of a model. All ranks make the same calls; rank 0 writes files.
+    """Exports the weights of a model. All ranks make the same calls; rank 0 writes
+    files.
 
     `exporting`: the latest export; until it ends, no weight may change.
     """
@@ -60,7 +72,8 @@ class Exports:
         )
         kind = TRANSPORTS.get(spec.transport, Transport)
         if spec.chunks != "file":
-            # Colocated engines get chunks in shared memory; a whole export is a file, for evaluation.
+            # Colocated engines get chunks in shared memory; a whole export is a file,
+            # for evaluation.
             kind = Transport
         self.transport = kind(end)
         self.exporting: Future[api.ExportResponse] | None = None
@@ -109,7 +122,9 @@ class Exports:
         self._chunks.forget()
 
     def save(self, path: Path) -> None:
-        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
+        and Refused.
+        """
         weights = dict(self.lazy_weights())
         dtype = self._model.dtype
         if not self._ranks.is_first:
@@ -125,7 +140,9 @@ class Exports:
             template=self._spec.chat_template,
         )
 
-    def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+    def _named_weights(
+        self,
+    ) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         if self._model.adapters is None:
             return export.named_weights(self._model.policy.model), {}
         return self._model.adapters.merging()
@@ -136,7 +153,9 @@ class Exports:
 
     def _chunk_place(self) -> ChunkPlace:
         spec = self._spec
-        if spec.chunks == "file" or (spec.chunks == "memory" and not self._ranks.is_first):
+        if spec.chunks == "file" or (
+            spec.chunks == "memory" and not self._ranks.is_first
+        ):
             return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self._ranks.gather if spec.chunks == "memories" else None
         dtype = self._model.dtype
@@ -173,7 +192,9 @@ class Exports:
 
 
 def _checked(canary: api.Canary | None) -> api.Canary | None:
-    if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
+    if canary is None or all(
+        map(math.isfinite, [*canary.logprobs, canary.next_logprob])
+    ):
         return canary
     raise Refused(
         422,

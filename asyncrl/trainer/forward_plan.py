@@ -1,8 +1,10 @@
-"""Choose how a model's sequences share a forward pass: by its structure, then by comparing numbers.
+"""Choose how a model's sequences share a forward pass: by its structure, then by
+comparing numbers.
 
-A pass is packed if tokens see each other only through attention of a known kind, or inside of modules that
-can run row by row. The comparison, in float32, puts the packed pass of a small random model beside plain
-passes, module by module, so that no small multiplier hides an error.
+A pass is packed if tokens see each other only through attention of a known kind, or
+inside of modules that can run row by row. The comparison, in float32, puts the packed
+pass of a small random model beside plain passes, module by module, so that no small
+multiplier hides an error.
 """
 
 from __future__ import annotations
@@ -55,16 +57,22 @@ SHORT_LENGTHS = (
     ("floor_scale", 16),
     ("topk|budget", 12),
 )
-"""Names of lengths in a config, and their values in a short model, among the lengths of the texts."""
+"""Names of lengths in a config, and their values in a short model, among the lengths of
+the texts.
+"""
 LIMIT = LEAK = 1e-4
-"""Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens mix)."""
+"""Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens
+mix).
+"""
 
 
 class NotCausalError(Exception):
     """A token of the plain model depends on later tokens."""
 
 
-def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def probe_model(
+    config: Any, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Any:
     """Return a small random model with each kind of layer. Raises transformers' errors."""
     small = _with_few_layers(config)
     text = small.get_text_config()
@@ -73,7 +81,8 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.fl
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(text, name, None) is not None:
             setattr(text, name, 0)
-    if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
+    # attention needs the residual's weight at any width
+    if hasattr(text, "initializer_range"):
         text.initializer_range = text.hidden_size**-0.5
     try:
         return _random_model(_with_narrow_mlp(small), device, dtype)
@@ -90,9 +99,14 @@ def _with_narrow_mlp(config: Any) -> Any:
     return narrow
 
 
-def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def _random_model(
+    config: Any, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Any:
     """Norms, gates and scales are not 1 or 0, which would hide them."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.device(device),
+    ):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         for parameter in model.parameters():
@@ -102,7 +116,9 @@ def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.
 
 
 def _with_few_layers(config: Any) -> Any:
-    """Return a copy with the first layer of each kind, else with the first layers up to the last new kind."""
+    """Return a copy with the first layer of each kind, else with the first layers up to
+    the last new kind.
+    """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", None)
     if num_layers is None or num_layers <= MIN_LAYERS:
@@ -111,11 +127,21 @@ def _with_few_layers(config: Any) -> Any:
     kinds = _layer_kinds(_random_model(copy.deepcopy(config), meta))
     num_shared = getattr(text, "num_kv_shared_layers", None) or 0
     by_layer = _lists_by_layer(text)
-    named = [[str(value[layer]) for value in by_layer.values()] for layer in range(num_layers)]
-    keys = [(*names, layer >= num_layers - num_shared) for layer, names in enumerate(named)]
-    firsts = sorted({key: layer for layer, key in reversed([*enumerate(keys)])}.values())
+    named = [
+        [str(value[layer]) for value in by_layer.values()]
+        for layer in range(num_layers)
+    ]
+    keys = [
+        (*names, layer >= num_layers - num_shared) for layer, names in enumerate(named)
+    ]
+    firsts = sorted(
+        {key: layer for layer, key in reversed([*enumerate(keys)])}.values()
+    )
     last = max(kinds.index(kind) for kind in kinds)
-    for layers in (firsts if len(firsts) >= MIN_LAYERS else [0, 1], [*range(max(last + 1, MIN_LAYERS))]):
+    for layers in (
+        firsts if len(firsts) >= MIN_LAYERS else [0, 1],
+        [*range(max(last + 1, MIN_LAYERS))],
+    ):
         small = _with_layers(config, layers)
         try:
             found = _layer_kinds(_random_model(copy.deepcopy(small), meta))
@@ -156,9 +182,15 @@ def _layer_kinds(model: Any) -> list[frozenset[Any]]:
     for layer in longest:
         facts = set[Any]()
         for name, module in layer.named_modules():
-            own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            own = {
+                key: value
+                for key, value in vars(module).items()
+                if not key.startswith("_")
+            }
             kept = {
-                key: value for key, value in own.items() if value is None or isinstance(value, bool | str)
+                key: value
+                for key, value in own.items()
+                if value is None or isinstance(value, bool | str)
             }
             facts.add((name, type(module), frozenset(kept.items())))
         kinds.append(frozenset(facts))
@@ -178,14 +210,19 @@ def _cut_experts(text: Any) -> None:
 
 
 def _shortened(config: Any) -> Any:
-    """Return a copy that names short lengths, so that the texts are on both sides of each."""
+    """Return a copy that names short lengths, so that the texts are on both sides of
+    each.
+    """
     short = copy.deepcopy(config)
     text = short.get_text_config()
     _shorten_values(dict(vars(text)), partial(setattr, text))
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     for rope in ropes:
         if isinstance(rope, dict):
-            for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            for one in (
+                rope,
+                *(part for part in rope.values() if isinstance(part, dict)),
+            ):
                 _shorten_values(dict(one), one.__setitem__)
     border = length_border(text)
     if border is not None and not border.is_stepwise:
@@ -216,11 +253,19 @@ def find_plan(model: Any) -> ForwardPlan:
         classes = tuple({type(model.get_submodule(name)) for name in mixers})
         plan = ForwardPlan(True, has_plain_head, classes, border)
         short_plan = replace(plan, border=short_border)
-        reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
+        reasons = [
+            _compare(short, short_plan, side) for side in _sides(texts, short_border)
+        ]
         reason = next(filter(None, reasons), "")
     except MODEL_ERRORS as error:
-        reason = f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
-    return ForwardPlan(False, has_plain_head, border=border, reason=reason) if reason else plan
+        reason = (
+            f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
+        )
+    return (
+        ForwardPlan(False, has_plain_head, border=border, reason=reason)
+        if reason
+        else plan
+    )
 
 
 def _random_texts(model: Any) -> list[IntN]:
@@ -228,7 +273,9 @@ def _random_texts(model: Any) -> list[IntN]:
     num_ids = model.get_input_embeddings().num_embeddings
     # A padding id, 0, may have no embedding.
     prefix = random.integers(1, num_ids, PREFIX)
-    return [np.concatenate([prefix, random.integers(1, num_ids, length)]) for length in OWN]
+    return [
+        np.concatenate([prefix, random.integers(1, num_ids, length)]) for length in OWN
+    ]
 
 
 def _on(model: Any, text: IntN) -> Tensor:
@@ -241,13 +288,17 @@ def _sides(texts: list[IntN], border: LengthBorder | None) -> list[list[IntN]]:
         return [texts]
     above = [text for text in texts if len(text) - 1 > border.length]
     below = [text for text in texts if len(text) - 1 <= border.length]
-    return [side for side in (below, above if border.is_stepwise else above[:1]) if side]
+    return [
+        side for side in (below, above if border.is_stepwise else above[:1]) if side
+    ]
 
 
 def _plain(model: Any, ids_1T: Tensor) -> Tensor:
     """Return the last hidden states [T, D]."""
     forget_lengths(model)
-    states: Tensor = backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+    states: Tensor = backbone_of(model)(
+        input_ids=ids_1T, use_cache=False
+    ).last_hidden_state[0]
     return states
 
 
@@ -256,9 +307,13 @@ def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> No
         ids_1T = ids_1T[:, : border.length]
     whole_TD = _plain(model, ids_1T)
     for num_left in (ids_1T.shape[1] - 1, ids_1T.shape[1] * 2 // 3):
-        distance = float(_distances(whole_TD[:num_left], _plain(model, ids_1T[:, :num_left])).max())
+        distance = float(
+            _distances(whole_TD[:num_left], _plain(model, ids_1T[:, :num_left])).max()
+        )
         if not distance <= LIMIT:
-            raise NotCausalError(f"later tokens change the states of earlier ones, by {distance:.2g}")
+            raise NotCausalError(
+                f"later tokens change the states of earlier ones, by {distance:.2g}"
+            )
 
 
 def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
@@ -273,7 +328,10 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
 def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
     """Return how a packed pass differs from plain ones, or ""."""
     reads = [text[:-1] for text in texts]  # the last token is only predicted
-    expected = [_outputs(model, len(read), partial(_plain, model, _on(model, read))) for read in reads]
+    expected = [
+        _outputs(model, len(read), partial(_plain, model, _on(model, read)))
+        for read in reads
+    ]
     before = model.config._attn_implementation
     policy = Policy(model, plan)
     try:
@@ -281,7 +339,10 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
         rows = [places_of(runs) for runs in micro.layout.rows]
         found = _outputs(model, micro.layout.num_tokens, lambda: policy.states(micro))
         for name, states_ND in found.items():
-            pairs = [(states_ND[row], one[name]) for row, one in zip(rows, expected, strict=True)]
+            pairs = [
+                (states_ND[row], one[name])
+                for row, one in zip(rows, expected, strict=True)
+            ]
             distance = max(float(_distances(*pair).mean()) for pair in pairs)
             if not distance <= LIMIT:
                 return f"packed tokens get other values in {name}, {distance:.2g} away from the plain ones"
@@ -292,8 +353,12 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
     return "a token reaches other sequences" if leaks else ""
 
 
-def _outputs(model: Any, num_tokens: int, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Return the outputs [T, width] of the layers and their parts, in order, and the last states."""
+def _outputs(
+    model: Any, num_tokens: int, run: Callable[[], Tensor]
+) -> dict[str, Tensor]:
+    """Return the outputs [T, width] of the layers and their parts, in order, and the
+    last states.
+    """
     found = dict[str, Tensor]()
 
     def keep(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
@@ -308,9 +373,13 @@ def _outputs(model: Any, num_tokens: int, run: Callable[[], Tensor]) -> dict[str
     return {**found, "its last states": states_TD}
 
 
-def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tensor) -> bool:
+def _leaks(
+    policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tensor
+) -> bool:
     """Return whether another token in the first text changes the states of other texts."""
-    others = np.unique(np.concatenate(rows[1:])) if len(rows) > 1 else np.zeros(0, np.int64)
+    others = (
+        np.unique(np.concatenate(rows[1:])) if len(rows) > 1 else np.zeros(0, np.int64)
+    )
     place = int(np.setdiff1d(rows[0], others)[0])
 
     def change(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -324,16 +393,22 @@ def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tenso
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the plain output embedding, without a soft cap or a scale."""
+    """Return whether logits are the plain output embedding, without a soft cap or a
+    scale.
+    """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
 
     def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-        spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
+        spread = torch.linspace(
+            -LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device
+        )
         return logits + spread.to(logits.dtype)
 
     with head.register_forward_hook(enlarged):
         logits = model(input_ids=ids_1T, use_cache=False).logits
-        plain = head(backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state)
+        plain = head(
+            backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state
+        )
     return torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,5 @@
-"""Faster layers: compiled on CUDA; on CPU in float32 with closed-form gradients, if their bytecode equals
-Llama's.
+"""Faster layers: compiled on CUDA; on CPU in float32 with closed-form gradients, if
+their bytecode equals Llama's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def fuse(model: nn.Module) -> None:
         elif ROTARY in forward.__code__.co_names and not forward.__closure__:
             names = forward.__globals__
             if _is_llamas_rotary(names.get(ROTARY)):
-                made = FunctionType(forward.__code__, {**names, ROTARY: _rotary}, None, forward.__defaults__)
+                made = FunctionType(
+                    forward.__code__,
+                    {**names, ROTARY: _rotary},
+                    None,
+                    forward.__defaults__,
+                )
                 made.__kwdefaults__ = forward.__kwdefaults__
                 module.forward = MethodType(made, module)
 
@@ -44,7 +49,9 @@ def fuse(model: nn.Module) -> None:
 def layers_of(model: Any) -> list[nn.Module]:
     """Return the blocks that transformers never splits."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+    return [module for module in model.modules() if type(module).__name__ in names][
+        ::-1
+    ]
 
 
 def why_not_compiled(model: Any, device: torch.device) -> str:
@@ -52,29 +59,41 @@ def why_not_compiled(model: Any, device: torch.device) -> str:
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
-    has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
-    if has_experts and getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+    has_experts = any(
+        parameter.ndim > 2 for layer in layers for parameter in layer.parameters()
+    )
+    if (
+        has_experts
+        and getattr(model.config, "_experts_implementation", None) != "grouped_mm"
+    ):
         return "the work of its layers depends on the data (experts)"
     return missing_for_compiling(device)
 
 
 def missing_for_compiling(device: torch.device) -> str:
-    """Return what torch.compile lacks on this machine, and the packages to install; or ""."""
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+    """Return what torch.compile lacks on this machine, and the packages to install; or
+    "".
+    """
+    if not any(
+        shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")
+    ):
         return "there is no C compiler (install gcc)"
     if device.type == "cpu":
         return ""
     # Triton looks there too, not where Debian's Python would put its own
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))
-    if importlib.util.find_spec("triton") is None or not (headers / "Python.h").is_file():
+    if (
+        importlib.util.find_spec("triton") is None
+        or not (headers / "Python.h").is_file()
+    ):
         return f"it needs Triton, and Python's headers in {headers} (install triton and python3-dev)"
     return ""
 
 
 def compile_layers(model: Any) -> None:
-    """Compile one graph per kind of layer. Raises for uncompilable code. Float32 routers stay uncompiled,
-    since no graph can contain their FSDP hooks.
+    """Compile one graph per kind of layer. Raises for uncompilable code. Float32
+    routers stay uncompiled, since no graph can contain their FSDP hooks.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
@@ -85,12 +104,16 @@ def compile_layers(model: Any) -> None:
         if forward.__code__.co_name == "forward_with_checkpointing":
             forward = forward.__wrapped__
         if forward not in compiled:
-            compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)
+            compiled[forward] = torch.compile(
+                forward, backend=BACKEND, dynamic=True, fullgraph=is_whole
+            )
         layer.forward = MethodType(compiled[forward], layer)
 
 
 def compilations() -> list[Any]:
-    """Return this process's latest 64 compilations, oldest first, with their seconds and causes."""
+    """Return this process's latest 64 compilations, oldest first, with their seconds
+    and causes.
+    """
     metrics: list[Any] = torch._dynamo.utils.get_compilation_metrics()
     return metrics
 
@@ -103,26 +126,41 @@ def compiled(function: Any) -> Any:
 
 def _is_llamas_rotary(function: Any) -> bool:
     half = getattr(function, "__globals__", {}).get("rotate_half")
-    return _code(function) == _code(llama.apply_rotary_pos_emb) and _code(half) == _code(llama.rotate_half)
+    return _code(function) == _code(llama.apply_rotary_pos_emb) and _code(
+        half
+    ) == _code(llama.rotate_half)
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:
     code = getattr(function, "__code__", None)
     if code is None:
         return None
-    return code.co_code, code.co_names, code.co_varnames, code.co_consts[1:], function.__defaults__
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_consts[1:],
+        function.__defaults__,
+    )
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
-    if hidden_states.is_cpu and hidden_states.dtype == self.weight.dtype == torch.float32:
-        output: Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+    if (
+        hidden_states.is_cpu
+        and hidden_states.dtype == self.weight.dtype == torch.float32
+    ):
+        output: Tensor = _RMSNorm.apply(
+            hidden_states, self.weight, self.variance_epsilon
+        )  # type: ignore[no-untyped-call]
     else:
         output = type(self).forward(self, hidden_states)
     return output
 
 
 class _RMSNorm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension. https://arxiv.org/abs/1910.07467."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension.
+    https://arxiv.org/abs/1910.07467.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,13 +176,18 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad, size = grads[0].contiguous(), x.shape[-1]
         # Layer norm also subtracts the mean of weight * grad.
-        nothing, wanted = torch.zeros_like(scale), [True, ctx.needs_input_grad[1], False]
-        grad_x, grad_weight, _ = _norm_backward(grad, x, [size], nothing, scale, weight, None, wanted)
+        nothing = torch.zeros_like(scale)
+        wanted = [True, ctx.needs_input_grad[1], False]
+        grad_x, grad_weight, _ = _norm_backward(
+            grad, x, [size], nothing, scale, weight, None, wanted
+        )
         grad_x += (grad @ weight).div_(size)[..., None] * scale
         return grad_x, grad_weight, None
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def _rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
     if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in (q, k, cos)):
         turn = (cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
         return _Rotary.apply(q, *turn), _Rotary.apply(k, *turn)  # type: ignore[no-untyped-call]

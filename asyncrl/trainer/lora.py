@@ -1,5 +1,5 @@
-"""Low-rank adapters (https://arxiv.org/abs/2106.09685): W + scale * B A, scale = alpha / rank, B zero at
-first.
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685): W + scale * B A, scale = alpha
+/ rank, B zero at first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.forward_plan import probe_model
-from asyncrl.weights.export import in_export_dtype, linear_parameters, merge, named_weights, whole_here
-from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names, rename_adapters
+from asyncrl.weights.export import (
+    in_export_dtype,
+    linear_parameters,
+    merge,
+    named_weights,
+    whole_here,
+)
+from asyncrl.weights.tensor_files import (
+    SCALE,
+    adapted_modules,
+    float32_names,
+    rename_adapters,
+)
 
 ADAPTER = "default"
 
@@ -44,7 +55,10 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
         raise ConfigError(what, way_out="remove trainer.lora, to train all weights.")
     if config.targets == "all-linear":
         return linear
-    chosen = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in config.targets}
+    chosen = {
+        end: [name for name in linear if f".{name}".endswith(f".{end}")]
+        for end in config.targets
+    }
     if missing := [end for end, names in chosen.items() if not names]:
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         raise ConfigError(
@@ -59,8 +73,9 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 def called_layers(config: Any) -> set[str]:
     """Return the kinds of linear layers that a model calls.
 
-    Others only hold a weight that the model reads, such as Mamba's dt_proj, which would pass by an adapter.
-    Subclasses with a forward of their own, such as routers, would lose it.
+    Others only hold a weight that the model reads, such as Mamba's dt_proj, which would
+    pass by an adapter. Subclasses with a forward of their own, such as routers, would
+    lose it.
     """
     small = probe_model(config, torch.device("cpu"))
     linear: dict[nn.Module, str] = {
@@ -80,10 +95,11 @@ def _kind(name: str) -> str:
 
 
 class MergedLinear(lora.Linear):
-    """A peft layer that merges W + scale * B A once per push and rounds it, as engines do.
+    """A peft layer that merges W + scale * B A once per push and rounds it, as engines
+    do.
 
-    Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16 step do not reach
-    the engine.
+    Adding scale * B (A x) to W x would be another policy: changes below half a bfloat16
+    step do not reach the engine.
     """
 
     kept: Tensor | None = None
@@ -99,7 +115,9 @@ class MergedLinear(lora.Linear):
         base: Any = self.get_base_layer()
         if not scale:
             return base(x)  # type: ignore[no-any-return]
-        return _MergedLinear.apply(x, base.weight, base.bias, *self.pair(), scale, self.kept)  # type: ignore[no-any-return, no-untyped-call]
+        return _MergedLinear.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x, base.weight, base.bias, *self.pair(), scale, self.kept
+        )
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -117,7 +135,9 @@ class _MergedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, base if merged is None else merged, lora_A, lora_B)
         ctx.scale = scale
         ctx.is_merged = merged is not None
-        return functional.linear(x, merge(base, lora_A, lora_B, scale) if merged is None else merged, bias)
+        return functional.linear(
+            x, merge(base, lora_A, lora_B, scale) if merged is None else merged, bias
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +146,9 @@ class _MergedLinear(torch.autograd.Function):
         x_NI = x.flatten(0, -2)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ (weight if ctx.is_merged else merge(weight, lora_A, lora_B, ctx.scale))
+            grad_x = grads[0] @ (
+                weight if ctx.is_merged else merge(weight, lora_A, lora_B, ctx.scale)
+            )
         grad_A = ctx.scale * ((grad_NO @ lora_B).T @ x_NI)
         grad_B = ctx.scale * (grad_NO.T @ (x_NI @ lora_A.T))
         return grad_x, None, None, grad_A, grad_B, None, None
@@ -139,15 +161,20 @@ class Adapters:
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
-        # With a transformers config, peft would rename names and move dense adapters to experts.
+        # With a transformers config, peft would rename names and move dense adapters to
+        # experts.
         holder = nn.Module()
         holder.model = model
         described = peft_config(config, [f"model.{name}" for name in names])
         # https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
         is_meta = next(model.parameters()).is_meta
-        peft.inject_adapter_in_model(described, holder, ADAPTER, low_cpu_mem_usage=is_meta)
-        self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+        peft.inject_adapter_in_model(
+            described, holder, ADAPTER, low_cpu_mem_usage=is_meta
+        )
+        self.layers: dict[str, Any] = {
+            name: model.get_submodule(name) for name in names
+        }
         kept = float32_names(model)
         for name, parameter in model.named_parameters():
             in_float32 = parameter.requires_grad or name in kept
@@ -167,7 +194,9 @@ class Adapters:
         for layer in self.layers.values():
             if layer.kept is None:
                 lora_A, lora_B = layer.pair()
-                layer.kept = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
+                layer.kept = merge(
+                    layer.get_base_layer().weight, lora_A, lora_B, self.scale
+                )
 
     def forget_merged(self) -> None:
         """Free the merged weights until the next pass."""
@@ -183,8 +212,8 @@ class Adapters:
         }
 
     def export_tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return tensors() on CPU in the run's dtype under checkpoint names, and the scale. Collective.
-        `names`: stored_names() of the model.
+        """Return tensors() on CPU in the run's dtype under checkpoint names, and the
+        scale. Collective. `names`: stored_names() of the model.
         """
         tensors = rename_adapters(in_export_dtype(self.tensors(), self._dtype), names)
         return {**tensors, SCALE: torch.tensor(self.scale)}
@@ -214,7 +243,11 @@ class Adapters:
 
 
 def save_adapter(
-    path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    base: str,
+    revision: str | None = None,
 ) -> None:
     """Write adapters as a peft folder. Raises OSError, SafetensorError."""
     described = peft_config(config, adapted_modules(tensors))
@@ -225,7 +258,9 @@ def save_adapter(
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
         described.save_pretrained(str(unfinished))
-        save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(
+            named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"}
+        )
         open_as(unfinished, unfinished / "adapter_config.json")
 
 

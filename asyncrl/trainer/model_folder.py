@@ -27,7 +27,14 @@ WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
 HUB_TIMEOUT_S = 5.0
 TOKENIZER = (
-    *("tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
+    *(
+        "tokenizer*.json",
+        "*.model",
+        "*.tiktoken",
+        "tekken.json",
+        "vocab.*",
+        "merges.txt",
+    ),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
 )
 GENERATION = ("generation_config.json", "*processor_config.json")
@@ -44,27 +51,42 @@ async def make_model_folder(
     """Return the model's folder. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
-        return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
+        return await asyncio.to_thread(
+            find_model, path, config.model.revision, commit=commit
+        )
     folder = run_dir / "model"
     if folder.exists():  # a resumed run
         return folder
     scratch = config.model.scratch.model_dump()
-    values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
+    values = {
+        "out": str(folder),
+        "seed": config.seed,
+        "scratch": scratch,
+        "dtype": config.model.dtype,
+    }
     try:
-        returncode, text = await run("asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S)
+        returncode, text = await run(
+            "asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S
+        )
     finally:
         settle_folder(folder)  # remove what a killed process leaves
     if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(
             f"model.scratch cannot be made: {fatal.error if fatal else text[-500:]}",
-            way_out=fatal.way_out if fatal else "correct model.scratch.architecture, or use a smaller one.",
+            way_out=fatal.way_out
+            if fatal
+            else "correct model.scratch.architecture, or use a smaller one.",
         )
     return folder
 
 
 def find_model(
-    path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
+    path: str,
+    revision: str | None = None,
+    key: str = MODEL_KEY,
+    *,
+    commit: str | None = None,
 ) -> Path:
     """Return the folder of a model, fetched if necessary. Raises ConfigError."""
     if (given := _find_given(path, key)) is not None:
@@ -73,18 +95,26 @@ def find_model(
 
     fetched = commit or revision
     try:
-        folder = Path(snapshot_download(path, revision=fetched, allow_patterns=[*DOWNLOADED]))
+        folder = Path(
+            snapshot_download(path, revision=fetched, allow_patterns=[*DOWNLOADED])
+        )
     except (OSError, ValueError) as error:
         at = f" at {fetched}" if fetched else ""
         what = f"{key}={path}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
-        way_out = "check the spelling and the network, or give the path of a local folder."
+        way_out = (
+            "check the spelling and the network, or give the path of a local folder."
+        )
         raise ConfigError(what, way_out=way_out) from error
     _check_folder(folder, f"{key}={path}")
     return folder
 
 
 def find_on_disk(
-    path: str, key: str = MODEL_KEY, revision: str | None = None, *, needs_weights: bool = True
+    path: str,
+    key: str = MODEL_KEY,
+    revision: str | None = None,
+    *,
+    needs_weights: bool = True,
 ) -> Path | None:
     """Return a model folder, or None to fetch it. Raises ConfigError."""
     if (given := _find_given(path, key, needs_weights=needs_weights)) is not None:
@@ -100,13 +130,20 @@ def find_on_disk(
 
 
 def fetch_architectures(*models: ModelConfig) -> None:
-    """Fetch config.json of hub models for memory plans, if the hub answers one call. Ignores failures."""
+    """Fetch config.json of hub models for memory plans, if the hub answers one call.
+    Ignores failures.
+    """
     with contextlib.suppress(Exception):  # of any HTTP library
-        wanted = {(model.path, model.revision) for model in models if model.path and _is_on_hub(model.path)}
+        wanted = {
+            (model.path, model.revision)
+            for model in models
+            if model.path and _is_on_hub(model.path)
+        }
         if wanted:
             from huggingface_hub import constants, get_session, hf_hub_download
 
-            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)  # downloads repeat failed calls
+            # downloads repeat failed calls
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         for path, revision in wanted:
             hf_hub_download(path, "config.json", revision=revision)
 
@@ -118,7 +155,9 @@ def _is_on_hub(path: str) -> bool:
 
 
 def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
-    """Raise ConfigError for quantised weights that trainer and engines cannot hold alike."""
+    """Raise ConfigError for quantised weights that trainer and engines cannot hold
+    alike.
+    """
     source = f"{MODEL_KEY}={config.model.path}"
     check_quantization(architecture, source)
     if quantization_of(architecture) is not None and config.rollout.engine == "vllm":
@@ -130,7 +169,9 @@ def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
 
 
 def load_limit_s(folder: Path) -> float:
-    paths = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
+    paths = [
+        path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()
+    ]
     return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
 
@@ -156,8 +197,16 @@ def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | No
     if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
-    made = "; `python examples/smollm2.py` makes models/smollm2-135m-instruct" if key == MODEL_KEY else ""
-    raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=f"correct {key}{made}.")
+    made = (
+        "; `python examples/smollm2.py` makes models/smollm2-135m-instruct"
+        if key == MODEL_KEY
+        else ""
+    )
+    raise ConfigError(
+        f"{key}={name}: there is no such folder",
+        rule=rule,
+        way_out=f"correct {key}{made}.",
+    )
 
 
 def _check_folder(folder: Path, name: str, *, needs_weights: bool = True) -> None:
@@ -166,20 +215,38 @@ def _check_folder(folder: Path, name: str, *, needs_weights: bool = True) -> Non
     index = folder / "model.safetensors.index.json"
     rule = "it must be the folder of a model as save_pretrained writes it"
     try:
-        check_model_type(json.loads(path.read_text())["model_type"], f"config.json of {name}")
+        check_model_type(
+            json.loads(path.read_text())["model_type"], f"config.json of {name}"
+        )
         files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
         if index.is_file() and not (folder / "model.safetensors").is_file():
             path = index
-            files = [folder / file for file in {*json.loads(path.read_text())["weight_map"].values()}]
+            files = [
+                folder / file
+                for file in {*json.loads(path.read_text())["weight_map"].values()}
+            ]
         for path in files:
             if path.suffix == ".safetensors":
                 safe_open(path, framework="np")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         what = f"{name}: cannot read {path}: {type(error).__name__}: {error!s:.200}"
-        way_out = f"remove {path.resolve()} and copy or fetch it again, or give a hub id."
+        way_out = (
+            f"remove {path.resolve()} and copy or fetch it again, or give a hub id."
+        )
         raise ConfigError(what, rule=rule, way_out=way_out) from error
     if not files and needs_weights:
-        raise ConfigError(f"{name} has no weights (*.safetensors)", rule=rule, way_out="give a hub id.")
+        raise ConfigError(
+            f"{name} has no weights (*.safetensors)",
+            rule=rule,
+            way_out="give a hub id.",
+        )
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
@@ -193,29 +260,52 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 class ModelPin:
     """File digests of the run's first model. Blocks."""
 
-    def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, given: str | None, *, is_free: bool = False
+    ) -> None:
         """`is_free`: accept any model."""
         self.path = run_dir / MODEL_PIN
         self._given = given
         self._found: PinnedModel | None = None
         is_pinned = self.path.exists() and not is_free
-        self._pinned = PinnedModel.model_validate_json(self.path.read_bytes()) if is_pinned else None
+        self._pinned = (
+            PinnedModel.model_validate_json(self.path.read_bytes())
+            if is_pinned
+            else None
+        )
 
     @property
     def revision(self) -> str | None:
         pinned = self._pinned
-        return pinned.revision if pinned is not None and pinned.given == self._given else None
+        return (
+            pinned.revision
+            if pinned is not None and pinned.given == self._given
+            else None
+        )
 
     def read(self, folder: Path) -> None:
         """Hash the files. Raises ConfigError that lists changed ones."""
-        paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
+        paths = sorted(
+            {
+                path
+                for pattern in PINNED
+                for path in folder.glob(pattern)
+                if path.is_file()
+            }
+        )
         files = {path.name: _hash(path) for path in paths}
         revision = folder.name if folder.parent.name == "snapshots" else None
         self._found = PinnedModel(given=self._given, revision=revision, files=files)
         if self._pinned is None or self._pinned.files == files:
             return
-        differing = sorted({name for name, _ in self._pinned.files.items() ^ files.items()})
-        back = "restore the files" if self._given else f"remove {folder}: it is made again from the seed"
+        differing = sorted(
+            {name for name, _ in self._pinned.files.items() ^ files.items()}
+        )
+        back = (
+            "restore the files"
+            if self._given
+            else f"remove {folder}: it is made again from the seed"
+        )
         raise ConfigError(
             f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
             rule="a run keeps the base weights and the tokenizer that it was started with",
@@ -225,7 +315,9 @@ class ModelPin:
     def write(self) -> None:
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
-            write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
+            write_whole(
+                self.path, json.dumps(self._found.model_dump(), indent=1) + "\n"
+            )
 
 
 def _hash(path: Path) -> str:

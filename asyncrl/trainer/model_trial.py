@@ -1,4 +1,6 @@
-"""Build a run's model without weights, so that `asyncrl check` refuses what trainer and engine would."""
+"""Build a run's model without weights, so that `asyncrl check` refuses what trainer and
+engine would.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,32 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import RunConfig
 from asyncrl.models.loading import loading, text_config
 from asyncrl.models.rope_lengths import refuse_lengths
-from asyncrl.trainer.random_init import ARCHITECTURE, CORRECT, make_character_tokenizer, scratch_config
+from asyncrl.trainer.random_init import (
+    ARCHITECTURE,
+    CORRECT,
+    make_character_tokenizer,
+    scratch_config,
+)
 
 
 def try_model(config: RunConfig, folder: Path) -> None:
-    """Build the model on `meta`. Raises ConfigError. `folder`: holds config.json, unless the model is made
-    from scratch.
+    """Build the model on `meta`. Raises ConfigError. `folder`: holds config.json,
+    unless the model is made from scratch.
     """
     scratch = config.model.scratch
     lora = config.trainer.lora
     if scratch is None:
-        source, way_out = str(folder / "config.json"), "correct that file, or fetch it again."
+        source = str(folder / "config.json")
+        way_out = "correct that file, or fetch it again."
     else:
         source, way_out = ARCHITECTURE, CORRECT
     with loading(source, way_out), torch.device("meta"):
         if scratch is None:
             architecture = text_config(folder)
         else:
-            architecture = scratch_config(scratch.architecture, make_character_tokenizer(scratch.characters))
+            architecture = scratch_config(
+                scratch.architecture, make_character_tokenizer(scratch.characters)
+            )
         model = AutoModelForCausalLM.from_config(architecture)
     if lora is not None:
         from asyncrl.trainer.lora import find_targets

@@ -1,6 +1,7 @@
 """Check a batch and compute a step's loss from logprobs.
 
-Invariant: no token sampled before header.min_version carries loss, independently of the buffer.
+Invariant: no token sampled before header.min_version carries loss, independently of the
+    buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import checked_advantages, overlong_penalty
-from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
+from asyncrl.algorithms.registry import (
+    WHOLE_BATCH,
+    WITHIN_RATIO,
+    importance_cap,
+    resolve,
+)
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
@@ -31,8 +37,12 @@ Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
 
 
-def check_batch(header: BatchHeader, arrays: Tokens, policy_version: int, vocab_size: int) -> None:
-    """Raise Refused for a batch of another version (409), or tokens that no model can have sampled (422)."""
+def check_batch(
+    header: BatchHeader, arrays: Tokens, policy_version: int, vocab_size: int
+) -> None:
+    """Raise Refused for a batch of another version (409), or tokens that no model can
+    have sampled (422).
+    """
     if header.version != policy_version:
         raise Refused(
             409,
@@ -63,7 +73,9 @@ def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
     if old.any() and not header.mask_older:
         oldest = np.argmin(arrays.versions[old])
         worst = int(np.flatnonzero(old)[oldest])
-        entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
+        entry = next(
+            entry for entry in header.trajectories if entry.start <= worst < entry.end
+        )
         position = worst - entry.start
         name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {position}"
         raise Refused(
@@ -87,9 +99,11 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
         )
 
 
-def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[int], IntN]:
-    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or the units of their
-    credits. `unit_N` int64 [N]: each token's unit, or -1.
+def find_units(
+    header: BatchHeader, num_tokens: int
+) -> tuple[list[float], list[int], IntN]:
+    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or
+    the units of their credits. `unit_N` int64 [N]: each token's unit, or -1.
     """
     rewards = list[float]()
     groups = list[int]()
@@ -118,8 +132,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch; `reference_N`: by
-    the initial weights.
+    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch;
+    `reference_N`: by the initial weights.
     """
 
     header: BatchHeader
@@ -134,9 +148,11 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of one part: a factor per sequence, and a correction and a mask per token.
+    """Numbers of one part: a factor per sequence, and a correction and a mask per
+    token.
 
-    `size`: what algorithm.aggregate averages over, the part's loss tokens or its sequences.
+    `size`: what algorithm.aggregate averages over, the part's loss tokens or its
+    sequences.
     """
 
     size: int
@@ -164,7 +180,9 @@ class Objective:
         loop = self.spec.trainer
         is_used = self._recipe.ratio == "proximal" or self._is_corrected
         has_later_steps = loop.mini_batches * loop.epochs > 1
-        is_recomputed = is_used and has_later_steps and self.settings.proximal == "recompute"
+        is_recomputed = (
+            is_used and has_later_steps and self.settings.proximal == "recompute"
+        )
         is_masked = self.settings.top_entropy < 1
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
@@ -173,12 +191,16 @@ class Objective:
         settings = self.settings
         has_loss = batch.has_loss
         rewards, groups, unit_N = find_units(batch.header, len(has_loss))
-        assert (unit_N[batch.arrays.is_sampled] >= 0).all(), "credits cover every sampled token"
+        assert (unit_N[batch.arrays.is_sampled] >= 0).all(), (
+            "credits cover every sampled token"
+        )
         reward_B = torch.tensor(rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
-            penalty_B = overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
+            penalty_B = overlong_penalty(
+                length_B, self.spec.max_tokens, settings.overlong_tokens
+            )
             reward_B = reward_B + penalty_B
         if self._is_penalised:
             assert batch.proximal_N is not None
@@ -216,14 +238,18 @@ class Objective:
             part = has_loss[entry.start : entry.end]
             counts.append(int(part.sum()))
         tokens_S = torch.tensor(counts)
-        weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
+        weight_S = losses.token_weights(
+            self._recipe.aggregate, tokens_S, self.spec.max_tokens
+        )
         mask_N = None
         correction_N = None
         if self.settings.top_entropy < 1:
             assert batch.entropy_N is not None
             mask_N = np.zeros(len(has_loss), np.float32)
             entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
-            mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
+            mask_N[has_loss] = losses.top_entropy_mask(
+                entropy_M, self.settings.top_entropy
+            )
         if self._is_whole_batch:
             assert batch.proximal_N is not None
             log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
@@ -233,7 +259,9 @@ class Objective:
             log_weight_M = torch.from_numpy(log_weight_N[has_loss])
             advantage_M = torch.from_numpy(batch.advantage_N[has_loss])
             correction_N = np.zeros(len(has_loss), np.float32)
-            correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
+            correction_N[has_loss] = self._correct(
+                log_weight_M, advantage_M, sequence_M
+            )
         is_mean_of_tokens = self._recipe.aggregate == "token"
         size_S = tokens_S if is_mean_of_tokens else tokens_S > 0
         size = int(size_S.sum())
@@ -244,7 +272,9 @@ class Objective:
             mask_N,
         )
 
-    def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
+    def _correct(
+        self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor
+    ) -> Tensor:
         correction = self._recipe.correction
         return losses.correct(
             correction,
@@ -255,7 +285,11 @@ class Objective:
         )
 
     def micro_loss(
-        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
+        self,
+        micro: MicroBatch,
+        current_M: Tensor,
+        batch: BatchNumbers,
+        step: StepNumbers,
     ) -> tuple[Tensor, Stats]:
         """Return this part of the loss, and sums of statistics, without a device sync."""
 
@@ -322,7 +356,11 @@ class Objective:
         return loss, stats
 
     def _proximal(
-        self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
+        self,
+        batch: BatchNumbers,
+        behaviour_M: Tensor,
+        current_M: Tensor,
+        read: Callable[[Any], Tensor],
     ) -> Tensor:
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - read(batch.arrays.versions)
@@ -332,7 +370,11 @@ class Objective:
         return read(batch.proximal_N)
 
     def _kl(
-        self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
+        self,
+        current_M: Tensor,
+        reference_M: Tensor,
+        anchor_M: Tensor,
+        correction_M: Tensor | None,
     ) -> Tensor:
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:

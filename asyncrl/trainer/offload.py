@@ -29,11 +29,15 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 class Offload:
     """Tracks parts of a trainer's state off its device. Collective.
 
-    Invariant: a part is here or away on all ranks: a move that fails on one rank is reverted on the others.
+    Invariant: a part is here or away on all ranks: a move that fails on one rank is
+        reverted on the others.
     """
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, tensors_of: Callable[[TrainerPart], Iterable[Tensor]]
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
     ) -> None:
         self._ranks = ranks
         self._device = device
@@ -50,7 +54,9 @@ class Offload:
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
         what = f"offload {', '.join(moving)}"
-        copies = self._together(what, lambda: {part: self._copied(part) for part in moving})
+        copies = self._together(
+            what, lambda: {part: self._copied(part) for part in moving}
+        )
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
         if self._device.type == "cuda":
@@ -85,11 +91,15 @@ class Offload:
         if missing := [part for part in parts if part in self.away]:
             error = f"cannot {what}: {' and '.join(missing)} offloaded"
             way_out = f"POST /onload with parts {missing} first."
-            raise Refused(409, error, rule="it needs them on its device", way_out=way_out)
+            raise Refused(
+                409, error, rule="it needs them on its device", way_out=way_out
+            )
 
     def content_of(self, local: Tensor) -> Tensor:
         """Return `local`, or its content while away, valid until the next offload()."""
-        for storage, data in (entry for copied in self._copies.values() for entry in copied):
+        for storage, data in (
+            entry for copied in self._copies.values() for entry in copied
+        ):
             if storage._cdata == local.untyped_storage()._cdata:
                 content = data.view(local.dtype)
                 start = content.storage_offset() + local.storage_offset()
@@ -104,7 +114,9 @@ class Offload:
             is_here = local.device.type == self._device.type and storage.nbytes() > 0
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
-        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()]
+        sizes = [
+            -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()
+        ]
         pieces = torch.split(self._memory[part].of(sum(sizes)), sizes) if sizes else ()
         copies = list[tuple[torch.UntypedStorage, Tensor]]()
         for storage, piece in zip(found.values(), pieces, strict=True):
@@ -113,7 +125,9 @@ class Offload:
             copies.append((storage, copy))
         return copies
 
-    def _together(self, what: str, move: Callable[[], T], way_out: str = "free host memory.") -> T:
+    def _together(
+        self, what: str, move: Callable[[], T], way_out: str = "free host memory."
+    ) -> T:
         """Call `move` on all ranks. Raises Refused on all if it fails on one."""
 
         def moved() -> T:
@@ -132,7 +146,9 @@ class Offload:
 
     def _moved(self, num_bytes: int, started_s: float) -> TransferStats:
         all_bytes = sum(self._ranks.gather(num_bytes))
-        return TransferStats(num_bytes=all_bytes, seconds=time.perf_counter() - started_s)
+        return TransferStats(
+            num_bytes=all_bytes, seconds=time.perf_counter() - started_s
+        )
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -14,35 +14,51 @@ from asyncrl.config import TrainerConfig
 from asyncrl.weights.tensor_files import float32_names
 
 
-def make_optimizer(masters: MasterWeights, config: TrainerConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    masters: MasterWeights, config: TrainerConfig
+) -> torch.optim.Optimizer:
     """Return fused AdamW with weight decay on matrices only."""
     matrices = list[Tensor]()
     others = list[Tensor]()
     for weight in masters.named.values():
         (matrices if weight.ndim >= 2 else others).append(weight)
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
-    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    groups = [
+        group
+        for group in (decayed, {"params": others, "weight_decay": 0.0})
+        if group["params"]
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, fused=True
+    )
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after the last.
+    Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after
+    the last.
     """
     peak = config.learning_rate
     past_warmup = step - config.warmup_steps
     if past_warmup < 0:
         return peak * (step + 1) / config.warmup_steps
-    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    length = max(
+        config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1
+    )
     progress = min(past_warmup / length, 1.0)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+    return (
+        peak
+        * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+    )
 
 
 def clip_gradient(weights: Iterable[Tensor], max_norm: float | None) -> float:
     """Clip the gradient to `max_norm`; return its norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(list(weights), math.inf if max_norm is None else max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(
+        list(weights), math.inf if max_norm is None else max_norm
+    )
     whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return float(whole)
 
@@ -54,17 +70,25 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
             self._working: dict[str, nn.Parameter] = {}
             return
-        self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
+        self.named = {
+            name: parameter.detach().clone() for name, parameter in named.items()
+        }
         cast_model(model, dtype)
         self._working = named
         for name, parameter in named.items():
-            parameter.register_post_accumulate_grad_hook(partial(_collect, self.named[name]))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(
+                partial(_collect, self.named[name])
+            )  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -1,4 +1,6 @@
-"""Split a batch into optimizer steps and micro-batches, stored as prefix trees (tree.py) without padding."""
+"""Split a batch into optimizer steps and micro-batches, stored as prefix trees
+(tree.py) without padding.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
+from asyncrl.trainer.tree import (
+    BoolN,
+    IntN,
+    Layout,
+    TokenRange,
+    in_tree_order,
+    lay_out,
+    places_of,
+    to_device,
+)
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -30,7 +41,9 @@ ANY = -1
 
 @dataclass(frozen=True)
 class AllowedSets:
-    """K token sets as bits, uint8 [K, B], lowest bit first. `set_N` int32 [N]: each token's set, or ANY."""
+    """K token sets as bits, uint8 [K, B], lowest bit first. `set_N` int32 [N]: each
+    token's set, or ANY.
+    """
 
     bits_KB: npt.NDArray[np.uint8]
     set_N: npt.NDArray[np.int32]
@@ -38,7 +51,9 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a set."""
+    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a
+    set.
+    """
 
     bits_KB: Tensor
     set_M: Tensor
@@ -46,7 +61,10 @@ class AllowedRows:
 
     @classmethod
     def of(
-        cls, bits_KB: npt.NDArray[np.uint8], set_M: npt.NDArray[np.int64], device: torch.device
+        cls,
+        bits_KB: npt.NDArray[np.uint8],
+        set_M: npt.NDArray[np.int64],
+        device: torch.device,
     ) -> AllowedRows:
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
         return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
@@ -64,7 +82,9 @@ class AllowedRows:
 def find_allowed(
     arrays: Tokens, has_loss: npt.NDArray[np.bool_], make: Callable[[], TokenGrammars]
 ) -> AllowedSets | None:
-    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
+    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose
+    their loss.
+    """
     if not arrays.grammars:
         return None
     set_N = np.full(len(has_loss), ANY, np.int32)
@@ -92,7 +112,9 @@ def find_allowed(
         log.warning(what, num_lost, reason)
     if not known:
         return None
-    return AllowedSets(np.stack([np.frombuffer(bits, np.uint8) for bits in known]), set_N)
+    return AllowedSets(
+        np.stack([np.frombuffer(bits, np.uint8) for bits in known]), set_N
+    )
 
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
@@ -111,9 +133,11 @@ class Costs:
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
-    def flops(self, num_tokens: int, num_pairs: int, num_targets: int, *, has_backward: bool) -> float:
-        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
-        the causal half of the pairs, and recomputation once.
+    def flops(
+        self, num_tokens: int, num_pairs: int, num_targets: int, *, has_backward: bool
+    ) -> float:
+        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311,
+        appendix B), counting the causal half of the pairs, and recomputation once.
         """
         linear = num_tokens + self.loss_token * num_targets
         attention = self.key * num_pairs
@@ -133,20 +157,31 @@ def costs_of(model: Any) -> Costs:
         if weight.ndim >= 2 and weight is not head and weight is not embedding
     ]
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
-    num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
+    num_trained = sum(
+        part * weight.numel() for part, weight in layers if weight.requires_grad
+    )
     num_heads = getattr(config, "num_attention_heads", None) or 0
-    rope_dim, nope_dim = (vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    rope_dim, nope_dim = (
+        vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")
+    )
     if rope_dim and nope_dim:  # multi-head latent attention
         head_dim = nope_dim + rope_dim
     else:  # Gemma 4's head_dim depends on the layer: reading it raises an error
-        head_dim = vars(config).get("head_dim") or config.hidden_size // max(num_heads, 1)
+        head_dim = vars(config).get("head_dim") or config.hidden_size // max(
+            num_heads, 1
+        )
     # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
-    return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
+    return Costs(
+        key, head.numel() / num_weights, num_weights, num_trained / num_weights
+    )
 
 
 def _active_part(name: str, config: Any) -> float:
-    sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    sizes = (
+        getattr(config, key, None)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if ".experts." in name and isinstance(num_experts, int) and isinstance(chosen, int):
@@ -167,7 +202,9 @@ class Bundle:
 
 
 Tree = list[tuple[TokenRange, int]]
-"""Sequences of a group in tree order, and the tokens that each shares with the one before."""
+"""Sequences of a group in tree order, and the tokens that each shares with the one
+before.
+"""
 Bin = tuple[float, list[TokenRange]]
 """Cost and sequences of a micro-batch."""
 
@@ -179,7 +216,8 @@ def assign(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence.
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or
+    one sequence.
 
     Example: two answers to a prompt of 4 tokens, and a text of 6 in another group, for two ranks. The prompt
     is computed once, so the answers are packed together.
@@ -203,14 +241,18 @@ def assign(
     nodes = [pair for tree in trees for pair in tree]
     num_tokens = sum(one.length - shared for one, shared in nodes)
     cost = sum(costs.of(one.length, shared, one.num_loss) for one, shared in nodes)
-    share = cost / (num_ranks * math.ceil(num_tokens / (num_ranks * max(max_tokens, 1))))
+    share = cost / (
+        num_ranks * math.ceil(num_tokens / (num_ranks * max(max_tokens, 1)))
+    )
     cuts = [_cut(trees, costs, max_tokens, share / size) for size in BUNDLE_SIZES]
     plans = [_steps(bundles, max_tokens, num_ranks) for bundles in cuts]
     best = min(plans, key=lambda steps: sum(step[0][0] for step in steps))
     return [[sequences for _, sequences in step] for step in best]
 
 
-def _cut(trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float) -> list[Bundle]:
+def _cut(
+    trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float
+) -> list[Bundle]:
     bundles = list[Bundle]()
     for group, tree in enumerate(trees):
         common = min((shared for _, shared in tree[1:]), default=0)
@@ -218,13 +260,19 @@ def _cut(trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float) ->
         for one, shared in tree:
             num_tokens = one.length - shared
             cost = costs.of(one.length, shared, one.num_loss)
-            if last and last.num_tokens + num_tokens <= max_tokens and last.cost + cost <= max_cost:
+            if (
+                last
+                and last.num_tokens + num_tokens <= max_tokens
+                and last.cost + cost <= max_cost
+            ):
                 last.sequences.append(one)
                 last.num_tokens += num_tokens
                 last.cost += cost
             else:
                 cost = costs.of(one.length, 0, one.num_loss)
-                last = Bundle(group, [one], one.length, cost, common, costs.of(common, 0, 0))
+                last = Bundle(
+                    group, [one], one.length, cost, common, costs.of(common, 0, 0)
+                )
                 bundles.append(last)
     return bundles
 
@@ -240,23 +288,35 @@ def _steps(bundles: list[Bundle], max_tokens: int, num_ranks: int) -> list[list[
 
 
 def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bin]:
-    """Return bins of about equal cost, or none if there is no room; without `num_bins` few, by first fit."""
+    """Return bins of about equal cost, or none if there is no room; without `num_bins`
+    few, by first fit.
+    """
     by_cost = num_bins > 0
     if not by_cost:
-        most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
+        most = (
+            2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
+        )
         num_bins = min(most, len(bundles))
     tokens_B = np.zeros(num_bins, np.int64)
     cost_B = np.zeros(num_bins)
-    is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
+    is_there_GB = np.zeros(
+        (max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_
+    )
     bins: list[list[TokenRange]] = [[] for _ in range(num_bins)]
-    for bundle in sorted(bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens):
+    for bundle in sorted(
+        bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens
+    ):
         is_there_B = is_there_GB[bundle.group]
         tokens_then_B = tokens_B + bundle.num_tokens - is_there_B * bundle.common_tokens
         cost_then_B = cost_B + bundle.cost - is_there_B * bundle.common_cost
         has_room_B = (tokens_then_B <= max_tokens) | (tokens_B == 0)
         if not has_room_B.any():
             return []
-        best = int(np.argmin(np.where(has_room_B, cost_then_B, np.inf)) if by_cost else np.argmax(has_room_B))
+        best = int(
+            np.argmin(np.where(has_room_B, cost_then_B, np.inf))
+            if by_cost
+            else np.argmax(has_room_B)
+        )
         bins[best] += bundle.sequences
         tokens_B[best] = tokens_then_B[best]
         cost_B[best] = cost_then_B[best]
@@ -269,11 +329,12 @@ MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences, U pairs;
-    int64.
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S
+    sequences, U pairs; int64.
 
-    The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`, is at `source_M` in
-    the batch's arrays and belongs to `sequence_M`, which is `trajectory_S` in the header.
+    The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
+    is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
+    `trajectory_S` in the header.
     """
 
     token_ids_N: Tensor
@@ -296,15 +357,23 @@ class MicroBatch:
         return self.layout.num_tokens, num_pairs, len(self.target_U)
 
 
-def token_ranges(header: BatchHeader, has_loss: BoolN, *, reads_all: bool = False) -> list[TokenRange]:
-    """Return what is read of each trajectory with a loss: up to its last loss token, or `reads_all`."""
+def token_ranges(
+    header: BatchHeader, has_loss: BoolN, *, reads_all: bool = False
+) -> list[TokenRange]:
+    """Return what is read of each trajectory with a loss: up to its last loss token, or
+    `reads_all`.
+    """
     ranges = []
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
         if len(places):
             first, last = int(places[0]), int(places[-1])
             length = entry.end - entry.start if reads_all else last
-            ranges.append(TokenRange(index, entry.start, length, entry.group_index, first, len(places)))
+            ranges.append(
+                TokenRange(
+                    index, entry.start, length, entry.group_index, first, len(places)
+                )
+            )
     return ranges
 
 
@@ -315,14 +384,19 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     step_of_N = np.zeros(len(has_loss), np.int64)
     for entry in header.trajectories:
         step_of_N[entry.start : entry.end] = entry.group_index * count // num_groups
-    return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
+    return [
+        chosen
+        for step in range(count)
+        if (chosen := has_loss & (step_of_N == step)).any()
+    ]
 
 
 @dataclass(frozen=True)
 class PackRules:
     """What may share a micro-batch of `max_tokens` (0: one sequence).
 
-    `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each one above it is alone.
+    `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each
+    one above it is alone.
     """
 
     max_tokens: int
@@ -330,12 +404,17 @@ class PackRules:
     is_alone_above: bool = False
 
     def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
-        """Return sequences that may share micro-batches, with the maximum of their tokens."""
+        """Return sequences that may share micro-batches, with the maximum of their
+        tokens.
+        """
         if self.border is None:
             return [(sequences, self.max_tokens)]
         below = [one for one in sequences if one.length <= self.border]
         above = [one for one in sequences if one.length > self.border]
-        return [(below, self.max_tokens), (above, 0 if self.is_alone_above else self.max_tokens)]
+        return [
+            (below, self.max_tokens),
+            (above, 0 if self.is_alone_above else self.max_tokens),
+        ]
 
 
 def micro_batches(
@@ -348,8 +427,8 @@ def micro_batches(
     costs: Costs,
     allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
-    """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
-    False.
+    """Return this rank's micro-batches. Padding micro-batches, which keep ranks in
+    lockstep, are flagged False.
     """
     # The length of a whole trajectory decides its rotary frequencies.
     sequences = token_ranges(header, has_loss, reads_all=rules.border is not None)
@@ -358,13 +437,20 @@ def micro_batches(
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
         for step in assign(side, arrays.ids, costs, max_tokens, ranks.data_size):
             if share := step[ranks.data_rank]:
-                micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
+                micros.append(
+                    (
+                        _assemble(share, arrays, has_loss, max_tokens, device, allowed),
+                        True,
+                    )
+                )
                 continue
             shortest = min(sequences, key=lambda sequence: sequence.first)
             one_token = np.zeros_like(has_loss)
             one_token[shortest.start + shortest.first] = True
             filler = token_ranges(header, one_token)
-            micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
+            micros.append(
+                (_assemble(filler, arrays, one_token, max_tokens, device), False)
+            )
     return micros
 
 
@@ -374,7 +460,9 @@ def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> Micr
     end = 0
     for index, text in enumerate(texts):
         num_read = len(text) - 1
-        sequences.append(TokenRange(index, end, num_read, group=0, first=1, num_loss=num_read))
+        sequences.append(
+            TokenRange(index, end, num_read, group=0, first=1, num_loss=num_read)
+        )
         end += len(text)
     has_loss = np.ones(end, np.bool_)
     has_loss[[one.start for one in sequences]] = False
@@ -397,26 +485,35 @@ def _assemble(
     layout, source_N, position_N = lay_out(sequences, arrays.ids, max_tokens)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
-        offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])
+        offset = np.flatnonzero(
+            has_loss[sequence.start : sequence.start + sequence.length + 1]
+        )
         sources.append(sequence.start + offset)
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.ids[source_M].astype(np.int64)
     # Equal continuations share a logprob.
-    pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
+    pair_U, pair_M = np.unique(
+        np.concatenate(predicts) << 32 | target_M, return_inverse=True
+    )
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():
         both_U2, pair_M = np.unique(
-            np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1), axis=0, return_inverse=True
+            np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1),
+            axis=0,
+            return_inverse=True,
         )
         pair_U, set_U = both_U2.T
         used, number_U = np.unique(set_U, return_inverse=True)
         first = int(used[0] == ANY)
-        allowed_U = AllowedRows.of(allowed.bits_KB[used[first:]], number_U - first, device)
+        allowed_U = AllowedRows.of(
+            allowed.bits_KB[used[first:]], number_U - first, device
+        )
     routing_N = None
     if ROUTING in arrays.columns:
-        # A token's experts are recorded with the token after it; those of a text's last token are unknown,
-        # like those recorded with the first token of the next text, and of the first text.
+        # A token's experts are recorded with the token after it; those of a text's last
+        # token are unknown, like those recorded with the first token of the next text,
+        # and of the first text.
         following_N = (source_N + 1) % len(arrays)
         routing_NE = arrays.column(ROUTING)[following_N]
         routing_N = to_device(torch.from_numpy(routing_NE.astype(np.int32)), device)
@@ -428,8 +525,12 @@ def _assemble(
         target_U=tensor(pair_U & 0xFFFFFFFF),
         pair_M=tensor(pair_M),
         source_M=source_M,
-        sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in sources])),
-        trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
+        sequence_M=tensor(
+            np.repeat(np.arange(len(sequences)), [len(part) for part in sources])
+        ),
+        trajectory_S=np.array(
+            [sequence.trajectory for sequence in sequences], dtype=np.int64
+        ),
         allowed_U=allowed_U,
         routing_N=routing_N,
     )

@@ -5,7 +5,8 @@ Sequences share a pass as a ForwardPlan says (forward_plan.py):
     packed   every token once, without padding (attention.py); recurrences by rows (models/rows.py).
     single   sequence by sequence. Slower; for models that cannot be packed.
 
-The head computes logits [M, V] in chunks with an online softmax, in float32 or the weights' float64.
+The head computes logits [M, V] in chunks with an online softmax, in float32 or the
+weights' float64.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only `logprob_M` has a gradient."""
+    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only
+    `logprob_M` has a gradient.
+    """
 
     logprob_M: Tensor
     entropy_M: Tensor
@@ -61,7 +64,9 @@ class _HeadUse(NamedTuple):
     allowed_M: AllowedRows | None
     is_compiled: bool
 
-    def logits(self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice) -> Tensor:
+    def logits(
+        self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
+    ) -> Tensor:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
         if self.allowed_M is not None:
             self.allowed_M.mask(logits_MC, part)
@@ -69,28 +74,45 @@ class _HeadUse(NamedTuple):
 
     def body(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, compiled or overwriting the logits."""
-        return compiled(function) if self.is_compiled else partial(function, is_in_place=True)
+        return (
+            compiled(function)
+            if self.is_compiled
+            else partial(function, is_in_place=True)
+        )
 
 
 class _HeadScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, use: _HeadUse
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_M: Tensor,
+        use: _HeadUse,
     ) -> tuple[Tensor, Tensor, Tensor]:
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        target_logit_M, sum_M, product_M = hidden_MD.new_zeros((3, len(hidden_MD)), dtype=wide).unbind()
+        target_logit_M, sum_M, product_M = hidden_MD.new_zeros(
+            (3, len(hidden_MD)), dtype=wide
+        ).unbind()
         highest_M = torch.full_like(sum_M, -torch.inf)
         for part in _slices(target_M, weight_VD):
             logits_MC = use.logits(hidden_MD, weight_VD, bias_V, part)
             sums = (target_logit_M, highest_M, sum_M, product_M)
-            target_logit_M, highest_M, sum_M, product_M = add_slice(logits_MC, target_M - part.start, sums)
+            target_logit_M, highest_M, sum_M, product_M = add_slice(
+                logits_MC, target_M - part.start, sums
+            )
             del logits_MC
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.use = use
         # Separate terms preserve digits of large logits.
         logsum_M = sum_M.log()
-        scores = (target_logit_M - highest_M) - logsum_M, logsum_M - product_M / sum_M, -logsum_M
+        scores = (
+            (target_logit_M - highest_M) - logsum_M,
+            logsum_M - product_M / sum_M,
+            -logsum_M,
+        )
         ctx.mark_non_differentiable(*scores[1:])
         return scores
 
@@ -98,8 +120,14 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M = ctx.saved_tensors
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sum_M.dtype)
-        grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        grad_weight_VD = (
+            torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        )
+        grad_bias_V = (
+            torch.empty_like(bias_V)
+            if bias_V is not None and ctx.needs_input_grad[2]
+            else None
+        )
         grad_M = grads[0] / ctx.use.temperature
         slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
@@ -107,38 +135,57 @@ class _HeadScores(torch.autograd.Function):
             sums = (highest_M, sum_M, grad_M)
             has_bias = grad_bias_V is not None
             place_M = target_M - part.start
-            narrow_MC, grad_bias_C = slice_gradient(logits_MC, place_M, sums, weight_VD.dtype, has_bias)
+            narrow_MC, grad_bias_C = slice_gradient(
+                logits_MC, place_M, sums, weight_VD.dtype, has_bias
+            )
             if grad_bias_V is not None:
                 grad_bias_V[part] = grad_bias_C
             grad_hidden_MD += narrow_MC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
             del logits_MC, narrow_MC
-        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None
+        return (
+            grad_hidden_MD.to(hidden_MD.dtype),
+            grad_weight_VD,
+            grad_bias_V,
+            None,
+            None,
+        )
 
 
 def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    size = max(MOST_LOGITS.get(target_M.device.type, 2**26) // max(len(target_M), 1), MIN_SLICE)
+    size = max(
+        MOST_LOGITS.get(target_M.device.type, 2**26) // max(len(target_M), 1), MIN_SLICE
+    )
     for start in range(0, len(weight_VD), size):
         yield slice(start, min(start + size, len(weight_VD)))
 
 
 def _add_slice(
-    logits_MC: Tensor, place_M: Tensor, sums: tuple[Tensor, ...], *, is_in_place: bool = False
+    logits_MC: Tensor,
+    place_M: Tensor,
+    sums: tuple[Tensor, ...],
+    *,
+    is_in_place: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Add a slice to (target logit, highest, sum, product) [M]. `is_in_place` overwrites the logits."""
+    """Add a slice to (target logit, highest, sum, product) [M]. `is_in_place`
+    overwrites the logits.
+    """
     target_logit_M, highest_M, sum_M, product_M = sums
     work_MC = logits_MC if is_in_place else None
     inside_M = place_M.clamp(0, logits_MC.shape[1] - 1)
     found_M = logits_MC.gather(1, inside_M[:, None])[:, 0]
     target_logit_M = target_logit_M + torch.where(inside_M == place_M, found_M, 0.0)
     top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
-    change_M = (highest_M - top_M).clamp(min=-1e30)  # the first is -inf, and -inf * 0 is NaN
+    # the first is -inf, and -inf * 0 is NaN
+    change_M = (highest_M - top_M).clamp(min=-1e30)
     product_M = (product_M + sum_M * change_M) * change_M.exp()
     logits_MC = torch.sub(logits_MC, top_M[:, None], out=work_MC)
     exponential_MC = logits_MC.exp()
     sum_M = sum_M * change_M.exp() + exponential_MC.sum(dim=-1)
-    product_M = product_M + torch.mul(logits_MC, exponential_MC, out=work_MC).sum(dim=-1)
+    product_M = product_M + torch.mul(logits_MC, exponential_MC, out=work_MC).sum(
+        dim=-1
+    )
     return target_logit_M, top_M, sum_M, product_M
 
 
@@ -167,7 +214,11 @@ def _slice_gradient(
 
 
 def _logits(
-    hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice, temperature: float
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    part: slice,
+    temperature: float,
 ) -> Tensor:
     weight_CD = weight_VD[part]
     if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
@@ -189,8 +240,8 @@ def _logits(
 class ForwardPlan:
     """How sequences share a forward pass.
 
-    `mixers`: classes that run on rows (models/rows.py). `border`: sequences on its two sides never share a
-    pass. `reason`: why sequences are not packed.
+    `mixers`: classes that run on rows (models/rows.py). `border`: sequences on its two
+    sides never share a pass. `reason`: why sequences are not packed.
     """
 
     is_packed: bool
@@ -208,9 +259,13 @@ class ForwardPlan:
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal language model. All weights are used inside forward(), for FSDP2."""
+    """A Hugging Face causal language model. All weights are used inside forward(), for
+    FSDP2.
+    """
 
-    def __init__(self, model: Any, plan: ForwardPlan, *, is_compiled: bool = False) -> None:
+    def __init__(
+        self, model: Any, plan: ForwardPlan, *, is_compiled: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.plan = plan
@@ -227,7 +282,11 @@ class Policy(nn.Module):
             fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
-            log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
+            log.warning(
+                "%s is trained sequence by sequence, which is slower: %s",
+                name,
+                self.plan.reason,
+            )
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
         inputs = self.inputs(micro)
@@ -241,10 +300,15 @@ class Policy(nn.Module):
         if self.plan.border is not None:
             forget_lengths(self.model)
         if not self.plan.is_packed:
-            assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
+            assert len(micro.layout.rows) == 1, (
+                "sequences that cannot be packed run one by one"
+            )
             return {"input_ids": micro.token_ids_N[None]}
         if self.plan.mixers:
-            self._rows.use(_calls_of_rows(micro.layout, micro.token_ids_N.device), micro.layout.num_tokens)
+            self._rows.use(
+                _calls_of_rows(micro.layout, micro.token_ids_N.device),
+                micro.layout.num_tokens,
+            )
         return {
             "input_ids": micro.token_ids_N[None],
             "position_ids": micro.position_N[None],
@@ -262,16 +326,30 @@ class Policy(nn.Module):
         """Give the model's mixers their own forward functions back."""
         self._rows.close()
 
-    def _scores(self, inputs: dict[str, Any], micro: MicroBatch, temperature: float) -> Scores:
+    def _scores(
+        self, inputs: dict[str, Any], micro: MicroBatch, temperature: float
+    ) -> Scores:
         """Return the scores of the U pairs."""
         target_U = micro.target_U
         if self.plan.has_plain_head:
-            hidden_TD = backbone_of(self.model)(**inputs, use_cache=False).last_hidden_state[0]
+            hidden_TD = backbone_of(self.model)(
+                **inputs, use_cache=False
+            ).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
-            given = (chosen_UD, head.weight, head.bias, target_U, temperature, micro.allowed_U)
+            given = (
+                chosen_UD,
+                head.weight,
+                head.bias,
+                target_U,
+                temperature,
+                micro.allowed_U,
+            )
             return head_scores(*given, is_compiled=self.is_compiled)
-        logits_UV = self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float() / temperature
+        logits_UV = (
+            self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
+            / temperature
+        )
         if micro.allowed_U is not None:
             logits_UV = logits_UV.clone()
             micro.allowed_U.mask(logits_UV, slice(0, logits_UV.shape[1]))
@@ -284,10 +362,15 @@ class Policy(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass.
 
-        transformers checkpoints only in training mode, which turns on dropout, layer drop and router jitter.
-        All modules stay in eval mode instead: nothing in a layer is random.
+        transformers checkpoints only in training mode, which turns on dropout, layer
+        drop and router jitter. All modules stay in eval mode instead: nothing in a
+        layer is random.
         """
-        blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        blocks = [
+            layer
+            for layer in self.model.modules()
+            if isinstance(layer, GradientCheckpointingLayer)
+        ]
         for layer in blocks or layers_of(self.model):
             recomputed: Any = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False

@@ -1,4 +1,6 @@
-"""Write a random model of model.scratch with a character-level tokenizer, in a process with torch."""
+"""Write a random model of model.scratch with a character-level tokenizer, in a process
+with torch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace(
+    "message['content']", "(message['content'] or '')"
+)
 OLD_KEYS = {"rope_theta", "rope_scaling"}
 ARCHITECTURE = "model.scratch.architecture"
 CORRECT = f"correct {ARCHITECTURE}, which has the keys of a transformers config."
@@ -52,7 +56,10 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
     """Return a tokenizer with one token per character."""
     tools = (TOOL,) if has_tool_role else ()
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
+    vocabulary = {
+        token: index
+        for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     # llguidance cannot interpret a decoder with only Fuse
@@ -69,21 +76,33 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the transformers config of a scratch model. Raises ConfigError, and transformers' errors."""
+    """Return the transformers config of a scratch model. Raises ConfigError, and
+    transformers' errors.
+    """
     from transformers import AutoConfig
 
     given = dict(architecture)
     if (model_type := given.pop("model_type", None)) is None:
-        raise ConfigError(f"{ARCHITECTURE} has no model_type", way_out="give one, like qwen3.")
+        raise ConfigError(
+            f"{ARCHITECTURE} has no model_type", way_out="give one, like qwen3."
+        )
     default = AutoConfig.for_model(model_type)
     known = default.to_dict().keys() | default.attribute_map.keys() | OLD_KEYS
     others = given.keys() - known
-    read = _model_source(default) if others else ""  # `getattr(config, "head_dim", None)`
+    # `getattr(config, "head_dim", None)`
+    read = _model_source(default) if others else ""
     if unknown := sorted(key for key in others if f'config, "{key}"' not in read):
         closest = difflib.get_close_matches(unknown[0], known, n=1) or ["remove it"]
-        what = f"{ARCHITECTURE}: a {model_type} config does not know {', '.join(unknown)}"
-        raise ConfigError(what, way_out=f"write keys of a transformers config ({closest[0]}?).")
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        what = (
+            f"{ARCHITECTURE}: a {model_type} config does not know {', '.join(unknown)}"
+        )
+        raise ConfigError(
+            what, way_out=f"write keys of a transformers config ({closest[0]}?)."
+        )
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
     return AutoConfig.for_model(model_type, **{**given, **filled})
 
@@ -92,7 +111,11 @@ def _model_source(config: Any) -> str:
     """Return the code of the config's models."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module)
-    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+    return (
+        ""
+        if spec is None or spec.origin is None
+        else Path(spec.origin).read_text(encoding="utf-8")
+    )
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
@@ -100,7 +123,9 @@ def make_scratch_model(spec: ScratchSpec) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
+    tokenizer = make_character_tokenizer(
+        spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role
+    )
     torch.manual_seed(spec.seed)
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     with loading(ARCHITECTURE, CORRECT):
@@ -113,21 +138,27 @@ def make_scratch_model(spec: ScratchSpec) -> None:
         tokenizer.save_pretrained(unfinished)
         described = unfinished / "tokenizer_config.json"
         # transformers 5 writes names that 4 does not know
-        portable = json.loads(described.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        portable = json.loads(described.read_text()) | {
+            "tokenizer_class": "PreTrainedTokenizerFast"
+        }
         portable["additional_special_tokens"] = portable.pop("extra_special_tokens")
         described.write_text(json.dumps(portable, indent=2) + "\n")
         open_as(unfinished, unfinished / "config.json")
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed run
+    # PR_SET_PDEATHSIG: do not outlive a killed run
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     disable_progress_bar()
     try:
         make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
     except (OSError, SafetensorError) as error:
-        fail(f"cannot write the model of model.scratch: {error}", way_out="free disk space.")
+        fail(
+            f"cannot write the model of model.scratch: {error}",
+            way_out="free disk space.",
+        )
 
 
 if __name__ == "__main__":

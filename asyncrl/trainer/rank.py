@@ -37,7 +37,13 @@ from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.step_metrics import Fresh
-from asyncrl.trainer.sums import MicroLoss, PartSums, VersionSums, gather_losses, gather_scores
+from asyncrl.trainer.sums import (
+    MicroLoss,
+    PartSums,
+    VersionSums,
+    gather_losses,
+    gather_scores,
+)
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights.export import whole_tensors
@@ -50,11 +56,13 @@ MAX_SKIPPED_STEPS = 3
 class TrainerRank(TrainedModel):
     """Weights and optimizer of one rank, owned by one thread.
 
-    Life: train(), or forward_backward() one or more times and then optimizer_step(); each makes one version.
+    Life: train(), or forward_backward() one or more times and then optimizer_step();
+        each makes one version.
     Invariant: a refused batch leaves policy_version unchanged.
 
-    A gradient lives only in this process. A checkpoint that is written between forward_backward() and
-    optimizer_step() does not have it, load_state() drops it, and a new process starts without one:
+    A gradient lives only in this process. A checkpoint that is written between
+    forward_backward() and optimizer_step() does not have it, load_state() drops it, and
+    a new process starts without one:
 
         forward_backward(half of batch 4)
         forward_backward(other half of batch 4)    the gradient is now that of the whole batch
@@ -112,20 +120,25 @@ class TrainerRank(TrainedModel):
             for epoch in range(loop.epochs):
                 for number, chosen in enumerate(parts):
                     self._add_gradient(version, batch, chosen)
-                    # Masked parts and skipped steps count too, so that the schedule ends.
+                    # Masked parts and skipped steps count too, so that the schedule
+                    # ends.
                     index = epoch * loop.mini_batches + number
                     self._take_step(version, index)
             return self._end_version(version)
 
-    def forward_backward(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
-        """Add the gradient of a batch's loss; return its loss and number of loss tokens.
+    def forward_backward(
+        self, header: api.BatchHeader, arrays: Tokens
+    ) -> dict[str, float]:
+        """Add the gradient of a batch's loss; return its loss and number of loss
+        tokens.
 
-        Several calls give the gradient of one batch that has all their groups, up to rounding. Quantities of
-        a whole batch, such as the corrections of algorithm.loss=m2po and algorithm.top_entropy, are computed
-        per call. Mini-batches and epochs are the caller's: one call, one pass.
+        Several calls give the gradient of one batch that has all their groups, up to
+        rounding. Quantities of a whole batch, such as the corrections of
+        algorithm.loss=m2po and algorithm.top_entropy, are computed per call.
+        Mini-batches and epochs are the caller's: one call, one pass.
 
-        Raises Refused. If the batch itself is refused, the gradient of earlier calls stays; after any later
-        error it is dropped.
+        Raises Refused. If the batch itself is refused, the gradient of earlier calls
+        stays; after any later error it is dropped.
         """
         batch = self._begin(header, arrays)
         version = self._version or VersionSums()
@@ -138,10 +151,11 @@ class TrainerRank(TrainedModel):
         }
 
     def optimizer_step(self) -> dict[str, float]:
-        """Apply the gradient of all forward_backward() calls since the last step; return the version's
-        metrics.
+        """Apply the gradient of all forward_backward() calls since the last step;
+        return the version's metrics.
 
-        Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row without a finite one.
+        Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row
+        without a finite one.
         """
         self._offload.need("take an optimizer step", "weights", "optimizer")
         if self._version is None:
@@ -169,7 +183,9 @@ class TrainerRank(TrainedModel):
 
     @contextmanager
     def _dropped_on_error(self, version: VersionSums) -> Iterator[None]:
-        """Keep `version` open; after an error drop it, so that no later step applies half a gradient."""
+        """Keep `version` open; after an error drop it, so that no later step applies
+        half a gradient.
+        """
         self._version = version
         try:
             yield
@@ -182,7 +198,9 @@ class TrainerRank(TrainedModel):
         self._optimizer.zero_grad(set_to_none=True)
 
     def _begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
-        """Check a batch, and compute what its loss needs. Changes no gradient. Raises Refused."""
+        """Check a batch, and compute what its loss needs. Changes no gradient. Raises
+        Refused.
+        """
         self._offload.need("train", "weights", "optimizer")
         if self._version is None:
             self._meter.start()
@@ -201,7 +219,8 @@ class TrainerRank(TrainedModel):
 
     @cached_property
     def _grammars(self) -> TokenGrammars:
-        # The controller's class: AutoTokenizer may rebuild the pre-tokenizer of tokenizer.json.
+        # The controller's class: AutoTokenizer may rebuild the pre-tokenizer of
+        # tokenizer.json.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.spec.model_path)
         return TokenGrammars(tokenizer, self.vocab_size)
 
@@ -218,7 +237,9 @@ class TrainerRank(TrainedModel):
         return batch
 
     @torch.no_grad()
-    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
+    def _forward(
+        self, policy: Policy, batch: BatchNumbers
+    ) -> tuple[Float32N, Float32N]:
         """Return logprobs and entropies, float32 [N], 0 without loss."""
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
@@ -235,7 +256,9 @@ class TrainerRank(TrainedModel):
         self._meter.enter("")
         return logprobs_N, entropies_N
 
-    def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[MicroBatch, bool]]:
+    def _micro_batches(
+        self, batch: BatchNumbers, chosen: BoolN
+    ) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
         max_tokens = self.spec.trainer.micro_batch_tokens
         rules = self.policy.plan.rules(max_tokens)
@@ -250,8 +273,12 @@ class TrainerRank(TrainedModel):
             batch.allowed,
         )
 
-    def _add_gradient(self, version: VersionSums, batch: BatchNumbers, chosen: BoolN) -> PartSums:
-        """Add the gradient of the chosen tokens' loss to that of the open step. Raises Refused."""
+    def _add_gradient(
+        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
+    ) -> PartSums:
+        """Add the gradient of the chosen tokens' loss to that of the open step. Raises
+        Refused.
+        """
         step = version.open_step
         numbers = self._objective.step_numbers(batch, chosen)
         share = step.share_of(numbers.size)
@@ -298,7 +325,9 @@ class TrainerRank(TrainedModel):
                 weight.grad.mul_(factor)
 
     def _take_step(self, version: VersionSums, index: int) -> None:
-        """Apply the open gradient, or skip it if it is not finite. `index`: of the step in its version."""
+        """Apply the open gradient, or skip it if it is not finite. `index`: of the step
+        in its version.
+        """
         step = version.open_step
         loop = self.spec.trainer
         num_before = self.policy_version * loop.epochs * loop.mini_batches
@@ -307,7 +336,8 @@ class TrainerRank(TrainedModel):
         self._meter.enter("optimizer")
         weights = self.masters.named.values()
         norm = clip_gradient(weights, loop.max_grad_norm)
-        # One rank's norm for all: a rank that skips a step alone would have other weights.
+        # One rank's norm for all: a rank that skips a step alone would have other
+        # weights.
         grad_norm = float(self.ranks.gather(norm)[0])
         if math.isfinite(step.loss) and math.isfinite(grad_norm):
             self._meter.enter("blocked")
@@ -335,13 +365,17 @@ class TrainerRank(TrainedModel):
             )
         log.warning("%s: step skipped, %s", _name(batches), reason)
 
-    def _measure_gap(self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N) -> Fresh:
+    def _measure_gap(
+        self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N
+    ) -> Fresh:
         """Compare logprobs with those of the engines. Raises Refused above the limit."""
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
-        self.rollout_gaps += step_metrics.means_of_rollouts(batch.header, is_fresh, gap_N)
+        self.rollout_gaps += step_metrics.means_of_rollouts(
+            batch.header, is_fresh, gap_N
+        )
         fresh = Fresh(
             logprobs_N[is_fresh],
             arrays.behaviour_logprobs[is_fresh],
@@ -363,7 +397,9 @@ class TrainerRank(TrainedModel):
             log.warning("step %d: %s; %s", number, warning, step_metrics.GAP_ADVICE)
         return fresh
 
-    def _refused(self, batches: list[BatchNumbers], error: str, rule: str, way_out: str) -> Refused:
+    def _refused(
+        self, batches: list[BatchNumbers], error: str, rule: str, way_out: str
+    ) -> Refused:
         return Refused(
             422,
             f"{_name(batches)} gave {error}; policy_version stays {self.policy_version}",
@@ -387,7 +423,9 @@ class TrainerRank(TrainedModel):
                 self._note_restored(first_version)
             loss = metrics["policy/loss"]
             lines = [
-                step_metrics.trained_line(batch.header, batch.arrays, batch.has_loss, loss)
+                step_metrics.trained_line(
+                    batch.header, batch.arrays, batch.has_loss, loss
+                )
                 for batch in version.batches
             ]
             line = step_metrics.joined_line(lines)
@@ -402,7 +440,10 @@ class TrainerRank(TrainedModel):
 
     def before_change(self) -> None:
         """Wait for exports and copies that read the weights."""
-        readers: list[Future[Any] | None] = [self.exports.exporting, self._state.copying]
+        readers: list[Future[Any] | None] = [
+            self.exports.exporting,
+            self._state.copying,
+        ]
         wait([reader for reader in readers if reader is not None])
 
     # ---- checkpoints and exports
@@ -410,7 +451,8 @@ class TrainerRank(TrainedModel):
     def begin_save_state(self, path: Path) -> Future[None]:
         """Begin to write the state to the new folder `path`, without an open gradient."""
         progress = Progress(
-            policy_version=self.policy_version, num_skipped_in_a_row=self.num_skipped_in_a_row
+            policy_version=self.policy_version,
+            num_skipped_in_a_row=self.num_skipped_in_a_row,
         )
         return self._state.begin_save(progress, path, self._offload.content_of)
 
@@ -431,12 +473,16 @@ class TrainerRank(TrainedModel):
         self._note_restored(self.policy_version)
 
     def save(self, path: Path) -> None:
-        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
+        and Refused.
+        """
         self._offload.need("save", "weights")
         self.exports.save(path)
 
     def begin_export(self, path: Path) -> Callable[[], api.ExportResponse]:
-        """Begin an export; the returned function waits for it, in any thread. Both raise OSError, Refused."""
+        """Begin an export; the returned function waits for it, in any thread. Both
+        raise OSError, Refused.
+        """
         self._offload.need("export", "weights")
         return self.exports.begin(path, self.policy_version)
 
@@ -444,7 +490,9 @@ class TrainerRank(TrainedModel):
         return self.begin_export(path)()
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
-        """Write a chunk of the newest version. Return None on other ranks. Raises OSError or Refused."""
+        """Write a chunk of the newest version. Return None on other ranks. Raises
+        OSError or Refused.
+        """
         self._offload.need("export a chunk", "weights")
         if version != self.policy_version:
             raise Refused(
@@ -465,7 +513,9 @@ class TrainerRank(TrainedModel):
         return sorted(self._offload.away)
 
     def offload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
-        """Move parts to host memory. Raises Refused, also while a gradient waits for its step."""
+        """Move parts to host memory. Raises Refused, also while a gradient waits for
+        its step.
+        """
         self._refuse_open_gradient("offload")
         self.before_change()
         self._state.wait_lent()

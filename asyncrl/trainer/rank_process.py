@@ -1,7 +1,7 @@
 """Trainer process: serves one TrainerRank to the controller.
 
-One thread owns torch. Rank 0 sends requests to the other ranks and answers with a refusal of all ranks; any
-other error ends the process.
+One thread owns torch. Rank 0 sends requests to the other ranks and answers with a
+refusal of all ranks; any other error ends the process.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class TrainerService:
         return TrainerRank(self._spec, ranks)
 
     async def call(self, name: str, content: bytes) -> BaseModel:
-        """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
+        """Make the call of this name in CALLS. Raises its errors, and Refused for a
+        body of another form.
+        """
         call = CALLS[name]
         answer: Any
         if call.on_all_ranks:
@@ -96,18 +98,22 @@ class TrainerService:
         return await loop.run_in_executor(self._torch_thread, work)
 
     def _together(self, name: str, content: bytes) -> Any:
-        """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
+        """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and
+        Refused.
+        """
         if self._failure is not None:
             raise self._failure
         call = CALLS[name]
-        # Read it before the other ranks get it: a body that cannot be read would end them.
+        # Read it before the other ranks get it: a body that cannot be read would end
+        # them.
         body = call.read(content)
         try:
             self.rank.ranks.send(name, content)
             return call.function(self, body)
         except Refused:
             raise
-        except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
+        except (OSError, SafetensorError) as error:
+            # file errors do not desynchronize the ranks
             raise _cannot_write(name, error) from error
         except Exception as error:
             self._failure = loss_behind(error, self._spec)
@@ -182,7 +188,9 @@ class TrainerService:
         return self._trained(self.rank.optimizer_step())
 
     def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        finite = {
+            name: value for name, value in metrics.items() if math.isfinite(value)
+        }
         return api.TrainResponse(
             policy_version=self.rank.policy_version,
             metrics=finite,
@@ -221,7 +229,9 @@ class TrainerService:
         return begun
 
     def _begin_and_take(self) -> Finish:
-        """Begin an export and take it in one task of the torch thread, so that no other call takes it."""
+        """Begin an export and take it in one task of the torch thread, so that no other
+        call takes it.
+        """
         self._together("begin_export", b"")
         begun = self._take_begun()
         assert begun is not None
@@ -239,11 +249,13 @@ class TrainerService:
 
 
 class RankCall(NamedTuple):
-    """A request of the controller. `function` gets the body: a message, or bytes as they came.
+    """A request of the controller. `function` gets the body: a message, or bytes as
+    they came.
 
-    With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
-    thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works. A call
-    that returns no message is answered with the trainer's health.
+    With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls
+    `function` on its torch thread. Without, `function` is a coroutine of rank 0, which
+    may wait while the torch thread works. A call that returns no message is answered
+    with the trainer's health.
     """
 
     body: type[BaseModel] | type[bytes]
@@ -263,15 +275,27 @@ CALLS = {
     "optimizer_step": RankCall(bytes, True, TrainerService.optimizer_step),
     "begin_export": RankCall(bytes, True, TrainerService.begin_export),
     "export_chunk": RankCall(
-        api.ExportChunkRequest, True, lambda self, asked: self.rank.export_chunk(asked.version, asked.index)
+        api.ExportChunkRequest,
+        True,
+        lambda self, asked: self.rank.export_chunk(asked.version, asked.index),
     ),
-    "save": RankCall(api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)),
-    "load_state": RankCall(api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)),
+    "save": RankCall(
+        api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)
+    ),
+    "load_state": RankCall(
+        api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)
+    ),
     "begin_save_state": RankCall(
-        api.StateRequest, True, lambda self, asked: self.rank.begin_save_state(asked.path)
+        api.StateRequest,
+        True,
+        lambda self, asked: self.rank.begin_save_state(asked.path),
     ),
-    "offload": RankCall(api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)),
-    "onload": RankCall(api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)),
+    "offload": RankCall(
+        api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)
+    ),
+    "onload": RankCall(
+        api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)
+    ),
     "export": RankCall(bytes, False, TrainerService.export),
     "broadcast": RankCall(api.BroadcastRequest, False, TrainerService.broadcast),
     "wait_save_state": RankCall(bytes, False, TrainerService.wait_save_state),
@@ -295,13 +319,19 @@ def _words(error: Exception) -> ErrorBody:
             way_out=error.way_out,
         )
     way_out = "the trainer's log has the traceback."
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
+    if type(error).__module__.startswith(
+        ("torch._dynamo", "torch._inductor", "triton.")
+    ):
         way_out = "set trainer.compile=false; " + way_out
     if "deterministic implementation" in str(error):
         way_out = "set trainer.deterministic=false, which gives up the same bits after a restart."
     # on CPU torch raises RuntimeError for a lack of memory
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
-        way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
+    if isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error):
+        way_out = (
+            "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
+        )
     what = f"{type(error).__name__}: {error}"
     return ErrorBody(error=what, way_out=way_out)
 
@@ -357,7 +387,9 @@ def make_staging(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise PermissionError(f"the staging folder {path} is owned by user {info.st_uid}, or is not a folder")
+        raise PermissionError(
+            f"the staging folder {path} is owned by user {info.st_uid}, or is not a folder"
+        )
     path.chmod(0o700)
 
 

@@ -1,7 +1,7 @@
 """Process group of the trainer: commands of rank 0, sums and agreements.
 
-Keep the ranks in a private network: their ports are neither encrypted nor authenticated, and
-torch.distributed.checkpoint unpickles their messages.
+Keep the ranks in a private network: their ports are neither encrypted nor
+authenticated, and torch.distributed.checkpoint unpickles their messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ BEATS = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """Place of this process in the group, on three axes. Their sizes multiply to `size`.
+    """Place of this process in the group, on three axes. Their sizes multiply to
+    `size`.
 
         replicate   copies of the weights; each copy reads other data (today always 1)
         shard       ranks that share one copy of the weights (FSDP2) and read other data
@@ -46,8 +47,8 @@ class Ranks:
         data_rank   0  0  1  1      ranks 0 and 1 get the same micro-batches
         data_size   2
 
-    So a share of the data is data_rank of data_size, and a share of the weights is a place on the axis
-    "shard" of `mesh`, which is None without sharding.
+    So a share of the data is data_rank of data_size, and a share of the weights is a
+    place on the axis "shard" of `mesh`, which is None without sharding.
 
     Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
@@ -143,7 +144,9 @@ class Ranks:
         dist.broadcast(text, 0, group=self.commands)
 
     def beat(self) -> None:
-        """Show the other ranks that rank 0 lives, and wait for a sign of each. A command of length 0."""
+        """Show the other ranks that rank 0 lives, and wait for a sign of each. A
+        command of length 0.
+        """
         no_lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(no_lengths, 0, group=self.commands)
         sign = torch.zeros(1)
@@ -191,7 +194,8 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
             world_size=size,
             timeout=timeout,
         )
-        # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon will.
+        # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon
+        # will.
         wait = timeout if spec.rank == 0 else 2 * timeout
         return dist.new_group(backend="gloo", timeout=wait)
 
@@ -209,7 +213,9 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
-    """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names missing ranks."""
+    """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names
+    missing ranks.
+    """
     where = spec.store or str(spec.staging_dir / RENDEZVOUS)
     deadline_s = time.monotonic() + spec.meet_s
 
@@ -221,7 +227,9 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
             store.wait([f"rank {rank}"], timedelta(seconds=left_s))
         return connect(store)
 
-    try:  # an abandonable thread: torch's limits miss silent servers and broken connections
+    try:
+        # an abandonable thread: torch's limits miss silent servers and broken
+        # connections
         return run_within(spec.meet_s + 1.0, join, name="rendezvous")
     except (RuntimeError, OSError) as error:  # includes TimeoutError
         first_line, _, _ = str(error).partition("\n")
@@ -251,7 +259,9 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
-    """Return the refusal of a rank that has lost the others; None if `error` has another cause."""
+    """Return the refusal of a rank that has lost the others; None if `error` has
+    another cause.
+    """
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     first_line, _, _ = str(error).partition("\n")

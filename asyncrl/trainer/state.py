@@ -4,7 +4,8 @@
     .metadata       index of torch.distributed.checkpoint (DCP), a pickle
     state.json      SavedState
 
-N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the index.
+N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the
+index.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ from asyncrl.weights.export import (
 )
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
-from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name, rename_adapters
+from asyncrl.weights.tensor_files import (
+    SUFFIXES,
+    adapted_modules,
+    dtype_name,
+    rename_adapters,
+)
 
 STATE = "state.json"
 
@@ -85,7 +91,8 @@ class SavedState(BaseModel, frozen=True):
 class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
-    Life: begin_save -> `copying` ends, then sources may change -> `pending` ends -> begin_save ...
+    Life: begin_save -> `copying` ends, then sources may change -> `pending` ends ->
+        begin_save ...
     """
 
     def __init__(
@@ -103,23 +110,30 @@ class TrainerState:
         self._ranks = ranks.with_own_group()
         group = self._ranks.group
         self._group: dict[str, Any] = {"process_group": group, "no_dist": group is None}
-        self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
+        self._memory = HostMemory(
+            torch.device("cpu") if spec.trainer.cpu_offload else device
+        )
         self._is_lent = False
         self.copying: Future[dict[str, Tensor]] | None = None
         self.pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
         # DCP warns without a process group. Not on the thread: filters are global.
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is (disabled|unavailable)", UserWarning
+        )
 
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
-        """Copy the state during the next pass, then write it to the new folder `path`. The Future raises
-        Refused.
+        """Copy the state during the next pass, then write it to the new folder `path`.
+        The Future raises Refused.
         """
         if self.pending is not None:
             wait([self.pending])
-        states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
+        states = {
+            name: self._optimizer.state.get(one, {})
+            for name, one in self._masters.named.items()
+        }
         live = self._live(states)
         reading = after_what_was_begun(self._device)
         saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
@@ -141,10 +155,16 @@ class TrainerState:
                 _, kind, name = key.split(".", 2)
                 master = self._masters.named[name]
                 scalar = torch.zeros((), device=master.device)
-                states[name][kind] = torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
+                states[name][kind] = (
+                    torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
+                )
         # Other numbers of ranks and kinds of devices have other generators.
         known = index.state_dict_metadata
-        live = {key: one for key, one in self._live(states).items() if key in known or "rng." not in key}
+        live = {
+            key: one
+            for key, one in self._live(states).items()
+            if key in known or "rng." not in key
+        }
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
         self._optimizer.state.clear()
@@ -159,12 +179,19 @@ class TrainerState:
 
     def _live(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return everything that a checkpoint holds, under its names there."""
-        live = {f"weights.{name}": master.detach() for name, master in self._masters.named.items()}
+        live = {
+            f"weights.{name}": master.detach()
+            for name, master in self._masters.named.items()
+        }
         for name, state in states.items():
-            live |= {f"optimizer.{kind}.{name}": tensor for kind, tensor in state.items()}
+            live |= {
+                f"optimizer.{kind}.{name}": tensor for kind, tensor in state.items()
+            }
         live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
-            live[f"rng.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
+            live[f"rng.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(
+                self._device
+            )
         return live
 
     @torch.no_grad()
@@ -179,7 +206,11 @@ class TrainerState:
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
             contents = {name: content_of(local) for name, local in locals_.items()}
-            here = {name: local for name, local in locals_.items() if contents[name] is local}
+            here = {
+                name: local
+                for name, local in locals_.items()
+                if contents[name] is local
+            }
             self._is_lent = len(here) < len(locals_)
             placed, num_bytes = lay_out(entries_of(LazyWeights(here), None))
             places = views(placed, self._memory.of(num_bytes))
@@ -193,17 +224,30 @@ class TrainerState:
         return host
 
     def _write(
-        self, path: Path, live: dict[str, Tensor], saved: SavedState, copying: Future[dict[str, Tensor]]
+        self,
+        path: Path,
+        live: dict[str, Tensor],
+        saved: SavedState,
+        copying: Future[dict[str, Tensor]],
     ) -> None:
         try:
             # a rank without a copy would let the others wait in DCP
             host = self._ranks.agree(lambda: _copied(copying))
             with _errors(path):
-                writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-                dcp_save(live, storage_writer=writer, planner=_HostPlanner(host), **self._group)
+                writer = FileSystemWriter(
+                    path, sync_files=False, per_thread_copy_ahead=0
+                )
+                dcp_save(
+                    live,
+                    storage_writer=writer,
+                    planner=_HostPlanner(host),
+                    **self._group,
+                )
                 if self._ranks.is_first:
                     _refuse_incomplete(path)
-                    (path / STATE).write_text(saved.model_dump_json(indent=1) + "\n", encoding="utf-8")
+                    (path / STATE).write_text(
+                        saved.model_dump_json(indent=1) + "\n", encoding="utf-8"
+                    )
         finally:
             self._memory.free_if_short()
 
@@ -232,9 +276,14 @@ def _errors(path: Path) -> Iterator[None]:
         if isinstance(error, CheckpointException):
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
-            reason = reason.__context__  # torch's writer reports a failed write as a wrong position
-        what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
-        way_out = "check the disk; a folder of another version of torch may not be readable."
+            # torch's writer reports a failed write as a wrong position
+            reason = reason.__context__
+        what = (
+            f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
+        )
+        way_out = (
+            "check the disk; a folder of another version of torch may not be readable."
+        )
         raise Refused(507, what, way_out=way_out) from error
 
 
@@ -244,7 +293,10 @@ def _read_index(path: Path) -> Metadata:
 
 
 def _refuse_incomplete(path: Path) -> None:
-    wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
+    wanted = {
+        Path(place.relative_path).name
+        for place in _read_index(path).storage_data.values()
+    }
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
         rule = "all ranks write their shards of a checkpoint into one folder"
@@ -257,7 +309,9 @@ def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
         return copying.result()
     except (OSError, MemoryError, RuntimeError) as error:
         what = f"cannot copy the state to host memory: {type(error).__name__}: {str(error)[:300]}"
-        raise Refused(507, what, way_out="free host memory; the next checkpoint tries again.") from error
+        raise Refused(
+            507, what, way_out="free host memory; the next checkpoint tries again."
+        ) from error
 
 
 # ---- model folders
@@ -274,11 +328,16 @@ def save_folder(
 ) -> None:
     """Write a folder like `base`, with these weights of its language model, in `dtype`.
 
-    All else is the base folder's: config.json aside from dtype, ties and quantisation; the tokenizer; tensors
-    of other parts. So every reader of the base folder, like transformers 4 or vLLM, reads it alike.
-    `template`: a Jinja file in place of the folder's.
+    All else is the base folder's: config.json aside from dtype, ties and quantisation;
+    the tokenizer; tensors of other parts. So every reader of the base folder, like
+    transformers 4 or vLLM, reads it alike. `template`: a Jinja file in place of the
+    folder's.
     """
-    ties = {name: weights[first] for name, first in ties_of(model).items() if first in weights}
+    ties = {
+        name: weights[first]
+        for name, first in ties_of(model).items()
+        if first in weights
+    }
     aliases = revert_weight_conversion(model, dict(ties))
     stored = revert_weight_conversion(model, weights)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -291,16 +350,24 @@ def save_folder(
         write_shards({**others, **stored}, unfinished)
         config = written_config(base, dtype, is_tied=is_declared)
         config_file = unfinished / "config.json"
-        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        config_file.write_text(
+            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         copy_files(base, unfinished, template, [*TOKENIZER, *GENERATION])
         open_as(unfinished, config_file)
 
 
 def write_shards(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors files, and an index of several. Raises OSError, SafetensorError."""
+    """Write safetensors files, and an index of several. Raises OSError,
+    SafetensorError.
+    """
     split = split_torch_state_dict_into_shards(tensors)
     for name, own in split.filename_to_tensors.items():
-        save_file({one: tensors[one].contiguous() for one in own}, path / name, metadata={"format": "pt"})
+        save_file(
+            {one: tensors[one].contiguous() for one in own},
+            path / name,
+            metadata={"format": "pt"},
+        )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (path / "model.safetensors.index.json").write_text(
@@ -314,18 +381,27 @@ def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str
     config.setdefault("dtype", "")
     for section in sections_of(config):
         section["tie_word_embeddings"] = is_tied
-        section |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section}
+        section |= {
+            key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section
+        }
         section.pop(QUANTIZATION, None)
         rope = section.get("rope_parameters") or {}
-        if "rope_theta" in rope:  # the key of transformers 5; 4 would read its default, without a word
+        # the key of transformers 5; 4 would read its default, without a word
+        if "rope_theta" in rope:
             section.setdefault("rope_theta", rope["rope_theta"])
             scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-            section.setdefault("rope_scaling", None if rope.get("rope_type") == "default" else scaling)
+            section.setdefault(
+                "rope_scaling", None if rope.get("rope_type") == "default" else scaling
+            )
     return config
 
 
-def copy_files(base: Path, path: Path, template: str | Path | None, patterns: Sequence[str]) -> None:
-    """Copy files byte for byte: a tokenizer that transformers loads and saves may split texts otherwise."""
+def copy_files(
+    base: Path, path: Path, template: str | Path | None, patterns: Sequence[str]
+) -> None:
+    """Copy files byte for byte: a tokenizer that transformers loads and saves may split
+    texts otherwise.
+    """
     for source in {source for pattern in patterns for source in base.glob(pattern)}:
         if template is None or not source.name.startswith("chat_template"):
             shutil.copyfile(source, path / source.name)
@@ -334,10 +410,16 @@ def copy_files(base: Path, path: Path, template: str | Path | None, patterns: Se
 
 
 def save_model(
-    state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
+    state: Path,
+    base: Path,
+    path: Path,
+    tell: Callable[[str], None],
+    *,
+    dtype: str,
+    chat_template: str | None,
 ) -> None:
-    """Write a Hugging Face folder in `dtype`, adapters merged. Raises Refused, ConfigError, OSError,
-    SafetensorError.
+    """Write a Hugging Face folder in `dtype`, adapters merged. Raises Refused,
+    ConfigError, OSError, SafetensorError.
     """
     disable_progress_bar()
     of_dtype = getattr(torch, dtype)
@@ -346,14 +428,18 @@ def save_model(
         model = load_language_model(base, dtype=of_dtype)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     if (lora := read_state(state).lora) is None:
-        tell(f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights")
+        tell(
+            f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights"
+        )
         _read_weights(state, parameters)
     else:
         adapters = _read_adapters(state, of_dtype)
         for module in adapted_modules(adapters):
             base_weight = parameters[f"{module}.weight"]
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank))
+            base_weight.copy_(
+                merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank)
+            )
     tell("writing the model")
     weights = in_export_dtype(named_weights(model), of_dtype)
     save_folder(model, weights, base, path, dtype=of_dtype, template=chat_template)
@@ -380,11 +466,12 @@ def save_peft(
 
 
 def names_in_whole_model(base: Path) -> dict[str, str]:
-    """Return the names of the text part's parameters in the class that config.json names, by their names in
-    a lone language model. peft looks for layers there. Raises transformers' errors.
+    """Return the names of the text part's parameters in the class that config.json
+    names, by their names in a lone language model. peft looks for layers there. Raises
+    transformers' errors.
 
-    Example, Gemma 3: model.layers.0.mlp.up_proj.weight is in Gemma3ForConditionalGeneration
-    model.language_model.layers.0.mlp.up_proj.weight.
+    Example, Gemma 3: model.layers.0.mlp.up_proj.weight is in
+    Gemma3ForConditionalGeneration model.language_model.layers.0.mlp.up_proj.weight.
     """
     if len(sections_of(read_config(base))) == 1:
         return {}
@@ -410,7 +497,16 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     known: Any = _read_index(path).state_dict_metadata.items()
-    named = {key.removeprefix("weights."): stored for key, stored in known if key.startswith("weights.")}
-    adapters = {name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()}
+    named = {
+        key.removeprefix("weights."): stored
+        for key, stored in known
+        if key.startswith("weights.")
+    }
+    adapters = {
+        name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()
+    }
     _read_weights(path, adapters)
-    return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor for name, tensor in adapters.items()}
+    return {
+        name.replace(f".{ADAPTER}.weight", ".weight"): tensor
+        for name, tensor in adapters.items()
+    }

@@ -1,9 +1,10 @@
 """Metrics of a step, and its line of the trained record. Imports no torch.
 
-trained.jsonl has one JSON line per step: `version` (the batch turned it into version + 1), `min_version`,
-`loss` (null if all steps were skipped), `num_loss_tokens`, and for each trajectory its ids, reward,
-`num_tokens`, `num_sampled`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token
-ids) and `spans`: [start, end, version] of loss tokens.
+trained.jsonl has one JSON line per step: `version` (the batch turned it into version +
+1), `min_version`, `loss` (null if all steps were skipped), `num_loss_tokens`, and for
+each trajectory its ids, reward, `num_tokens`, `num_sampled`, `num_loss_tokens`,
+`tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and `spans`: [start,
+end, version] of loss tokens.
 
 A line {"restored": v} voids earlier lines of version v and above.
 """
@@ -41,7 +42,9 @@ FloatN = npt.NDArray[np.floating[Any]]
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
 COMPILE_WARNING_S = 1.0
-"""Seconds of compilation in a later step that are worth a warning: a graph takes 5 to 30."""
+"""Seconds of compilation in a later step that are worth a warning: a graph takes 5 to
+30.
+"""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
@@ -64,7 +67,8 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float32": 19.5e12},
     "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
 }
-"""Dense FLOP/s by words of the device's name, first match, from NVIDIA's data sheets."""
+"""Dense FLOP/s by words of the device's name, first match, from NVIDIA's data sheets.
+"""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -79,12 +83,17 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 class StepMeter:
     """Times a step's phases on this rank, and measures speed and memory of all ranks.
 
-    Life: start() -> enter() and count() -> numbers(), on all ranks. `compilations`: the process's latest
-    compilations, oldest first, as torch._dynamo.utils.CompilationMetrics; None if nothing is compiled.
+    Life: start() -> enter() and count() -> numbers(), on all ranks. `compilations`: the
+    process's latest compilations, oldest first, as
+    torch._dynamo.utils.CompilationMetrics; None if nothing is compiled.
     """
 
     def __init__(
-        self, ranks: Ranks, dtype: str, cuda: Any = None, compilations: Callable[[], list[Any]] | None = None
+        self,
+        ranks: Ranks,
+        dtype: str,
+        cuda: Any = None,
+        compilations: Callable[[], list[Any]] | None = None,
     ) -> None:
         self._ranks = ranks
         self._cuda = cuda
@@ -93,7 +102,11 @@ class StepMeter:
         device_name = "cpu" if cuda is None else cuda.get_device_name()
         self._peak_flops = peak_flops(device_name, dtype)
         if cuda is not None and self._peak_flops is None:
-            log.warning("no perf/mfu: the peak FLOP/s of %s in %s are unknown", device_name, dtype)
+            log.warning(
+                "no perf/mfu: the peak FLOP/s of %s in %s are unknown",
+                device_name,
+                dtype,
+            )
         self.start()
 
     def start(self) -> None:
@@ -148,7 +161,9 @@ class StepMeter:
         return metrics
 
     def _compile_s(self, compilations: Sequence[Any]) -> float:
-        """Return the seconds of compilations since the previous call; after the first call, warn of them."""
+        """Return the seconds of compilations since the previous call; after the first
+        call, warn of them.
+        """
         is_first_step = self._compiled_until_us == 0
         recent = []
         total_us = 0
@@ -161,12 +176,18 @@ class StepMeter:
         total_s = total_us / 1e6
         if total_s > COMPILE_WARNING_S and not is_first_step:
             causes = dict.fromkeys(map(_cause, recent))
-            log.warning("the step includes %.1f s of compilation: %s", total_s, "; ".join(causes))
+            log.warning(
+                "the step includes %.1f s of compilation: %s",
+                total_s,
+                "; ".join(causes),
+            )
         return total_s
 
 
 def _cause(compilation: Any) -> str:
-    """Example: "0/0: tensor 'x' dtype mismatch. expected BFloat16, actual Float". More lines are a stack."""
+    """Example: "0/0: tensor 'x' dtype mismatch. expected BFloat16, actual Float". More
+    lines are a stack.
+    """
     reason = (compilation.recompile_reason or "").partition("\n")[0]
     return reason or f"{compilation.co_name} ran for the first time"
 
@@ -205,7 +226,9 @@ class Fresh(NamedTuple):
     engine_M: npt.NDArray[np.int16]
 
 
-def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
+def measure_gaps(
+    current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]
+) -> list[Gap]:
     """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
     parts: list[tuple[int | None, npt.NDArray[np.float64]]] = []
@@ -233,7 +256,9 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
 def means_of_rollouts(
     header: BatchHeader, is_chosen_N: BoolN, value_N: FloatN
 ) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean over the chosen tokens) of each rollout, if finite."""
+    """Return (group_id, sample_index, mean over the chosen tokens) of each rollout, if
+    finite.
+    """
     chosen = dict[tuple[int, int], list[FloatN]]()
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -274,8 +299,11 @@ def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
     return f"engines and trainer disagree: {worst}"
 
 
-def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
-    """Return entropy, distance and effective sample size of M >= 1 loss tokens before the update, in nats.
+def policy_metrics(
+    current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M
+) -> dict[str, float]:
+    """Return entropy, distance and effective sample size of M >= 1 loss tokens before
+    the update, in nats.
 
     kl_behaviour is the mean of w - 1 - log w, w = exp(current - behaviour)
     (http://joschu.net/blog/kl-approx.html). ess is (sum w)^2 / (M sum w^2).
@@ -285,22 +313,30 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
     return {
         "policy/entropy": float(entropy_M.mean(dtype=np.float64)),
         "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
-        "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
+        "policy/ess": float(
+            weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())
+        ),
     }
 
 
-def trained_line(header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float) -> dict[str, Any]:
+def trained_line(
+    header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float
+) -> dict[str, Any]:
     """Return a step's line. `has_loss` bool [N]: after masks."""
     trajectories = []
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
         trajectories.append(
-            entry.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
+            entry.model_dump(
+                include={"group_id", "prompt_id", "sample_index", "branch", "reward"}
+            )
             | {
                 "num_tokens": entry.end - entry.start,
                 "num_sampled": int(arrays.is_sampled[part].sum()),
                 "num_loss_tokens": int(has_loss[part].sum()),
-                "tokens_sha": hashlib.sha256(arrays.ids[part].astype("<i4").tobytes()).hexdigest()[:16],
+                "tokens_sha": hashlib.sha256(
+                    arrays.ids[part].astype("<i4").tobytes()
+                ).hexdigest()[:16],
                 "spans": loss_spans(has_loss[part], arrays.versions[part]),
             }
         )

@@ -23,9 +23,11 @@ MicroLoss = tuple[Tensor, Stats]
 
 @dataclass
 class PartSums:
-    """Results of one forward_backward, over the M loss tokens of its part in the batch's order.
+    """Results of one forward_backward, over the M loss tokens of its part in the
+    batch's order.
 
-    `loss` is the mean over the part. `stats` are sums. `fresh` is None if the gap is not measured.
+    `loss` is the mean over the part. `stats` are sums. `fresh` is None if the gap is
+    not measured.
     """
 
     logprobs_M: Float32N
@@ -38,9 +40,11 @@ class PartSums:
 
 @dataclass
 class StepSums:
-    """Sums of one optimizer step. `grad_norm` is NaN until the step is taken, and if it is skipped.
+    """Sums of one optimizer step. `grad_norm` is NaN until the step is taken, and if it
+    is skipped.
 
-    Parts of different sizes add up to the mean over all of them. Example, with a loss per token:
+    Parts of different sizes add up to the mean over all of them. Example, with a loss
+    per token:
 
         part 1: 30 tokens   share 1.00   loss = mean of 30
         part 2: 10 tokens   share 0.25   loss = 0.75 * mean of 30 + 0.25 * mean of 10 = mean of 40
@@ -52,7 +56,9 @@ class StepSums:
     grad_norm: float = math.nan
 
     def share_of(self, size: int) -> float:
-        """Return the share that a further part of this size has in the mean; 1.0 for the first part."""
+        """Return the share that a further part of this size has in the mean; 1.0 for
+        the first part.
+        """
         return size / (self.size + size)
 
     def add(self, part: PartSums, size: int) -> None:
@@ -64,7 +70,8 @@ class StepSums:
 
 @dataclass
 class VersionSums:
-    """The way from one version to the next: its batches, and its optimizer steps over `num_epochs`.
+    """The way from one version to the next: its batches, and its optimizer steps over
+    `num_epochs`.
 
     `open_step` has a gradient that no optimizer step has applied.
     """
@@ -79,7 +86,9 @@ class VersionSums:
         self.open_step = StepSums()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by full name. Losses and gradients are means over the steps that were taken."""
+        """Return metrics by full name. Losses and gradients are means over the steps
+        that were taken.
+        """
         taken = [step for step in self.steps if math.isfinite(step.grad_norm)]
         parts = list[PartSums]()
         for step in self.steps:
@@ -89,7 +98,8 @@ class VersionSums:
         for part in parts:
             num_seen += len(part.logprobs_M)
             stats.update(part.stats)
-        # Later epochs see the same tokens again, under weights that have learned from them.
+        # Later epochs see the same tokens again, under weights that have learned from
+        # them.
         first_epoch = parts[: len(parts) // self.num_epochs]
         logprobs_M = np.concatenate([part.logprobs_M for part in first_epoch])
         behaviour_M = np.concatenate([part.behaviour_M for part in first_epoch])
@@ -112,8 +122,11 @@ class VersionSums:
         }
 
     def _gap_metrics(self) -> dict[str, float]:
-        # Only parts before the first step are measured, so all of them have the weights of the samples.
-        measured = [part.fresh for part in self.steps[0].parts if part.fresh is not None]
+        # Only parts before the first step are measured, so all of them have the weights
+        # of the samples.
+        measured = [
+            part.fresh for part in self.steps[0].parts if part.fresh is not None
+        ]
         if not measured:
             return {}
         fresh = Fresh(
@@ -133,7 +146,9 @@ def _mean(values: list[float]) -> float:
 def gather_scores(
     outputs: Sequence[tuple[MicroBatch, Scores]], num_tokens: int, ranks: Ranks
 ) -> tuple[Float32N, Float32N]:
-    """Return logprobs and entropies of all ranks, float32 [N], 0 without loss. Waits for the device."""
+    """Return logprobs and entropies of all ranks, float32 [N], 0 without loss. Waits
+    for the device.
+    """
     logprobs_N = np.zeros(num_tokens, np.float32)
     entropies_N = np.zeros(num_tokens, np.float32)
     for micro, scores in outputs:
@@ -143,7 +158,9 @@ def gather_scores(
     return logprobs_N, entropies_N
 
 
-def gather_losses(losses: Sequence[MicroLoss], ranks: Ranks) -> tuple[float, Counter[str]]:
+def gather_losses(
+    losses: Sequence[MicroLoss], ranks: Ranks
+) -> tuple[float, Counter[str]]:
     """Return the sums of losses and statistics over all ranks. Waits for the device."""
     own_loss = 0.0
     own_stats = Counter[str]()

@@ -49,20 +49,25 @@ class TrainerSpec(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """Output of /export: all weights, only adapters (lora), or a copy on the device for /broadcast (nccl) or
-    in shared memory (ipc, unless `chunks` are)."""
+    """Output of /export: all weights, only adapters (lora), or a copy on the device for
+    /broadcast (nccl) or in shared memory (ipc, unless `chunks` are).
+    """
     is_file_wanted: bool = False
     """With nccl and ipc: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     chunks: Literal["file", "memory", "memories"] = "file"
-    """Output of /export_chunk: a safetensors file, or memory shared on rank 0's or every rank's device."""
+    """Output of /export_chunk: a safetensors file, or memory shared on rank 0's or
+    every rank's device.
+    """
     canary_tokens: int = Field(default=0, ge=0)
     """Tokens of the canary, at least 2 (0 = off)."""
     measures_gap: bool = True
     pinned_length: int = Field(default=0, ge=0)
-    """Length that decides length-dependent rotary frequencies, as in vLLM (0 = each sequence's own)."""
+    """Length that decides length-dependent rotary frequencies, as in vLLM (0 = each
+    sequence's own).
+    """
     staging_dir: Path
     """Folder of exports in shared memory, mode 0700."""
     record_path: Path
@@ -72,11 +77,14 @@ class TrainerSpec(FrozenConfig):
 class TrainerClient:
     """Calls the trainer and tracks its policy_version, which never decreases.
 
-    Waits: a call waits at most `timeout_s`; None: until the trainer answers or the connection breaks.
-    Errors: TrainerLost if the trainer is gone, TrainerError if it refuses.
+    Waits: a call waits at most `timeout_s`; None: until the trainer answers or the
+    connection breaks. Errors: TrainerLost if the trainer is gone, TrainerError if it
+    refuses.
     """
 
-    def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None
+    ) -> None:
         self._caller = caller
         self._timeout_s = timeout_s
         self.policy_version = policy_version
@@ -94,7 +102,9 @@ class TrainerClient:
 
     async def begin_export(self) -> int:
         """Begin to export the newest weights; return their version."""
-        return (await self._call("/begin_export", b"", api.TrainerHealth)).policy_version
+        return (
+            await self._call("/begin_export", b"", api.TrainerHealth)
+        ).policy_version
 
     async def export(self) -> api.ExportResponse:
         return await self._call("/export", b"", api.ExportResponse)
@@ -110,29 +120,38 @@ class TrainerClient:
 
     async def offload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
         """Idempotent. After an error nothing has moved."""
-        return await self._call("/offload", api.OffloadRequest(parts=list(parts)), TransferStats)
+        return await self._call(
+            "/offload", api.OffloadRequest(parts=list(parts)), TransferStats
+        )
 
     async def onload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
-        return await self._call("/onload", api.OffloadRequest(parts=list(parts)), TransferStats)
+        return await self._call(
+            "/onload", api.OffloadRequest(parts=list(parts)), TransferStats
+        )
 
     async def save(self, path: Path) -> None:
         """Write a Hugging Face folder."""
         await self._call("/save", api.StateRequest(path=path), api.TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
-        """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
-        TrainerLost.
+        """Begin to save the state; return its version. Never repeated. Raises
+        CheckpointError, TrainerLost.
         """
-        return (await self._post_state("/begin_save_state", api.StateRequest(path=path))).policy_version
+        return (
+            await self._post_state("/begin_save_state", api.StateRequest(path=path))
+        ).policy_version
 
     async def wait_save_state(self) -> None:
         await self._post_state("/wait_save_state", b"")
 
     async def recover(
-        self, state: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: OnStep
+        self,
+        state: Path | None,
+        batches: Callable[[], AsyncIterator[Batch]],
+        on_step: OnStep,
     ) -> None:
-        """Load a state (None: keep the start) and train on `batches()`; start over if the trainer dies.
-        `on_step` sees each batch once.
+        """Load a state (None: keep the start) and train on `batches()`; start over if
+        the trainer dies. `on_step` sees each batch once.
         """
         reported = -1
 
@@ -144,12 +163,20 @@ class TrainerClient:
 
         await self._retried(lambda: self.catch_up(state, batches(), once))
 
-    async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], on_step: OnStep) -> None:
+    async def catch_up(
+        self, state: Path | None, batches: AsyncIterator[Batch], on_step: OnStep
+    ) -> None:
         """Load a state and train, without repeating lost calls."""
         version = self.policy_version
-        with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
+        with waiting(
+            "the journaled batches to be trained on again",
+            on=self._caller.name,
+            who="catching up",
+        ):
             if state is not None:
-                loaded = await self._post("/load_state", api.StateRequest(path=state), api.TrainerHealth)
+                loaded = await self._post(
+                    "/load_state", api.StateRequest(path=state), api.TrainerHealth
+                )
                 version = max(version, loaded.policy_version)
             async for batch in batches:
                 report = await self._train(batch)
@@ -165,13 +192,21 @@ class TrainerClient:
 
     def _check_up(self) -> None: ...
 
-    async def _call(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
-        with waiting(f"{path} at policy_version {self.policy_version}", on=self._caller.name):
+    async def _call(
+        self, path: str, body: BaseModel | bytes, answer: type[Answer]
+    ) -> Answer:
+        with waiting(
+            f"{path} at policy_version {self.policy_version}", on=self._caller.name
+        ):
             return await self._retried(lambda: self._post(path, body, answer))
 
-    async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
+    async def _post(
+        self, path: str, body: BaseModel | bytes, answer: type[Answer]
+    ) -> Answer:
         try:
-            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
+            return await self._caller.post(
+                path, body, answer, timeout_s=self._timeout_s
+            )
         except CallRefused as error:
             kind = TrainerLost if error.status == LOST_STATUS else TrainerError
             raise kind(
@@ -183,18 +218,26 @@ class TrainerClient:
         except CallLost as error:
             what = f"no answer to {error.path}: {error.why}"
             way_out = "read its log in the run directory; if it was killed, lower trainer.micro_batch_tokens."
-            raise TrainerLost("trainer", what, rule="the run needs its trainer", way_out=way_out) from error
+            raise TrainerLost(
+                "trainer", what, rule="the run needs its trainer", way_out=way_out
+            ) from error
 
-    async def _post_state(self, path: str, body: BaseModel | bytes) -> api.TrainerHealth:
+    async def _post_state(
+        self, path: str, body: BaseModel | bytes
+    ) -> api.TrainerHealth:
         self._check_up()
         try:
-            with waiting(f"{path} at policy_version {self.policy_version}", on=self._caller.name):
+            with waiting(
+                f"{path} at policy_version {self.policy_version}", on=self._caller.name
+            ):
                 return await self._post(path, body, api.TrainerHealth)
         except TrainerLost:
             raise
         except TrainerError as error:
             what = f"the trainer cannot save its state: {error.fault}"
-            rule = error.rule or "the last whole checkpoint stays, and the run continues"
+            rule = (
+                error.rule or "the last whole checkpoint stays, and the run continues"
+            )
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
     async def _train(self, batch: Batch) -> api.TrainResponse:

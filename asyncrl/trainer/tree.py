@@ -1,14 +1,14 @@
 """Prefix-tree layout of a micro-batch, so that shared tokens are computed once.
 
-A node is a run of tokens without a branch. Each node is followed by its largest child, recursively: such a
-path is one stretch with causal attention. Smaller children begin separate paths, which also attend to their
-parent path up to the branching point:
+A node is a run of tokens without a branch. Each node is followed by its largest child,
+recursively: such a path is one stretch with causal attention. Smaller children begin
+separate paths, which also attend to their parent path up to the branching point:
 
     [path 1 ..........................][path 2, branches from 1 at a][path 3, from 2 at b][path 4, from 1]
                                         keys 1[:a] .................................          keys 1[:c]
 
-No token has more than log2(N) parent paths (Sleator and Tarjan 1983). Tokens of an uneconomical branch are
-repeated per child.
+No token has more than log2(N) parent paths (Sleator and Tarjan 1983). Tokens of an
+uneconomical branch are repeated per child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ IntN = npt.NDArray[np.int64]
 BoolN = npt.NDArray[np.bool_]
 
 MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
-"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its pass."""
+"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its
+pass.
+"""
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,18 @@ class TreeNode:
     @property
     def is_worth_it(self) -> bool:
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
-        num_queries = self.behind - max(child.length + child.behind for child in self.children)
+        num_queries = self.behind - max(
+            child.length + child.behind for child in self.children
+        )
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
 
 
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences by their tokens; return each with the number that it shares with the one before."""
+    """Sort sequences by their tokens; return each with the number that it shares with
+    the one before.
+    """
 
     def tokens_of(one: TokenRange) -> npt.NDArray[np.int32]:
         return token_ids[one.start : one.start + one.length]
@@ -129,7 +135,8 @@ def in_tree_order(
 def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences.
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in
+    its sequences.
 
     Example: two sequences of 12 tokens share the first 10, so 14 tokens are computed, not 24.
         >>> ids = np.array([*range(10), 20, 21, *range(10), 30, 31], np.int32)
@@ -150,15 +157,22 @@ def lay_out(
     passes = _lay_paths(nodes)
     nodes.sort(key=lambda node: node.place)
     position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
-    starts, lengths = zip(*((node.sequence.start, node.length) for node in nodes), strict=True)
+    starts, lengths = zip(
+        *((node.sequence.start, node.length) for node in nodes), strict=True
+    )
     source_N = position_N + np.repeat(starts, lengths)
     last = {one: node for node in nodes for one in node.ends}
     rows = tuple(_runs_to(last[one]) for one in sequences)
-    made = tuple(KernelPass(tuple(part), is_causal=index == 0) for index, part in enumerate(passes))
+    made = tuple(
+        KernelPass(tuple(part), is_causal=index == 0)
+        for index, part in enumerate(passes)
+    )
     return Layout(len(source_N), rows, made), source_N, position_N
 
 
-def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
+def _trie(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+) -> list[TreeNode]:
     pairs = in_tree_order(sequences, token_ids)
     ordered = [one for one, _ in pairs]
     shared = np.array([num_shared for _, num_shared in pairs])
@@ -166,7 +180,9 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
     todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
     while todo:
         low, high, depth, parent = todo.pop()
-        end = int(shared[low + 1 : high].min()) if high - low > 1 else ordered[low].length
+        end = (
+            int(shared[low + 1 : high].min()) if high - low > 1 else ordered[low].length
+        )
         if end > depth:
             node = TreeNode(ordered[low], depth, end, parent)
             nodes.append(node)
@@ -178,8 +194,14 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
             parent.ends.append(ordered[low])
             low += 1
         if low < high:
-            cuts = [low, *(np.flatnonzero(shared[low + 1 : high] == end) + low + 1).tolist(), high]
-            todo += [(*pair, depth, parent) for pair in zip(cuts, cuts[1:], strict=False)]
+            cuts = [
+                low,
+                *(np.flatnonzero(shared[low + 1 : high] == end) + low + 1).tolist(),
+                high,
+            ]
+            todo += [
+                (*pair, depth, parent) for pair in zip(cuts, cuts[1:], strict=False)
+            ]
     return nodes
 
 
@@ -223,7 +245,9 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
         query = end
         for node in branches:
             behind = sum(child.length + child.behind for child in node.children[1:])
-            passes[num_left + 1].append(Piece(query, behind, start, node.place + node.length - start))
+            passes[num_left + 1].append(
+                Piece(query, behind, start, node.place + node.length - start)
+            )
             query += behind
         leaving = [child for node in branches for child in node.children[1:]]
         todo += [(child, num_left + 1) for child in reversed(leaving)]

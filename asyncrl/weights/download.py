@@ -1,4 +1,6 @@
-"""Download of weights from the trainer's node to another node, once for all its engines."""
+"""Download of weights from the trainer's node to another node, once for all its
+engines.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class FetchedFiles:
                 try:
                     await download(request, path)
                 except aiohttp.ClientResponseError as error:
-                    raise OSError(f"{request.url} answered {error.status} {error.message}") from error
+                    raise OSError(
+                        f"{request.url} answered {error.status} {error.message}"
+                    ) from error
                 kept.append(path)
             return str(path)
 
@@ -52,10 +56,17 @@ async def download(request: FileRequest, path: Path) -> None:
     """Raises ConnectionError after SILENT_S without data."""
     clock = asyncio.get_running_loop().time
     part = path.with_suffix(".part")
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
-    headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
+    limits = aiohttp.ClientTimeout(
+        total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S
+    )
+    headers = {
+        "Authorization": f"Bearer {request.secret}",
+        "Accept-Encoding": "identity",
+    }
     heard_s = clock()
-    async with aiohttp.ClientSession(raise_for_status=True, timeout=limits, headers=headers) as session:
+    async with aiohttp.ClientSession(
+        raise_for_status=True, timeout=limits, headers=headers
+    ) as session:
         while True:
             try:
                 with part.open("wb") as file:
@@ -66,6 +77,8 @@ async def download(request: FileRequest, path: Path) -> None:
                 break
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if clock() - heard_s > SILENT_S:
-                    raise ConnectionError(f"{request.url} is silent: {error}") from error
+                    raise ConnectionError(
+                        f"{request.url} is silent: {error}"
+                    ) from error
                 await asyncio.sleep(RETRY_S)
     part.rename(path)

@@ -1,13 +1,14 @@
-"""Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks; the base class
-of transports, and transport lora.
+"""Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by
+chunks; the base class of transports, and transport lora.
 
-Exports use the checkpoint's names: stacked experts are gathered as one tensor and split on writing. A
-chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Any chunk may be
-requested at any time, even from a restarted trainer.
+Exports use the checkpoint's names: stacked experts are gathered as one tensor and split
+on writing. A chunk contains tensors, in export order, up to chunk_bytes, or one larger
+tensor. Any chunk may be requested at any time, even from a restarted trainer.
 
-Transport lora exports only the adapters, as one safetensors file in shared memory. It contains
-`<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and the scalar `scale`, alpha /
-rank. An embedded engine merges it; vLLM's worker makes a peft folder.
+Transport lora exports only the adapters, as one safetensors file in shared memory. It
+contains `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and
+the scalar `scale`, alpha / rank. An embedded engine merges it; vLLM's worker makes a
+peft folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ExportResponse,
+)
 from asyncrl.weights.tensor_files import (
     SCALE,
     SUFFIXES,
@@ -45,7 +50,9 @@ Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by the model's names, some computed on access. `pieces`: tensors by checkpoint names."""
+    """Weights by the model's names, some computed on access. `pieces`: tensors by
+    checkpoint names.
+    """
 
     def __init__(
         self,
@@ -53,7 +60,9 @@ class LazyWeights(Mapping[str, Tensor]):
         computed: Mapping[str, Callable[[], Tensor]] | None = None,
         pieces: Pieces | None = None,
     ) -> None:
-        self.like, self._computed, self.pieces = dict(sorted(like.items())), computed or {}, pieces or {}
+        self.like = dict(sorted(like.items()))
+        self._computed = computed or {}
+        self.pieces = pieces or {}
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self._computed.get(name)
@@ -67,15 +76,19 @@ class LazyWeights(Mapping[str, Tensor]):
 
     @property
     def are_plain(self) -> bool:
-        return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
+        return not self._computed and not any(
+            isinstance(one, DTensor) for one in self.like.values()
+        )
 
     def only(self, names: list[str]) -> LazyWeights:
-        return LazyWeights({name: self.like[name] for name in names}, self._computed, self.pieces)
+        return LazyWeights(
+            {name: self.like[name] for name in names}, self._computed, self.pieces
+        )
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return weights_of(model), detached; a mesh of one rank gives the local tensor. An nn.Buffer keeps its
-    dtype in exports.
+    """Return weights_of(model), detached; a mesh of one rank gives the local tensor. An
+    nn.Buffer keeps its dtype in exports.
     """
     found, kept = dict[str, Tensor](), float32_names(model)
     for name, tensor in weights_of(model).items():
@@ -93,15 +106,23 @@ def whole_here(tensor: Tensor) -> Tensor:
 def whole_tensors(
     weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`.
+    """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as
+    `dtype`.
 
     All ranks of sharded tensors must iterate, or call gather_along.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
         # cast before moving: to() with both would cast on the CPU
-        whole = _gathered(tensor.detach().to(_export_dtype(tensor, dtype))).to(device).contiguous()
-        yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: whole}, pieces).items())
+        whole = (
+            _gathered(tensor.detach().to(_export_dtype(tensor, dtype)))
+            .to(device)
+            .contiguous()
+        )
+        yield from (
+            (one, piece.contiguous())
+            for one, piece in pieces_of({name: whole}, pieces).items()
+        )
 
 
 def _gathered(tensor: Tensor) -> Tensor:
@@ -121,7 +142,9 @@ def gathered(
             pass
 
 
-def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def in_export_dtype(
+    weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
     return dict(whole_tensors(weights, dtype))
 
 
@@ -133,7 +156,10 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
 
 
 def export_weights(
-    weights: Mapping[str, Tensor], path: Path, version: int, dtype: torch.dtype | None = None
+    weights: Mapping[str, Tensor],
+    path: Path,
+    version: int,
+    dtype: torch.dtype | None = None,
 ) -> ExportResponse:
     """Write a safetensors file atomically. Raises OSError."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
@@ -142,7 +168,9 @@ def export_weights(
     try:
         with gathered(weights, dtype) as tensors, unfinished.open("wb") as file:
             digests = write_tensors(file, entries, tensors)
-        assert len(digests) == len(entries), f"{len(digests)} of {len(entries)} tensors were gathered"
+        assert len(digests) == len(entries), (
+            f"{len(digests)} of {len(entries)} tensors were gathered"
+        )
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -150,15 +178,22 @@ def export_weights(
 
 
 def begin_export(
-    writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
+    writer: ThreadPoolExecutor,
+    weights: LazyWeights,
+    path: Path,
+    version: int,
+    dtype: torch.dtype,
 ) -> Future[ExportResponse]:
-    """Run export_weights on the thread of `writer`, or here if weights must be gathered.
+    """Run export_weights on the thread of `writer`, or here if weights must be
+    gathered.
 
     Whole local weights must not change before the Future ends.
     """
     if not weights.are_plain:
         return done(version, export_weights(weights, path, version, dtype))
-    reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
+    reading = after_what_was_begun(
+        next((one.device for one in weights.like.values()), None)
+    )
 
     def read_and_write() -> ExportResponse:
         with reading:
@@ -179,14 +214,19 @@ def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[
 
 @contextmanager
 def _beside(index: int, stream: Any) -> Iterator[None]:
-    # New threads use the first device. A stream context would return to it and create a CUDA context there,
-    # half a GB per rank; a device context returns only to existing contexts.
+    # New threads use the first device. A stream context would return to it and create a
+    # CUDA context there, half a GB per rank; a device context returns only to existing
+    # contexts.
     with torch.cuda.device(index), torch.cuda.stream(stream):
         yield
 
 
 def manifest_of(
-    weights: LazyWeights, dtype: torch.dtype | None, version: int, digests: Mapping[str, bytes], path: str
+    weights: LazyWeights,
+    dtype: torch.dtype | None,
+    version: int,
+    digests: Mapping[str, bytes],
+    path: str,
 ) -> ExportResponse:
     """Return the export's description; path '': the trainer holds it."""
     return ExportResponse(
@@ -206,7 +246,11 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
     return [
-        (piece, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape if cut is None else cut.shape))
+        (
+            piece,
+            dtype_name(_export_dtype(tensor, dtype)),
+            list(tensor.shape if cut is None else cut.shape),
+        )
         for name, tensor in weights.like.items()
         for piece, cut in weights.pieces.get(name, {name: None}).items()
     ]
@@ -214,11 +258,14 @@ def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
 
 def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
     return {
-        name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
+        name: tensor.numel() * _export_dtype(tensor, dtype).itemsize
+        for name, tensor in weights.like.items()
     }
 
 
-def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:
+def chunks_of(
+    weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int
+) -> list[LazyWeights]:
     return [weights.only(names) for names in cut(sizes_of(weights, dtype), chunk_bytes)]
 
 
@@ -237,7 +284,9 @@ def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for several nodes."""
+    """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for
+    several nodes.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -249,7 +298,9 @@ class TrainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Weights of `version`: all with adapters merged, and only adapters. Calling `adapters` gathers them."""
+    """Weights of `version`: all with adapters merged, and only adapters. Calling
+    `adapters` gathers them.
+    """
 
     version: int
     merged: Callable[[], LazyWeights]
@@ -259,7 +310,9 @@ class Exported:
 def done(version: int, answer: ExportResponse | None = None) -> Future[ExportResponse]:
     """Return a finished export; without an answer, of a rank that only gathered."""
     future: Future[ExportResponse] = Future()
-    none = ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
+    none = ExportResponse(
+        version=version, path="", digest="", num_tensors=0, num_bytes=0
+    )
     future.set_result(none if answer is None else answer)
     return future
 
@@ -267,7 +320,8 @@ def done(version: int, answer: ExportResponse | None = None) -> Future[ExportRes
 class Transport:
     """Trainer end of a transport, on every rank; all call begin() together.
 
-    Transports shm, disk and stream: one safetensors file, which engines copy during generation and swap to.
+    Transports shm, disk and stream: one safetensors file, which engines copy during
+    generation and swap to.
     """
 
     version = -1
@@ -278,12 +332,14 @@ class Transport:
         self._writer = ThreadPoolExecutor(1, "export")
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
-        here or in the Future.
+        """Bring the weights to the engines; no weight may change before the Future
+        ends. Raises OSError, here or in the Future.
         """
         weights = exported.merged()
         if self.end.is_first:
-            return begin_export(self._writer, weights, path, exported.version, self.end.dtype)
+            return begin_export(
+                self._writer, weights, path, exported.version, self.end.dtype
+            )
         gather_along(weights, self.end.dtype)
         return done(exported.version)
 
@@ -315,11 +371,16 @@ def linear_parameters(model: nn.Module) -> set[str]:
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """Return the router beside each layer's experts, in order; most return (logits, weights, indices), from
-    topk.
+    """Return the router beside each layer's experts, in order; most return (logits,
+    weights, indices), from topk.
     """
     blocks = (one for one in model.modules() if hasattr(one, "experts"))
-    return [getattr(one, name) for one in blocks for name in ("router", "gate") if hasattr(one, name)]
+    return [
+        getattr(one, name)
+        for one in blocks
+        for name in ("router", "gate")
+        if hasattr(one, name)
+    ]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803
@@ -328,7 +389,9 @@ def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapters(
+    tensors: Mapping[str, Tensor], base: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Merge a file's adapters into `base`, in its dtypes."""
     merged = dict(base)
     for module in adapted_modules(tensors):
@@ -351,5 +414,9 @@ def write_peft(tensors: Mapping[str, Tensor], folder: Path) -> None:
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    weights = {f"base_model.model.{name}": one for name, one in tensors.items() if name != SCALE}
+    weights = {
+        f"base_model.model.{name}": one
+        for name, one in tensors.items()
+        if name != SCALE
+    }
     save_file(weights, folder / "adapter_model.safetensors")

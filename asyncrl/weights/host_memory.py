@@ -13,7 +13,9 @@ from asyncrl.base.host import available_memory
 
 
 class HostMemory:
-    """Reusable host memory, pinned at its exact size for CUDA; torch's allocator rounds up."""
+    """Reusable host memory, pinned at its exact size for CUDA; torch's allocator rounds
+    up.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -23,15 +25,22 @@ class HostMemory:
         self.free()
 
     def of(self, num_bytes: int) -> Tensor:
-        """Return uint8 of this size; growing loses the content. Raises MemoryError and RuntimeError."""
+        """Return uint8 of this size; growing loses the content. Raises MemoryError and
+        RuntimeError.
+        """
         if num_bytes > len(self._data):
             self.free()
             available = available_memory()
             if num_bytes > available:
-                raise MemoryError(f"{num_bytes} bytes are needed, and the host has {available} available")
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                raise MemoryError(
+                    f"{num_bytes} bytes are needed, and the host has {available} available"
+                )
+            memory = mmap.mmap(
+                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             with suppress(OSError):  # a kernel without large pages
-                memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MB at once: pinning walks every page
+                # 2 MB at once: pinning walks every page
+                memory.madvise(mmap.MADV_HUGEPAGE)
             data = torch.frombuffer(memory, dtype=torch.uint8)
             self._call("cudaHostRegister", data.data_ptr(), num_bytes, 0)
             self._data = data
@@ -50,7 +59,8 @@ class HostMemory:
         if self._ordinal is None:
             return
         cuda: Any = torch.cuda
-        with cuda.device(self._ordinal):  # else a context is created on the first device
+        # else a context is created on the first device
+        with cuda.device(self._ordinal):
             try:
                 cuda.check_error(getattr(cuda.cudart(), name)(*arguments))
             except RuntimeError:

@@ -1,10 +1,12 @@
-"""Weights in memory that trainer and engine both map (transport ipc), or chunks in a file (ChunkFile).
+"""Weights in memory that trainer and engine both map (transport ipc), or chunks in a
+file (ChunkFile).
 
-Colocated, the trainer writes each chunk over the previous one (SharedChunk). If both sides work at once, it
-writes each version over the previous one (SharedTransport). The engine opens the memory once
-(TrainerMemory), copies from it and hashes the result. On CPU the memory is a mapped file, on CUDA a
-driver allocation that CUDA IPC opens, also under CUDA MPS. torch's IPC is unsuitable: memory stays in its
-caching allocator, and a handle serves only one reader. See
+Colocated, the trainer writes each chunk over the previous one (SharedChunk). If both
+sides work at once, it writes each version over the previous one (SharedTransport). The
+engine opens the memory once (TrainerMemory), copies from it and hashes the result. On
+CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens, also
+under CUDA MPS. torch's IPC is unsuitable: memory stays in its caching allocator, and a
+handle serves only one reader. See
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 """
 
@@ -48,7 +50,13 @@ from asyncrl.weights.export import (
     manifest_of,
     sizes_of,
 )
-from asyncrl.weights.tensor_files import Digests, digests_of, joint_digest, read_or_refuse, write_tensors
+from asyncrl.weights.tensor_files import (
+    Digests,
+    digests_of,
+    joint_digest,
+    read_or_refuse,
+    write_tensors,
+)
 
 ALIGNMENT = 256
 GRANULE = 2**21
@@ -57,14 +65,18 @@ LAZY_PEER_ACCESS = 1
 
 
 def limit_memory(device: torch.device, share: float | None) -> None:
-    """Limit torch's memory to a fraction of the current CUDA device. None, or CPU: no limit."""
+    """Limit torch's memory to a fraction of the current CUDA device. None, or CPU: no
+    limit.
+    """
     if share is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
 
 
 @dataclass(frozen=True, eq=False)
 class SharedMemory:
-    """Memory that other processes open by its handle; its maker must keep it. `data`: uint8."""
+    """Memory that other processes open by its handle; its maker must keep it. `data`:
+    uint8.
+    """
 
     handle: MemoryHandle
     data: Tensor
@@ -72,13 +84,14 @@ class SharedMemory:
     def settle(self) -> None:
         """Wait for this thread's work on `data`."""
         if self.data.is_cuda:
-            # Waiting for the whole device would break a graph that another thread captures.
+            # Waiting for the whole device would break a graph that another thread
+            # captures.
             torch.cuda.current_stream(self.data.device).synchronize()
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
-    """Allocate memory; on CPU a mapped file, preallocated to raise here instead of at the first write. Raises
-    OSError.
+    """Allocate memory; on CPU a mapped file, preallocated to raise here instead of at
+    the first write. Raises OSError.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the driver does not see torch's unused cache
@@ -87,7 +100,9 @@ def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemor
     path.touch(0o600)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-    return open_memory(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes), device)
+    return open_memory(
+        MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes), device
+    )
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
@@ -96,7 +111,9 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
         return open_cuda_memory(handle, device)
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
         raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
-    data = torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+    data = torch.from_file(
+        handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8
+    )
     return SharedMemory(handle, data)
 
 
@@ -109,7 +126,9 @@ def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
         allocation = _Allocation(pointer, num_bytes, ordinal, "cuMemFree_v2")
         _cuda("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
     name = base64.b64encode(bytes(shared)).decode()
-    handle = MemoryHandle(kind="cuda", name=name, device=name_of(device), num_bytes=num_bytes)
+    handle = MemoryHandle(
+        kind="cuda", name=name, device=name_of(device), num_bytes=num_bytes
+    )
     return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
@@ -142,13 +161,16 @@ def _ordinal(device: torch.device) -> int:
 class _Allocation:
     """Device memory for torch.as_tensor; `end` frees it with its last tensor."""
 
-    def __init__(self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str) -> None:
+    def __init__(
+        self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
+    ) -> None:
         self._pointer, self._ordinal, self._end = pointer, ordinal, end
         data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
         self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
 
     def __del__(self) -> None:
-        with suppress(OSError, TypeError):  # at process exit driver and module may be gone
+        # at process exit driver and module may be gone
+        with suppress(OSError, TypeError):
             with _current(self._ordinal):
                 _cuda(self._end, self._pointer)
 
@@ -183,7 +205,9 @@ def _cuda(name: str, *arguments: Any) -> None:
     if code != 0:
         text = ctypes.c_char_p()
         driver["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
-        raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
+        raise OSError(
+            f"{name} failed with {code}: {(text.value or b'unknown').decode()}"
+        )
 
 
 Put: TypeAlias = tuple[dict[str, bytes], dict[str, Any]]
@@ -204,8 +228,8 @@ class ChunkFile:
 
 
 class SharedChunk:
-    """A trainer rank's end: memory of `device`, which engines keep open. Digests precede the copy, to detect
-    copy faults.
+    """A trainer rank's end: memory of `device`, which engines keep open. Digests
+    precede the copy, to detect copy faults.
     """
 
     def __init__(
@@ -216,11 +240,15 @@ class SharedChunk:
         rank: int = 0,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
-        """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all ranks. Raises OSError."""
+        """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all
+        ranks. Raises OSError.
+        """
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
         size = max(lay_out(entries)[1] for entries in chunks)
-        self._memory = make_memory(size, device, folder / f"chunk-{rank}-{os.getpid()}.bin")
+        self._memory = make_memory(
+            size, device, folder / f"chunk-{rank}-{os.getpid()}.bin"
+        )
         self.device = device
         self.on_all = gather is not None
         self._gather = gather or (lambda own: [own])
@@ -230,14 +258,19 @@ class SharedChunk:
         placed, _ = lay_out(entries)
         digests = copy_placed(placed, self._memory.data, tensors)
         self._memory.settle()
-        handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
+        handles = [
+            MemoryHandle(**one)
+            for one in self._gather(self._memory.handle.model_dump())
+        ]
         return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}
 
 
 class SharedTransport(Transport):
-    """Transport ipc during generation: one version in memory that engines on the trainer's device open.
+    """Transport ipc during generation: one version in memory that engines on the
+    trainer's device open.
 
-    Invariant: a version stays whole until the next begin(), which follows the end of its push (PushLoop).
+    Invariant: a version stays whole until the next begin(), which follows the end of
+        its push (PushLoop).
     """
 
     def __init__(self, end: TrainerEnd) -> None:
@@ -245,11 +278,13 @@ class SharedTransport(Transport):
         self._place: SharedChunk | None = None
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Copy the weights over the previous version; write a file too if evaluation needs one. Raises
-        OSError, also without memory.
+        """Copy the weights over the previous version; write a file too if evaluation
+        needs one. Raises OSError, also without memory.
         """
         end = self.end
-        written = super().begin(exported, path).result().path if end.is_file_wanted else ""
+        written = (
+            super().begin(exported, path).result().path if end.is_file_wanted else ""
+        )
         weights = exported.merged()
         if not end.is_first:
             gather_along(weights, end.dtype)
@@ -260,7 +295,9 @@ class SharedTransport(Transport):
                 self._place = SharedChunk(path.parent, [entries], end.device)
             digests, place = self._place.put(entries, tensors)
         answer = manifest_of(weights, end.dtype, exported.version, digests, "")
-        return done(exported.version, answer.model_copy(update={"path": written, **place}))
+        return done(
+            exported.version, answer.model_copy(update={"path": written, **place})
+        )
 
 
 ChunkPlace: TypeAlias = ChunkFile | SharedChunk
@@ -268,9 +305,13 @@ ChunkPlace: TypeAlias = ChunkFile | SharedChunk
 
 
 class Chunks:
-    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
+    """Chunks of a trainer's weights, version after version. All ranks make the same
+    calls.
+    """
 
-    def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype
+    ) -> None:
         self._place = place
         self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
         self._dtype = dtype
@@ -287,15 +328,18 @@ class Chunks:
     def write(
         self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
     ) -> ExportChunkResponse | None:
-        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
-        Return None on other ranks, which only gather or write to their own place. Raises OSError.
+        """Write the chunk over the previous one; before the last chunk also hash
+        tensors without a digest. Return None on other ranks, which only gather or write
+        to their own place. Raises OSError.
         """
         if version != self._version:
             self.forget()
             self._version = version
         names, is_last = self._chunks[index], self.is_last(index)
         before = itertools.chain(*self._chunks[:index]) if is_last else ()
-        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
+        gathering = weights.only(
+            [*(name for name in before if name not in self._gathered), *names]
+        )
         self._gathered.update(gathering)
         if not (is_first or self._place.on_all):
             gather_along(gathering, self._dtype)
@@ -359,8 +403,12 @@ class TrainerMemory:
         self._memory: SharedMemory | None = None
 
     @contextmanager
-    def opened(self, request: LoadChunkRequest | PrepareRequest) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors in place; work on them ends with the context. Raises Refused (400) or OSError."""
+    def opened(
+        self, request: LoadChunkRequest | PrepareRequest
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors in place; work on them ends with the context. Raises
+        Refused (400) or OSError.
+        """
         tensors = self.tensors(request)
         try:
             yield tensors
@@ -369,8 +417,8 @@ class TrainerMemory:
                 self._memory.settle()
 
     def tensors(self, request: LoadChunkRequest | PrepareRequest) -> dict[str, Tensor]:
-        """Return the tensors in place: of a file, or of memory that the trainer overwrites after this push.
-        Raises Refused (400) or OSError.
+        """Return the tensors in place: of a file, or of memory that the trainer
+        overwrites after this push. Raises Refused (400) or OSError.
         """
         if request.memory is None:
             return read_or_refuse(request.path)

@@ -1,13 +1,14 @@
 """Transport nccl: one broadcast of all weights to all workers of all engines.
 
-The trainer copies each version into reusable device buffers (export), which takes the memory of all
-weights once more. Once every engine waits (engines/broadcast.py), rank 0 sends them, and receivers check
-the digest. The group uses NCCL on CUDA and gloo on CPU, in its own stream.
+The trainer copies each version into reusable device buffers (export), which takes the
+memory of all weights once more. Once every engine waits (engines/broadcast.py), rank 0
+sends them, and receivers check the digest. The group uses NCCL on CUDA and gloo on CPU,
+in its own stream.
 
-vLLM's helpers unpickle what any program writes into their TCP store, and their waits never end. Here
-nothing is pickled and every wait is limited. Processes meet in a private file, or across nodes in a TCP
-store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can
-read and change weights.
+vLLM's helpers unpickle what any program writes into their TCP store, and their waits
+never end. Here nothing is pickled and every wait is limited. Processes meet in a
+private file, or across nodes in a TCP store of rank 0. That store, gloo and NCCL do not
+authenticate: a program that reaches their ports can read and change weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from torch import Tensor
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
-from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ExportResponse,
+)
 from asyncrl.weights import export as exports
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 
@@ -65,11 +70,13 @@ class BroadcastTransport(exports.Transport):
         self._in_use = threading.Lock()
 
     def begin(self, exported: exports.Exported, path: Path) -> Future[ExportResponse]:
-        """Copy the weights over the held ones; write a file too if evaluation needs one. Raises OSError, or
-        RuntimeError without memory.
+        """Copy the weights over the held ones; write a file too if evaluation needs
+        one. Raises OSError, or RuntimeError without memory.
         """
         end, version = self.end, exported.version
-        written = super().begin(exported, path).result().path if end.is_file_wanted else ""
+        written = (
+            super().begin(exported, path).result().path if end.is_file_wanted else ""
+        )
         weights = exported.merged()
         if not end.is_first:
             exports.gather_along(weights, end.dtype)
@@ -108,12 +115,16 @@ class BroadcastTransport(exports.Transport):
                 way_out = "read the logs of the engines; the weights are sent again after a restart."
                 raise Refused(409, what, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
-            return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
+            return BroadcastResponse(
+                version=self.version, digest=self._digest, num_bytes=sent
+            )
 
     def _make_buffers(self, weights: exports.LazyWeights) -> None:
         for chunk in exports.chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
             placed, size = lay_out(exports.entries_of(chunk, self.end.dtype))
-            self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
+            self._buffers.append(
+                torch.zeros(size, dtype=torch.uint8, device=self.end.device)
+            )
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
 
@@ -124,10 +135,11 @@ class GroupBroken(Exception):  # noqa: N818  a state of the group
 class WeightGroup:
     """Membership of this process in a group.
 
-    Life: joined, once all are present -> send or receive, repeatedly -> closed, also by the first
-        failure.
+    Life: joined, once all are present -> send or receive, repeatedly -> closed, also by
+        the first failure.
     Waits: every call waits for the others, at most timeout_s.
-    Invariant: all members make the same calls in the same order, on CUDA in the group's stream.
+    Invariant: all members make the same calls in the same order, on CUDA in the group's
+        stream.
     """
 
     def __init__(self, member: GroupMember, device: torch.device) -> None:
@@ -137,14 +149,17 @@ class WeightGroup:
         self._timeout = timedelta(seconds=member.timeout_s)
         self._group: Any = None
         self._stream: Any = None
-        if device.type == "cuda":  # high priority: few short kernels that engines wait for
+        # high priority: few short kernels that engines wait for
+        if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         try:
             # torch's limits miss a silent store.
             connect = partial(_connect, member, device, self._timeout)
             self._group = run_within(member.timeout_s + _LATE_S, connect, name="join")
         except (RuntimeError, OSError, ConfigError) as error:
-            where, way_out = (f" at {member.store}", f"; {OPEN_PORTS}") if member.store else ("", "")
+            where, way_out = (
+                (f" at {member.store}", f"; {OPEN_PORTS}") if member.store else ("", "")
+            )
             what = f"no group of {member.size} processes{where} within {member.timeout_s} s"
             why = str(error).partition("\n")[0] or "no answer"
             raise GroupBroken(f"{what}: {why}{way_out}") from error
@@ -155,27 +170,41 @@ class WeightGroup:
         if group is not None and self._device.type == "cuda":
             group.abort()
 
-    def send(self, weights: SentWeights, buffers: list[Tensor], filled: Any = None) -> None:
-        """Send the description, then the buffers after the event `filled`. Raises GroupBroken."""
+    def send(
+        self, weights: SentWeights, buffers: list[Tensor], filled: Any = None
+    ) -> None:
+        """Send the description, then the buffers after the event `filled`. Raises
+        GroupBroken.
+        """
         text = bytearray(weights.model_dump_json().encode())
         with self._beside():
             head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
             if self._stream is not None and filled is not None:
                 self._stream.wait_event(filled)
-            for tensor in (torch.tensor([len(head)], device=self._device), head, *buffers):
+            for tensor in (
+                torch.tensor([len(head)], device=self._device),
+                head,
+                *buffers,
+            ):
                 self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield (version, tensors of a buffer), each complete and in separate memory. Raises GroupBroken."""
+        """Yield (version, tensors of a buffer), each complete and in separate memory.
+        Raises GroupBroken.
+        """
         with self._beside():
             length = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._broadcast(length)
-            head = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+            head = torch.empty(
+                int(length.item()), dtype=torch.uint8, device=self._device
+            )
             self._broadcast(head)
             weights = SentWeights.model_validate_json(head.cpu().numpy().tobytes())
         for chunk in weights.chunks:
             # Memory of the caller's stream, which may still read its previous content.
-            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(
+                chunk.num_bytes, dtype=torch.uint8, device=self._device
+            )
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with self._beside():
@@ -184,7 +213,9 @@ class WeightGroup:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Enter the group's stream in this thread. Never keep it open over a yield."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
@@ -195,7 +226,9 @@ class WeightGroup:
             self._wait(self._group.broadcast([tensor], options))
         except RuntimeError as error:
             self.close()
-            raise GroupBroken(f"a broadcast of {tensor.nbytes} bytes failed: {error}") from error
+            raise GroupBroken(
+                f"a broadcast of {tensor.nbytes} bytes failed: {error}"
+            ) from error
 
     def _wait(self, work: Any) -> None:
         """Wait on the device too. Raises RuntimeError."""
@@ -218,22 +251,30 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first
-        nccl.is_high_priority_stream = True  # NCCL's kernels run in a separate stream after ours
-        # Without this, another member's death would end the process. Groups of the trainer exist already.
+        # NCCL's kernels run in a separate stream after ours
+        nccl.is_high_priority_stream = True
+        # Without this, another member's death would end the process. Groups of the
+        # trainer exist already.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
-        # Otherwise it connects at its first broadcast, without limit if a member is gone.
+        # Otherwise it connects at its first broadcast, without limit if a member is
+        # gone.
         index = torch.cuda.current_device() if device.index is None else device.index
         group.eager_connect_single_device(torch.device("cuda", index))
         return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     make = dist.ProcessGroupGloo.create_device
-    gloo._timeout, gloo._devices = timeout, [make(interface=name) for name in interfaces]
+    gloo._timeout, gloo._devices = (
+        timeout,
+        [make(interface=name) for name in interfaces],
+    )
     return dist.ProcessGroupGloo(store, member.rank, member.size, gloo)
 
 
 def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
-    """Return the members' store and gloo's interfaces; on several nodes the route to the trainer."""
+    """Return the members' store and gloo's interfaces; on several nodes the route to
+    the trainer.
+    """
     if not member.store:
         store: Any = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
@@ -258,8 +299,8 @@ def _open_store(where: str) -> Any:
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
-    """Run `work` in a thread with a time limit, since torch's limits are unreliable. Raises its errors,
-    and TimeoutError.
+    """Run `work` in a thread with a time limit, since torch's limits are unreliable.
+    Raises its errors, and TimeoutError.
     """
     done: Future[T] = Future()
 
@@ -274,8 +315,8 @@ def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
 
 
 def use_interface(address: str, *, is_apart: bool) -> None:
-    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
-    sets one. Raises ConfigError.
+    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`,
+    unless the environment sets one. Raises ConfigError.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -288,7 +329,9 @@ def use_interface(address: str, *, is_apart: bool) -> None:
     if address not in named:
         what = f"no network interface here has {address}, the address of this rank"
         rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(named))}"
-        raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
+        raise ConfigError(
+            what, rule=rule, way_out="give the trainer's nodes by such addresses."
+        )
     os.environ["GLOO_SOCKET_IFNAME"] = named[address]
     if is_apart:
         os.environ.setdefault(

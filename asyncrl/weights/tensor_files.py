@@ -3,11 +3,12 @@
 Format: 8 bytes with the length of a JSON head, the head, the data
 (https://github.com/huggingface/safetensors#format).
 
-Digest: a tensor's bytes are cut into blocks of 2048, zero-padded. Each block gives 8 exact sums of byte * key
-(signed); sha256 runs over name, dtype, shape and all sums. Two different blocks have equal sums under at most
-one in 127**8 = 2**55 choices of keys: a linear hash (Carter and Wegman, Universal classes of hash functions,
-1979). |sum| <= 2048 * 128 * 63 < 2**24, so a float32 matrix product is exact in any order. It detects faults,
-not attacks.
+Digest: a tensor's bytes are cut into blocks of 2048, zero-padded. Each block gives 8
+exact sums of byte * key (signed); sha256 runs over name, dtype, shape and all sums. Two
+different blocks have equal sums under at most one in 127**8 = 2**55 choices of keys: a
+linear hash (Carter and Wegman, Universal classes of hash functions, 1979). |sum| <=
+2048 * 128 * 63 < 2**24, so a float32 matrix product is exact in any order. It detects
+faults, not attacks.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ _FILE_NAMES = {
 BLOCK_BYTES, NUM_SUMS = 2048, 8
 _MAX_KEY = 63
 PIECE_BLOCKS = {"cpu": 512}
-"""Blocks in a product, by device type: 1 MiB fits a CPU's cache. Else 16 MiB: a product of 512 blocks
-occupies 8 of an H100's 132 multiprocessors, and the float32 copy of 8192 blocks is 64 MiB of scratch memory.
+"""Blocks in a product, by device type: 1 MiB fits a CPU's cache. Else 16 MiB: a product
+of 512 blocks occupies 8 of an H100's 132 multiprocessors, and the float32 copy of 8192
+blocks is 64 MiB of scratch memory.
 """
 SMALL_BYTES = {"cpu": 2**16}
 """Most bytes of a tensor that shares a product, by device type; else 16 MiB."""
@@ -70,7 +72,9 @@ def read_or_refuse(path: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
         return tensors
     except (OSError, SafetensorError) as error:
-        raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
+        raise Refused(
+            400, f"cannot read the weights file {path}: {error}", way_out=RESEND
+        ) from error
 
 
 def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes:
@@ -81,17 +85,23 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
     end = 0
     for name, dtype, shape in entries:
         start, end = end, end + math.prod(shape) * getattr(torch, dtype).itemsize
-        head[name] = {"dtype": _FILE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        head[name] = {
+            "dtype": _FILE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
-    file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
+    file: Any,
+    entries: Iterable[tuple[str, str, Iterable[int]]],
+    tensors: Iterator[tuple[str, Tensor]],
 ) -> dict[str, bytes]:
-    """Write the `tensors` of `entries`; hash, write and compute the next ones in parallel. Return their
-    digests. Raises OSError.
+    """Write the `tensors` of `entries`; hash, write and compute the next ones in
+    parallel. Return their digests. Raises OSError.
     """
 
     def write(some: Mapping[str, Tensor]) -> None:
@@ -139,7 +149,9 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 class Digests:
-    """Digests of tensors on one device. Small tensors share a product, and all share one copy to the host."""
+    """Digests of tensors on one device. Small tensors share a product, and all share
+    one copy to the host.
+    """
 
     def __init__(self) -> None:
         self._small: dict[str, Tensor] = {}
@@ -170,7 +182,9 @@ class Digests:
         ends = list(accumulate(num_blocks for *_, num_blocks in self._entries))
         return {
             name: _digest_of_sums(name, dtype, shape, sums[end - num_blocks : end].data)
-            for (name, dtype, shape, num_blocks), end in zip(self._entries, ends, strict=True)
+            for (name, dtype, shape, num_blocks), end in zip(
+                self._entries, ends, strict=True
+            )
         }
 
     def _join(self) -> None:
@@ -181,7 +195,11 @@ class Digests:
             return
         flats = [tensor.reshape(-1).view(torch.int8) for tensor in self._small.values()]
         padding = torch.zeros(BLOCK_BYTES, dtype=torch.int8, device=flats[0].device)
-        parts = [part for flat in flats for part in (flat, padding[: -len(flat) % BLOCK_BYTES])]
+        parts = [
+            part
+            for flat in flats
+            for part in (flat, padding[: -len(flat) % BLOCK_BYTES])
+        ]
         self._sums.append(block_sums(torch.cat(parts)))
         for name, tensor in self._small.items():
             self._note(name, tensor)
@@ -189,10 +207,14 @@ class Digests:
 
     def _note(self, name: str, tensor: Tensor) -> None:
         num_blocks = -(-tensor.nbytes // BLOCK_BYTES)
-        self._entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), num_blocks))
+        self._entries.append(
+            (name, dtype_name(tensor.dtype), tuple(tensor.shape), num_blocks)
+        )
 
 
-def _digest_of_sums(name: str, dtype: str, shape: tuple[int, ...], sums: memoryview) -> bytes:
+def _digest_of_sums(
+    name: str, dtype: str, shape: tuple[int, ...], sums: memoryview
+) -> bytes:
     digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
     digest.update(sums)
     return digest.digest()
@@ -221,9 +243,13 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def block_keys() -> npt.NDArray[np.int8]:
     """Keys [2048, 8], uniform in -63..63."""
     num_keys, num_values = BLOCK_BYTES * NUM_SUMS, 2 * _MAX_KEY + 1
-    drawn = np.frombuffer(hashlib.shake_128(b"asyncrl weights").digest(2 * num_keys), np.uint8)
+    drawn = np.frombuffer(
+        hashlib.shake_128(b"asyncrl weights").digest(2 * num_keys), np.uint8
+    )
     fair = drawn[drawn < 2 * num_values][:num_keys]
-    return (fair % num_values).astype(np.int8).reshape(BLOCK_BYTES, NUM_SUMS) - np.int8(_MAX_KEY)
+    return (fair % num_values).astype(np.int8).reshape(BLOCK_BYTES, NUM_SUMS) - np.int8(
+        _MAX_KEY
+    )
 
 
 def block_sums(tensor: Tensor) -> Tensor:
@@ -234,28 +260,39 @@ def block_sums(tensor: Tensor) -> Tensor:
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]
-    sums = torch.empty(num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device)
+    sums = torch.empty(
+        num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device
+    )
     # Integer products if the processor supports them.
     is_integer = tensor.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    product, keys = (torch._int_mm, keys) if is_integer else (_product_of_floats, keys.float())
+    product, keys = (
+        (torch._int_mm, keys) if is_integer else (_product_of_floats, keys.float())
+    )
     piece = PIECE_BLOCKS.get(tensor.device.type, 8192)
     for start in range(0, num_whole, piece):
         end = min(start + piece, num_whole)
         product(blocks[start:end], keys, out=sums[start:end])
     if len(last):
-        product(torch.nn.functional.pad(last, (0, BLOCK_BYTES - len(last)))[None], keys, out=sums[num_whole:])
+        product(
+            torch.nn.functional.pad(last, (0, BLOCK_BYTES - len(last)))[None],
+            keys,
+            out=sums[num_whole:],
+        )
     return sums
 
 
 def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
-    # Exact for every cut into pieces: a sum runs over one block, which is never cut, and every partial sum is
-    # an integer below 2**24. Exact also if a user allows TF32 (11 significant bits) or bfloat16 (8) products:
-    # bytes (-128..127) and keys (-63..63) need 7, and the sums stay float32.
+    # Exact for every cut into pieces: a sum runs over one block, which is never cut,
+    # and every partial sum is an integer below 2**24. Exact also if a user allows TF32
+    # (11 significant bits) or bfloat16 (8) products: bytes (-128..127) and keys
+    # (-63..63) need 7, and the sums stay float32.
     out.copy_(blocks.float() @ keys)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes without copying. numpy() would fix the storage's size, which an offload changes."""
+    """Return the bytes without copying. numpy() would fix the storage's size, which an
+    offload changes.
+    """
     if not tensor.nbytes:
         return memoryview(b"")
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -264,7 +301,14 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
-    return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})
+    return sorted(
+        {
+            name.removesuffix(end)
+            for name in names
+            for end in SUFFIXES
+            if name.endswith(end)
+        }
+    )
 
 
 class StoredPiece(NamedTuple):
@@ -281,31 +325,51 @@ Pieces = Mapping[str, Mapping[str, StoredPiece]]
 
 def weights_of(model: Any) -> dict[str, Tensor]:
     """Return a model's parameters (tied ones once) and persistent buffers by name."""
-    with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    with_duplicates = {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
     state = model.state_dict(keep_vars=True).items()
     buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def float32_names(model: Any) -> set[str]:
-    """Return parameters that transformers keeps in float32, such as DeepSeek-V3's router weights."""
-    patterns = [one.replace("*", ".*") for one in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    """Return parameters that transformers keeps in float32, such as DeepSeek-V3's
+    router weights.
+    """
+    patterns = [
+        one.replace("*", ".*")
+        for one in getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    ]
     return {
-        name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)
+        name
+        for name, _ in model.named_parameters()
+        if any(re.search(pattern, name) for pattern in patterns)
     }
 
 
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """Return the checkpoint's pieces of weights that transformers stacks or renames at load."""
+    """Return the checkpoint's pieces of weights that transformers stacks or renames at
+    load.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
     from transformers.core_model_loading import revert_weight_conversion
 
     class Uncopied(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return (
+                args[0]
+                if func is torch.Tensor.contiguous
+                else func(*args, **(kwargs or {}))
+            )
 
-    like = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    like = {
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for name, one in weights.items()
+    }
     owners = {one.untyped_storage()._cdata: name for name, one in like.items()}
     with Uncopied():
         stored = revert_weight_conversion(model, dict(like))
@@ -324,12 +388,23 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
 
 
 def stored_names(pieces: Pieces) -> dict[str, str]:
-    """Return the checkpoint names of model tensors that are stored whole under another name."""
-    return {name: stored for name, found in pieces.items() if len(found) == 1 for stored in found}
+    """Return the checkpoint names of model tensors that are stored whole under another
+    name.
+    """
+    return {
+        name: stored
+        for name, found in pieces.items()
+        if len(found) == 1
+        for stored in found
+    }
 
 
-def rename_adapters(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Rename adapters like their layers' weights: `names` has the new name of a weight by its old one."""
+def rename_adapters(
+    tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Rename adapters like their layers' weights: `names` has the new name of a weight
+    by its old one.
+    """
 
     def renamed(name: str) -> str:
         for end in SUFFIXES:
@@ -343,7 +418,9 @@ def rename_adapters(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> 
 
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
     return {
-        piece: tensor if cut is None else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)
+        piece: tensor
+        if cut is None
+        else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)
         for name, tensor in tensors.items()
         for piece, cut in pieces.get(name, {name: None}).items()
     }

@@ -1,5 +1,5 @@
-"""An agent with a shell for tasks in Harbor's format: its commands run in a sandbox, and once it has ended
-the task's own tests run there and give the reward.
+"""An agent with a shell for tasks in Harbor's format: its commands run in a sandbox,
+and once it has ended the task's own tests run there and give the reward.
 
     asyncrl run examples/harbor/harbor.yaml model.path=...
 """
@@ -33,27 +33,38 @@ TOOLS: list[Any] = [
 
 
 async def run(
-    task: Task, session: Session, *, room: Literal["bubblewrap", "podman"] = "bubblewrap", max_turns: int = 16
+    task: Task,
+    session: Session,
+    *,
+    room: Literal["bubblewrap", "podman"] = "bubblewrap",
+    max_turns: int = 16,
 ) -> Outcome:
-    """Work on the task until the model makes no more call, then run its tests. Raises RuntimeError if they
-    write no reward: that is a failed rollout, and not a reward of 0.
+    """Work on the task until the model makes no more call, then run its tests. Raises
+    RuntimeError if they write no reward: that is a failed rollout, and not a reward of
+    0.
     """
     harbor = HarborTask.read(Path(task.info["folder"]))
     with tempfile.TemporaryDirectory(prefix="asyncrl-harbor-") as folder:
         place: Room = ROOMS[room](harbor, Path(folder))
         try:
             await place.start()
-            num_calls = await work(task, session, place, harbor.agent_timeout_s, max_turns)
+            num_calls = await work(
+                task, session, place, harbor.agent_timeout_s, max_turns
+            )
             (code, text), reward = await place.verify(harbor.verifier_timeout_s)
         finally:
             await place.close()
     if not reward:
-        raise RuntimeError(f"{harbor.folder}/tests/test.sh wrote no reward; exit code {code}: {text}")
+        raise RuntimeError(
+            f"{harbor.folder}/tests/test.sh wrote no reward; exit code {code}: {text}"
+        )
     rewards = {name: float(value) for name, value in json.loads(reward).items()}
     return Outcome(rewards.pop("reward"), {"calls": num_calls, **rewards})
 
 
-async def work(task: Task, session: Session, place: Room, timeout_s: float, max_turns: int) -> int:
+async def work(
+    task: Task, session: Session, place: Room, timeout_s: float, max_turns: int
+) -> int:
     """The number of calls that the model made."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, *task.messages]
     num_calls = 0

@@ -1,5 +1,6 @@
-"""Where the shell of the model and the tests of a task run: a container, or bubblewrap over folders. Neither
-has a network; nothing of a task but its environment is there before its tests are run.
+"""Where the shell of the model and the tests of a task run: a container, or bubblewrap
+over folders. Neither has a network; nothing of a task but its environment is there
+before its tests are run.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Ran = tuple[int | None, str]
 
 
 class FolderRoom:
-    """bubblewrap, with the folders of the task as they are on the disk. For a Dockerfile that copies files
-    and no more: the programs are those of this machine.
+    """bubblewrap, with the folders of the task as they are on the disk. For a
+    Dockerfile that copies files and no more: the programs are those of this machine.
     """
 
     def __init__(self, task: HarborTask, folder: Path) -> None:
@@ -31,7 +32,9 @@ class FolderRoom:
         self.workdir = "/app"
 
     async def start(self) -> None:
-        """Lay out the files. Raises ValueError for a Dockerfile that does more than that."""
+        """Lay out the files. Raises ValueError for a Dockerfile that does more than
+        that.
+        """
         for name in ("app", "tmp", "logs"):
             (self._folder / name).mkdir()
         context = self._task.folder / "environment"
@@ -39,7 +42,11 @@ class FolderRoom:
             word, *given = shlex.split(line, comments=True) or ["FROM"]
             if word == "WORKDIR" and given == [self.workdir]:
                 continue
-            if word == "COPY" and len(given) == 2 and Path(given[1]).is_relative_to(self.workdir):
+            if (
+                word == "COPY"
+                and len(given) == 2
+                and Path(given[1]).is_relative_to(self.workdir)
+            ):
                 goal = self._folder / "app" / Path(given[1]).relative_to(self.workdir)
                 source = context / given[0]
                 if source.is_dir():
@@ -49,7 +56,9 @@ class FolderRoom:
                     goal.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(source, goal)
             elif word != "FROM":
-                raise ValueError(f"{context}/Dockerfile: {line!r} needs a container: give room=podman")
+                raise ValueError(
+                    f"{context}/Dockerfile: {line!r} needs a container: give room=podman"
+                )
 
     async def run(self, command: Sequence[str], timeout_s: float) -> Ran:
         return await self._run(command, timeout_s, {})
@@ -58,11 +67,15 @@ class FolderRoom:
         """Run the tests; what they wrote as the reward, empty if nothing."""
         (self._folder / "logs/verifier").mkdir()  # anew: only the tests see it
         ran = await self._run(
-            ["bash", "/tests/test.sh"], timeout_s, {"/tests": str(self._task.folder / "tests")}
+            ["bash", "/tests/test.sh"],
+            timeout_s,
+            {"/tests": str(self._task.folder / "tests")},
         )
         return ran, read_reward(self._folder / "logs/verifier")
 
-    async def _run(self, command: Sequence[str], timeout_s: float, shown: dict[str, str]) -> Ran:
+    async def _run(
+        self, command: Sequence[str], timeout_s: float, shown: dict[str, str]
+    ) -> Ran:
         binds = {self.workdir: self._folder / "app", "/tmp": self._folder / "tmp"}
         if shown:
             binds["/logs"] = self._folder / "logs"
@@ -83,12 +96,33 @@ class ContainerRoom:
         self._name = f"asyncrl-harbor-{uuid.uuid4().hex}"
 
     async def start(self) -> None:
-        """Raises RuntimeError if the image cannot be built, or the container not started."""
-        build = ["podman", "build", "--quiet", "--tag", self._image, str(self._task.folder / "environment")]
+        """Raises RuntimeError if the image cannot be built, or the container not
+        started.
+        """
+        build = [
+            "podman",
+            "build",
+            "--quiet",
+            "--tag",
+            self._image,
+            str(self._task.folder / "environment"),
+        ]
         await self._must(build, 600)
-        limits = [f"--memory={self._task.memory_mb}m", "--pids-limit=1024", "--network=none"]
+        limits = [
+            f"--memory={self._task.memory_mb}m",
+            "--pids-limit=1024",
+            "--network=none",
+        ]
         limits += ["--cgroupns=private", "--ulimit=nofile=4096", "--ulimit=nproc=1024"]
-        start = ["podman", "run", "--detach", "--rm", f"--name={self._name}", *limits, self._image]
+        start = [
+            "podman",
+            "run",
+            "--detach",
+            "--rm",
+            f"--name={self._name}",
+            *limits,
+            self._image,
+        ]
         await self._must([*start, "sleep", "infinity"], 60)
 
     async def run(self, command: Sequence[str], timeout_s: float) -> Ran:
@@ -98,11 +132,25 @@ class ContainerRoom:
 
     async def verify(self, timeout_s: float) -> tuple[Ran, str]:
         """As FolderRoom.verify."""
-        await self._must(["podman", "exec", self._name, "rm", "-rf", "/tests", "/logs/verifier"], 60)
-        await self._must(["podman", "exec", self._name, "mkdir", "-p", "/logs/verifier"], 60)
-        await self._must(["podman", "cp", f"{self._task.folder}/tests", f"{self._name}:/tests"], 60)
+        await self._must(
+            ["podman", "exec", self._name, "rm", "-rf", "/tests", "/logs/verifier"], 60
+        )
+        await self._must(
+            ["podman", "exec", self._name, "mkdir", "-p", "/logs/verifier"], 60
+        )
+        await self._must(
+            ["podman", "cp", f"{self._task.folder}/tests", f"{self._name}:/tests"], 60
+        )
         ran = await self.run(["bash", "/tests/test.sh"], timeout_s)
-        await self._must(["podman", "cp", f"{self._name}:/logs/verifier", f"{self._folder}/verifier"], 60)
+        await self._must(
+            [
+                "podman",
+                "cp",
+                f"{self._name}:/logs/verifier",
+                f"{self._folder}/verifier",
+            ],
+            60,
+        )
         return ran, read_reward(self._folder / "verifier")
 
     async def close(self) -> None:
@@ -120,24 +168,35 @@ ROOMS = {"bubblewrap": FolderRoom, "podman": ContainerRoom}
 
 
 def read_reward(folder: Path) -> str:
-    """JSON of what tests left in /logs/verifier: {"reward": number, ...}; empty if nothing."""
+    """JSON of what tests left in /logs/verifier: {"reward": number, ...}; empty if
+    nothing.
+    """
     found = [folder / "reward.txt", folder / "reward.json"]
     files = (path for path in found if path.is_file() and not path.is_symlink())
     text = next((path.read_text(encoding="utf-8") for path in files), "").strip()
-    return text if text.startswith("{") or not text else json.dumps({"reward": float(text)})
+    return (
+        text
+        if text.startswith("{") or not text
+        else json.dumps({"reward": float(text)})
+    )
 
 
 async def said(command: Sequence[str], timeout_s: float) -> Ran:
     """Run it to its end, or until it has said too much or taken too long."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=asyncio.subprocess.STDOUT
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=asyncio.subprocess.STDOUT,
     )
     assert process.stdout is not None
     text, code, note = b"", None, ""
     try:
         async with asyncio.timeout(timeout_s):
-            while len(text) <= MAX_OUTPUT_BYTES and (chunk := await process.stdout.read(4096)):
+            while len(text) <= MAX_OUTPUT_BYTES and (
+                chunk := await process.stdout.read(4096)
+            ):
                 text += chunk
             if len(text) > MAX_OUTPUT_BYTES:
                 note = f"\n[ended: it said more than {MAX_OUTPUT_BYTES} bytes]"
@@ -148,7 +207,8 @@ async def said(command: Sequence[str], timeout_s: float) -> Ran:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        while await process.stdout.read(2**16):  # asyncio sees no end of a process whose pipe is not empty
+        # asyncio sees no end of a process whose pipe is not empty
+        while await process.stdout.read(2**16):
             pass
         await process.wait()
     return code, text[:MAX_OUTPUT_BYTES].decode(errors="replace") + note

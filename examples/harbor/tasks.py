@@ -1,5 +1,5 @@
-"""Reads folders in the task format of Harbor (https://harborframework.com/docs/tasks): task.toml,
-instruction.md, environment/Dockerfile, tests/test.sh.
+"""Reads folders in the task format of Harbor (https://harborframework.com/docs/tasks):
+task.toml, instruction.md, environment/Dockerfile, tests/test.sh.
 """
 
 from __future__ import annotations
@@ -30,31 +30,42 @@ class HarborTask:
         """Raises ConfigError for what is missing, or is not run here."""
         try:
             settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-            instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+            instruction = (
+                (folder / "instruction.md").read_text(encoding="utf-8").strip()
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder} is no Harbor task: {error}") from error
         if "steps" in settings or not (folder / "tests/test.sh").exists():
             rule = "it has tests/test.sh and one step; its tests are run where the agent has worked"
-            raise ConfigError(f"{folder} is a Harbor task that is not run here", rule=rule)
+            raise ConfigError(
+                f"{folder} is a Harbor task that is not run here", rule=rule
+            )
         environment = settings.get("environment", {})
         return cls(
             folder=folder.resolve(),
             instruction=instruction,
             agent_timeout_s=float(settings.get("agent", {}).get("timeout_sec", 600)),
-            verifier_timeout_s=float(settings.get("verifier", {}).get("timeout_sec", 600)),
+            verifier_timeout_s=float(
+                settings.get("verifier", {}).get("timeout_sec", 600)
+            ),
             memory_mb=int(environment.get("memory_mb", 2048)),
         )
 
 
 class HarborTasks:
-    """The tasks of a folder, by name; `size` of them at most. Their reward comes from the agent, which runs
-    the tests.
+    """The tasks of a folder, by name; `size` of them at most. Their reward comes from
+    the agent, which runs the tests.
     """
 
-    def __init__(self, *, size: int, seed: int, folder: str = str(HERE / "tasks")) -> None:
+    def __init__(
+        self, *, size: int, seed: int, folder: str = str(HERE / "tasks")
+    ) -> None:
         found = sorted(path.parent for path in Path(folder).glob("*/task.toml"))
         if not found:
-            raise ConfigError(f"there is no task in {folder}", rule="each is a folder with a task.toml")
+            raise ConfigError(
+                f"there is no task in {folder}",
+                rule="each is a folder with a task.toml",
+            )
         self._tasks = [HarborTask.read(path) for path in found[:size]]
 
     def __len__(self) -> int:

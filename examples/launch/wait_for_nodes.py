@@ -1,4 +1,5 @@
-"""Wait until a Ray cluster has so many nodes: a run takes those that are there when it starts.
+"""Wait until a Ray cluster has so many nodes: a run takes those that are there when it
+starts.
 
 python examples/launch/wait_for_nodes.py HOST:PORT NUM_NODES [SECONDS]
 
@@ -20,7 +21,10 @@ def main(address: str, num_nodes: int, limit_s: float = 600.0) -> str | None:
     while True:
         names = sorted(node["NodeName"] for node in ray.nodes() if node["Alive"])
         if len(names) >= num_nodes:
-            print(f"Ray at {address} has {len(names)} nodes: {', '.join(names)}", flush=True)
+            print(
+                f"Ray at {address} has {len(names)} nodes: {', '.join(names)}",
+                flush=True,
+            )
             return None
         if time.monotonic() > end_s:
             few = f"{len(names)} of {num_nodes} nodes after {limit_s:g} s"

@@ -1,10 +1,11 @@
-"""A verifiers environment: sums too long for the head, and a calculator. Needs no network, no sandbox and no
-uv.
+"""A verifiers environment: sums too long for the head, and a calculator. Needs no
+network, no sandbox and no uv.
 
-`generator: {verifiers: calculator_env}` where this file is in the working directory, or installed (`pip
-install -e .`). It is one module with the three parts that the library looks for: a Taskset, the Task with its
-rewards, and here also a Harness, the program that talks to the model. This one runs inside the worker; the
-library's own programs (bash, null) are started as processes, and need uv.
+`generator: {verifiers: calculator_env}` where this file is in the working directory, or
+installed (`pip install -e .`). It is one module with the three parts that the library
+looks for: a Taskset, the Task with its rewards, and here also a Harness, the program
+that talks to the model. This one runs inside the worker; the library's own programs
+(bash, null) are started as processes, and need uv.
 """
 
 import ast
@@ -37,7 +38,11 @@ def calculate(expression: str) -> int:
     """The value. Raises ValueError for all but whole numbers, +, -, * and brackets."""
 
     def value(node: ast.AST) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10**12:
+        if (
+            isinstance(node, ast.Constant)
+            and type(node.value) is int
+            and abs(node.value) < 10**12
+        ):
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
@@ -50,7 +55,9 @@ def calculate(expression: str) -> int:
 
 
 class CalculatorData(vf.TaskData):
-    """One sum. What stands here goes into the prompt of a run, and comes back to the worker that plays it."""
+    """One sum. What stands here goes into the prompt of a run, and comes back to the
+    worker that plays it.
+    """
 
     answer: int
 
@@ -84,8 +91,8 @@ class CalculatorConfig(vf.TasksetConfig):
 
 
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
-    """`num_tasks` sums of `num_terms` numbers of two to four digits; the same ones each time, so that a run
-    can be resumed.
+    """`num_tasks` sums of `num_terms` numbers of two to four digits; the same ones each
+    time, so that a run can be resumed.
     """
 
     def load(self) -> list[CalculatorTask]:
@@ -95,7 +102,10 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
         for _ in range(self.config.num_tasks):
             terms = [str(draw.randint(10, 9999)) for _ in range(self.config.num_terms)]
             signs = [draw.choice("+-*") for _ in terms[1:]] + [""]
-            expression = " ".join(f"{term} {sign}".strip() for term, sign in zip(terms, signs, strict=True))
+            expression = " ".join(
+                f"{term} {sign}".strip()
+                for term, sign in zip(terms, signs, strict=True)
+            )
             data = CalculatorData(
                 system_prompt="Use the calculator. End with the number alone.",
                 prompt=f"What is {expression}?",
@@ -112,17 +122,28 @@ class CalculatorHarnessConfig(vf.HarnessConfig):
 
 
 class CalculatorHarness(vf.Harness[CalculatorHarnessConfig]):
-    """Asks the model, answers its tool calls, until it has no more of them or `max_turns` is reached."""
+    """Asks the model, answers its tool calls, until it has no more of them or
+    `max_turns` is reached.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:  # type: ignore[no-untyped-def]
-        """One conversation, in this very process: every call of the model goes to `endpoint`."""
+    async def launch(
+        self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
+    ) -> vf.ProgramResult:  # type: ignore[no-untyped-def]
+        """One conversation, in this very process: every call of the model goes to
+        `endpoint`.
+        """
         system, prompt = self.resolve_text_prompt(data)
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": prompt},
+        ]
+        async with AsyncOpenAI(
+            base_url=endpoint, api_key=secret, timeout=None
+        ) as client:
             for _ in range(self.config.max_turns):
                 completion = await client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=[TOOL]

@@ -1,4 +1,6 @@
-"""Part 2: a device computes the same as a CPU in float32, up to the rounding of bfloat16."""
+"""Part 2: a device computes the same as a CPU in float32, up to the rounding of
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from gpu.rows import Bench
 
 REPO = Path(__file__).resolve().parents[2]
 ROUNDED = 0.02
-"""Largest distance of a gradient through one layer in bfloat16, relative to its norm."""
+"""Largest distance of a gradient through one layer in bfloat16, relative to its norm.
+"""
 ROUNDED_DEEP = 0.1
 """Largest distance through all layers of a model."""
 SAME = 1e-4
@@ -45,18 +48,47 @@ markers =
 def marked_tests(bench: Bench) -> None:
     """Run the tests marked gpu, without plugins of pytest."""
     paths = sorted((REPO / "tests").glob("test_*.py"))
-    tests = [str(path) for path in paths if "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")]
+    tests = [
+        str(path)
+        for path in paths
+        if "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")
+    ]
     ini = bench.folder / "pytest.ini"
     imported = [str(REPO / name) for name in ("tests", "benchmarks", "scripts")]
     ini.write_text(INI.format(paths=" ".join(imported)))
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(REPO), "-m", "gpu"]
-    command += ["-rfE", "-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_NO_PLUGINS": "1"}
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environ)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(REPO),
+        "-m",
+        "gpu",
+    ]
+    command += [
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp",
+        str(bench.folder / "pytest"),
+        *tests,
+    ]
+    environ = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "HYPOTHESIS_NO_PLUGINS": "1",
+    }
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, env=environ
+    )
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode != 0:
         bench.out.mkdir(parents=True, exist_ok=True)
-        (bench.out / "tests.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+        (bench.out / "tests.log").write_text(
+            done.stdout + done.stderr, encoding="utf-8"
+        )
         print(done.stdout[-3000:], done.stderr[-1000:])
     is_right = done.returncode == 0 and (bench.device != "cuda" or " passed" in last)
     bench.tell(f"tests marked gpu, of {len(tests)} files", last, ok=is_right)
@@ -76,10 +108,19 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 def all_losses(bench: Bench) -> None:
     """Compare each built-in loss and its gradient with the CPU."""
-    header, arrays = make_batch(500, [20, 3, 40, 11, 7, 60, 25, 9], prompt=5, group_size=4)
-    model, rng, mask = make_folder(bench, "0.5B"), np.random.default_rng(1), arrays.is_sampled
+    header, arrays = make_batch(
+        500, [20, 3, 40, 11, 7, 60, 25, 9], prompt=5, group_size=4
+    )
+    model, rng, mask = (
+        make_folder(bench, "0.5B"),
+        np.random.default_rng(1),
+        arrays.is_sampled,
+    )
     current_N, proximal_N = (
-        (arrays.behaviour_logprobs + mask * rng.normal(0.0, 0.2, len(mask))).astype(np.float32) for _ in "12"
+        (arrays.behaviour_logprobs + mask * rng.normal(0.0, 0.2, len(mask))).astype(
+            np.float32
+        )
+        for _ in "12"
     )
     worst = {"loss": 0.0, "gradient": 0.0}
     for name in RECIPES:
@@ -94,15 +135,26 @@ def all_losses(bench: Bench) -> None:
         worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
         worst["gradient"] = max(worst["gradient"], distance(found_M, exact_M))
     for what, value in worst.items():
-        bench.check(f"{len(RECIPES)} losses, float32: largest distance of a {what}", value, SAME, ".1e")
+        bench.check(
+            f"{len(RECIPES)} losses, float32: largest distance of a {what}",
+            value,
+            SAME,
+            ".1e",
+        )
     _tell_memory(bench)
 
 
 def _loss_on(
-    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
+    device: torch.device,
+    objective: Objective,
+    batch: BatchNumbers,
+    current_N: np.ndarray,
+    numbers: Any,
 ) -> tuple[float, Tensor]:
     given = (batch.header, batch.arrays, batch.has_loss)
-    ((micro, _),) = micro_batches(*given, PackRules(10**6), device, ONE_RANK, Costs(0.0, 0.0))
+    ((micro, _),) = micro_batches(
+        *given, PackRules(10**6), device, ONE_RANK, Costs(0.0, 0.0)
+    )
     current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
     loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
     loss.backward()
@@ -115,7 +167,9 @@ def head(bench: Bench) -> None:
     shape, num = architecture(bench, "0.6B"), 64 if bench.is_tiny else 512
     torch.manual_seed(0)
     hidden_MD = torch.randn(num, shape["hidden_size"]).bfloat16()
-    weight_VD = (torch.randn(shape["vocab_size"], shape["hidden_size"]) * 0.1).bfloat16()
+    weight_VD = (
+        torch.randn(shape["vocab_size"], shape["hidden_size"]) * 0.1
+    ).bfloat16()
     target_M, grad_M = torch.randint(shape["vocab_size"], (num,)), torch.randn(num)
     found, exact = (
         _head_on(device, dtype, hidden_MD, weight_VD, target_M, grad_M)
@@ -123,16 +177,26 @@ def head(bench: Bench) -> None:
     )
     gap = float((found[0].cpu() - exact[0]).abs().max())
     bench.check("head: largest difference of a logprob, nats", gap, 1e-3, ".1e")
-    for what, one, other in zip(("hidden states", "weights"), found[1:], exact[1:], strict=True):
-        bench.check(f"head: gradient of {what}, distance", distance(one, other), ROUNDED)
+    for what, one, other in zip(
+        ("hidden states", "weights"), found[1:], exact[1:], strict=True
+    ):
+        bench.check(
+            f"head: gradient of {what}, distance", distance(one, other), ROUNDED
+        )
     _tell_memory(bench)
 
 
-def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    hidden_MD, weight_VD = (one.to(device, dtype, copy=True).requires_grad_() for one in given[:2])
+def _head_on(
+    device: str, dtype: torch.dtype, *given: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_MD, weight_VD = (
+        one.to(device, dtype, copy=True).requires_grad_() for one in given[:2]
+    )
     target_M, grad_M = (one.to(device) for one in given[2:])
     is_compiled = device == "cuda" and not missing_for_compiling(torch.device(device))
-    scores = head_scores(hidden_MD, weight_VD, None, target_M, 0.8, is_compiled=is_compiled)
+    scores = head_scores(
+        hidden_MD, weight_VD, None, target_M, 0.8, is_compiled=is_compiled
+    )
     scores.logprob_M.backward(grad_M)
     assert hidden_MD.grad is not None
     assert weight_VD.grad is not None
@@ -140,27 +204,47 @@ def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, T
 
 
 def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
-    """Compare packed forward and backward passes of the 0.6B shape in bfloat16 with float32 on the CPU.
+    """Compare packed forward and backward passes of the 0.6B shape in bfloat16 with
+    float32 on the CPU.
 
     Completions of a group have different lengths and share their prompt.
     """
     model, threads = make_folder(bench, "0.6B"), os.cpu_count() or 1
-    settings: dict[str, Any] = {"trainer": trainer, "algorithm": {"loss": "reinforce"}, "threads": threads}
-    exact = Trainer(make_spec(bench, model, **settings | {"device": "cpu", "dtype": "float32"}))
+    settings: dict[str, Any] = {
+        "trainer": trainer,
+        "algorithm": {"loss": "reinforce"},
+        "threads": threads,
+    }
+    exact = Trainer(
+        make_spec(bench, model, **settings | {"device": "cpu", "dtype": "float32"})
+    )
     trainer_here = Trainer(make_spec(bench, model, **settings))
     _same_adapters(trainer_here.step, exact.step)
     vocab_size = architecture(bench, "0.6B")["vocab_size"]
-    batch = make_batch(vocab_size, [16, 130, 70, 33, 90, 8, 150, 61], prompt=64, group_size=4)
+    batch = make_batch(
+        vocab_size, [16, 130, 70, 33, 90, 8, 150, 61], prompt=64, group_size=4
+    )
     mask = batch[1].is_sampled
     sides = (trainer_here, exact)
-    found_N, exact_N = (one.call(lambda step=one.step: _logprobs(step, *batch)) for one in sides)
+    found_N, exact_N = (
+        one.call(lambda step=one.step: _logprobs(step, *batch)) for one in sides
+    )
     gaps = np.abs(found_N - exact_N)[mask]
     bench.check("logprobs: mean gap, nats", float(gaps.mean()), GAP_WARNING)
     bench.tell("logprobs: largest gap, nats", f"{gaps.max():.4f}")
-    found, expected = (one.call(lambda step=one.step: _gradients(step, *batch)) for one in sides)
-    parts = [(distance(found[name], one), float(one.norm()), name) for name, one in expected.items()]
-    squares = sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts)
-    bench.check(f"gradient of {len(parts)} weights, distance", squares**0.5, ROUNDED_DEEP)
+    found, expected = (
+        one.call(lambda step=one.step: _gradients(step, *batch)) for one in sides
+    )
+    parts = [
+        (distance(found[name], one), float(one.norm()), name)
+        for name, one in expected.items()
+    ]
+    squares = sum((part * norm) ** 2 for part, norm, _ in parts) / sum(
+        norm**2 for _, norm, _ in parts
+    )
+    bench.check(
+        f"gradient of {len(parts)} weights, distance", squares**0.5, ROUNDED_DEEP
+    )
     worst, _, name = max(parts)
     bench.tell(f"largest distance: {name}", f"{worst:.4f}")
     _tell_memory(bench)
@@ -168,7 +252,9 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _same_adapters(step: TrainerRank, exact: TrainerRank) -> None:
-    """Copy the adapters, which each device draws itself. With B = 0, A would have no gradient."""
+    """Copy the adapters, which each device draws itself. With B = 0, A would have no
+    gradient.
+    """
     for name, weight in exact.masters.named.items():
         if ".lora_B" in name:
             weight.normal_(0.0, 0.01)
@@ -184,10 +270,16 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _logprobs(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[0]
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[
+        0
+    ]
 
 
-def _gradients(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> dict[str, Tensor]:
+def _gradients(
+    step: TrainerRank, header: BatchHeader, arrays: Tokens
+) -> dict[str, Tensor]:
     step.forward_backward(header, arrays)
     grads = {name: master.grad for name, master in step.masters.named.items()}
-    return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
+    return {
+        name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None
+    }

@@ -1,4 +1,6 @@
-"""Part 5: decode speeds of the engines; a vLLM server that is pushed to, sleeps and is killed."""
+"""Part 5: decode speeds of the engines; a vLLM server that is pushed to, sleeps and is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,15 @@ from gpu.rows import Bench
 Sampled = tuple[SamplingRequest, Completion]
 
 VLLM_ARGS = "ASYNCRL_GPU_VLLM_ARGS"
-"""Environment variable: arguments of `vllm serve` as JSON, over those of vllm_args(); null drops one."""
+"""Environment variable: arguments of `vllm serve` as JSON, over those of vllm_args();
+null drops one.
+"""
 ROWS = (1, 32, 64, 256)
 PROMPT, NEW = 32, 128
 MAX_LENGTH = {"embedded": 256, "vllm": 1100}
 LIMIT = {"cuda": 0.1, "cpu": 1e-3}
-"""Largest mean difference of logprobs from transformers, in nats: bfloat16 and float32."""
+"""Largest mean difference of logprobs from transformers, in nats: bfloat16 and float32.
+"""
 MOST_READ = 8
 """Completions that transformers reads again."""
 LOG_LINES = 40
@@ -55,22 +60,32 @@ GRACE_S = 15.0
 
 
 def vllm_args(bench: Bench) -> dict[str, Any]:
-    """Return arguments of `vllm serve`: graphs without torch.compile, unless VLLM_ARGS says otherwise."""
+    """Return arguments of `vllm serve`: graphs without torch.compile, unless VLLM_ARGS
+    says otherwise.
+    """
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     given: dict[str, Any] = json.loads(os.environ.get(VLLM_ARGS, "{}"))
     return (graphs if bench.device == "cuda" else {}) | given
 
 
 def log_of(run_dir: Path) -> list[str]:
-    """Return the lines of an engine's log, without their long prefixes, and its first error."""
+    """Return the lines of an engine's log, without their long prefixes, and its first
+    error.
+    """
     log = run_dir / "logs" / "engine-0.log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.rpartition("] ")[2][:160] for line in text.splitlines() if "^^^" not in line]
+    lines = [
+        line.rpartition("] ")[2][:160]
+        for line in text.splitlines()
+        if "^^^" not in line
+    ]
     return [*lines, f"first error of the engine: {first_error(text)}"]
 
 
 class Case:
-    """Two sets of weights that a server gets in turn, and what transformers computes with them."""
+    """Two sets of weights that a server gets in turn, and what transformers computes
+    with them.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -78,10 +93,15 @@ class Case:
         self.sizes = (1, 8) if bench.is_tiny else ROWS
         self.slots = self.sizes[-1]
         self.dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).to(bench.device)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=self.dtype
+        ).to(bench.device)
         first = named_weights(self.model)
         # Every matrix and norm differs.
-        self.sets = first, {name: 1.25 * tensor.flip(0) for name, tensor in first.items()}
+        self.sets = (
+            first,
+            {name: 1.25 * tensor.flip(0) for name, tensor in first.items()},
+        )
 
     def weights(self, version: int) -> LazyWeights:
         """Version 0 is the model's folder."""
@@ -94,28 +114,57 @@ class Case:
         dtype = str(self.dtype).removeprefix("torch.")
         given = {"device": self.bench.device, "dtype": dtype, **fields}
         return engine_server(
-            kind, self.folder, run_dir, slots=self.slots, max_length=MAX_LENGTH[kind], **given
+            kind,
+            self.folder,
+            run_dir,
+            slots=self.slots,
+            max_length=MAX_LENGTH[kind],
+            **given,
         )
 
     def requests(self, name: str, count: int, num_new: int) -> list[SamplingRequest]:
         vocab_size = architecture(self.bench, "0.6B")["vocab_size"]
-        prompts = np.random.default_rng(len(name)).integers(0, vocab_size, (count, PROMPT))
-        return [SamplingRequest(f"{name}-{n}", ids, num_new, seed=n) for n, ids in enumerate(prompts)]
+        prompts = np.random.default_rng(len(name)).integers(
+            0, vocab_size, (count, PROMPT)
+        )
+        return [
+            SamplingRequest(f"{name}-{n}", ids, num_new, seed=n)
+            for n, ids in enumerate(prompts)
+        ]
 
     @torch.no_grad()
     def gaps(self, request: SamplingRequest, done: Completion) -> Tensor:
-        """Return each logprob's difference from that of the weights of its version, in nats."""
-        ids = torch.tensor([[*request.prompt_ids, *done.token_ids]], device=self.model.device)
+        """Return each logprob's difference from that of the weights of its version, in
+        nats.
+        """
+        ids = torch.tensor(
+            [[*request.prompt_ids, *done.token_ids]], device=self.model.device
+        )
         right = []
         for span in done.version_spans:
-            found = functional_call(self.model, dict(self.weights(span.version)), (ids,))
-            logprobs = found.logits[0, PROMPT - 1 : -1][span.start : span.end].float().log_softmax(-1)
-            right.append(logprobs.gather(1, ids[0, PROMPT:][span.start : span.end, None])[:, 0])
+            found = functional_call(
+                self.model, dict(self.weights(span.version)), (ids,)
+            )
+            logprobs = (
+                found.logits[0, PROMPT - 1 : -1][span.start : span.end]
+                .float()
+                .log_softmax(-1)
+            )
+            right.append(
+                logprobs.gather(1, ids[0, PROMPT:][span.start : span.end, None])[:, 0]
+            )
         return (torch.cat(right).cpu() - torch.tensor(done.behaviour_logprobs)).abs()
 
-    def tell_gaps(self, name: str, sampled: Sequence[Sampled], *, is_exact: bool = True) -> None:
-        """Print differences of the newest tokens, and of the two at the boundary of two versions."""
-        parts: dict[str, list[Tensor]] = {"logprob gap": [], "logprob gap at the boundary": []}
+    def tell_gaps(
+        self, name: str, sampled: Sequence[Sampled], *, is_exact: bool = True
+    ) -> None:
+        """Print differences of the newest tokens, and of the two at the boundary of two
+        versions.
+        """
+        parts: dict[str, list[Tensor]] = {
+            "logprob gap": [],
+            "logprob gap at the boundary": [],
+        }
         for request, done in sampled[-MOST_READ:]:
             start = done.version_spans[-1].start
             gaps = self.gaps(request, done)
@@ -129,11 +178,16 @@ class Case:
                 against = f"maximum {float(gaps.max()):.1e}"
                 ok = is_right if is_exact else None
                 self.bench.tell(
-                    f"{name}: {what}, mean nats", f"{float(gaps.mean()):.1e}", against=against, ok=ok
+                    f"{name}: {what}, mean nats",
+                    f"{float(gaps.mean()):.1e}",
+                    against=against,
+                    ok=ok,
                 )
 
     async def tell_decode(self, name: str, client: EngineClient) -> None:
-        """Print the speed of each number of requests at once, second time, and the logprob gap."""
+        """Print the speed of each number of requests at once, second time, and the
+        logprob gap.
+        """
         pool = EnginePool([client], slots=self.slots)
         for rows in self.sizes:
             for turn in range(2):
@@ -156,9 +210,15 @@ async def _decode(bench: Bench) -> None:
     from asyncrl_servers.embedded.decoder import EmbeddedSpec
 
     case = Case(bench)
-    for name, fields in {"embedded": {}, "embedded, fused": {"fused_decode": True}}.items():
+    for name, fields in {
+        "embedded": {},
+        "embedded, fused": {"fused_decode": True},
+    }.items():
         if fields.keys() <= EmbeddedSpec.model_fields.keys():
-            async with case.server("embedded", bench.folder / name, **fields) as (client, _):
+            async with case.server("embedded", bench.folder / name, **fields) as (
+                client,
+                _,
+            ):
                 await case.tell_decode(name, client)
 
 
@@ -185,8 +245,16 @@ async def _vllm(bench: Bench, end_s: float) -> None:
         async with asyncio.timeout(end_s - started_s):
             async with server(bench.folder) as (client, _):
                 start_s = time.perf_counter() - started_s
-                told = [line.strip()[:110] for line in log_of(bench.folder) if re.search(TOLD, line)]
-                bench.tell("start, seconds", f"{start_s:.1f}", against=" | ".join(dict.fromkeys(told)))
+                told = [
+                    line.strip()[:110]
+                    for line in log_of(bench.folder)
+                    if re.search(TOLD, line)
+                ]
+                bench.tell(
+                    "start, seconds",
+                    f"{start_s:.1f}",
+                    against=" | ".join(dict.fromkeys(told)),
+                )
                 await case.tell_decode("vLLM", client)
                 for interrupt in get_args(Interrupt):
                     await _push(case, client, staging, interrupt)
@@ -197,12 +265,16 @@ async def _vllm(bench: Bench, end_s: float) -> None:
         remove_staging_dir(staging)
 
 
-async def _begin(case: Case, client: EngineClient, name: str, on_segment: Any = None) -> tuple[Any, ...]:
-    """Start requests, of which the first streams. Return them, their tasks and the times of its tokens, of
-    which there are some.
+async def _begin(
+    case: Case, client: EngineClient, name: str, on_segment: Any = None
+) -> tuple[Any, ...]:
+    """Start requests, of which the first streams. Return them, their tasks and the
+    times of its tokens, of which there are some.
     """
     pool = EnginePool([client], slots=case.slots)
-    requests = case.requests(name, 8 if case.bench.is_tiny else 64, 384 if case.bench.is_tiny else 768)
+    requests = case.requests(
+        name, 8 if case.bench.is_tiny else 64, 384 if case.bench.is_tiny else 768
+    )
     times = list[float]()
     flows = asyncio.Event()
 
@@ -212,20 +284,30 @@ async def _begin(case: Case, client: EngineClient, name: str, on_segment: Any = 
             flows.set()
 
     first = pool.generate(requests[0], on_tokens=note, on_segment=on_segment)
-    tasks = [asyncio.create_task(one) for one in (first, *map(pool.generate, requests[1:]))]
-    await asyncio.wait((asyncio.create_task(flows.wait()), *tasks), return_when=asyncio.FIRST_COMPLETED)
+    tasks = [
+        asyncio.create_task(one) for one in (first, *map(pool.generate, requests[1:]))
+    ]
+    await asyncio.wait(
+        (asyncio.create_task(flows.wait()), *tasks), return_when=asyncio.FIRST_COMPLETED
+    )
     return requests, tasks, times
 
 
-async def _push(case: Case, client: EngineClient, staging: Path, interrupt: Interrupt) -> None:
-    """Push during generation as a run does by files; check each token's version and logprob."""
+async def _push(
+    case: Case, client: EngineClient, staging: Path, interrupt: Interrupt
+) -> None:
+    """Push during generation as a run does by files; check each token's version and
+    logprob.
+    """
     name = f"push, {interrupt}"
     version = client.policy_version + 1
     path = staging / f"{version}.safetensors"
     sent = await asyncio.to_thread(export_weights, case.weights(version), path, version)
     requests, tasks, times = await _begin(case, client, name)
     lost = list[EngineLost]()
-    push = Push(version, [client], timeout_s=60.0, interrupt=interrupt, on_lost=lost.append)
+    push = Push(
+        version, [client], timeout_s=60.0, interrupt=interrupt, on_lost=lost.append
+    )
     report = await push.whole(sent)  # compares digests
     if lost:
         raise lost[0]
@@ -240,10 +322,16 @@ async def _push(case: Case, client: EngineClient, staging: Path, interrupt: Inte
         ends = [0, *(span.end for span in one.version_spans)]
         is_whole = ends[-1] == len(one.token_ids) == requests[0].max_tokens
         is_joined = ends[:-1] == [span.start for span in one.version_spans]
-        num_right += is_whole and is_joined and versions == [span.version for span in one.version_spans]
+        num_right += (
+            is_whole
+            and is_joined
+            and versions == [span.version for span in one.version_spans]
+        )
     what = f"{name}: completions of versions {versions}"
     case.bench.tell(what, f"{num_right} of {len(done)}", ok=num_right == len(done))
-    case.tell_gaps(name, list(zip(requests, done, strict=True)), is_exact=interrupt != "keep_kv")
+    case.tell_gaps(
+        name, list(zip(requests, done, strict=True)), is_exact=interrupt != "keep_kv"
+    )
     await _check_new(case, client, f"after {name}")
 
 
@@ -252,7 +340,9 @@ async def _check_new(case: Case, client: EngineClient, name: str) -> None:
     requests = case.requests(name, MOST_READ, NEW)
     pool = EnginePool([client], slots=case.slots)
     done = await asyncio.gather(*map(pool.generate, requests))
-    assert {span.version for one in done for span in one.version_spans} == {client.policy_version}
+    assert {span.version for one in done for span in one.version_spans} == {
+        client.policy_version
+    }
     case.tell_gaps(name, list(zip(requests, done, strict=True)))
 
 
@@ -260,16 +350,28 @@ async def _sleep(case: Case, client: EngineClient, staging: Path) -> None:
     """Sleep at level 2, wake and push by chunks (ipc), then compare logprobs."""
     bench = case.bench
     version = client.policy_version + 1
-    chunks = make_chunks(case.weights(version), staging, torch.device(bench.device), case.dtype)
+    chunks = make_chunks(
+        case.weights(version), staging, torch.device(bench.device), case.dtype
+    )
     used = [_used_gib(bench)]
     asleep_s = (await client.sleep()).seconds
     used.append(_used_gib(bench))
     times = await push_chunks(client, case.weights(version), chunks, version)
     used.append(_used_gib(bench))
     gib = ", ".join(f"{one:.1f}" for one in used)
-    bench.tell("sleep, seconds", f"{asleep_s:.3f}", against=f"device GiB before, asleep, awake: {gib}")
-    parts = ", ".join(f"{what.strip()} {seconds:.3f}" for what, seconds in times.items())
-    bench.tell("wake and push by ipc, seconds", f"{times['without a token']:.3f}", against=parts)
+    bench.tell(
+        "sleep, seconds",
+        f"{asleep_s:.3f}",
+        against=f"device GiB before, asleep, awake: {gib}",
+    )
+    parts = ", ".join(
+        f"{what.strip()} {seconds:.3f}" for what, seconds in times.items()
+    )
+    bench.tell(
+        "wake and push by ipc, seconds",
+        f"{times['without a token']:.3f}",
+        against=parts,
+    )
     await _check_new(case, client, "after sleep")
 
 
@@ -282,7 +384,11 @@ async def _kill(case: Case, client: EngineClient) -> None:
     """Kill all of vLLM's processes during generation: each request raises EngineLost."""
     kept = list[Completion]()
     _, tasks, _ = await _begin(case, client, "kill", kept.append)
-    (leader,) = (one for one in psutil.Process().children() if "asyncrl_servers.vllm" in one.cmdline())
+    (leader,) = (
+        one
+        for one in psutil.Process().children()
+        if "asyncrl_servers.vllm" in one.cmdline()
+    )
     started_s = time.perf_counter()
     os.killpg(leader.pid, signal.SIGKILL)
     answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -291,5 +397,8 @@ async def _kill(case: Case, client: EngineClient) -> None:
     against = f"{num_lost} of {len(tasks)} requests; {len(kept[-1].token_ids)} tokens of a stream are kept"
     is_right = num_lost == len(tasks)
     case.bench.tell(
-        "killed: until all requests know, seconds", f"{seconds:.3f}", against=against, ok=is_right
+        "killed: until all requests know, seconds",
+        f"{seconds:.3f}",
+        against=against,
+        ok=is_right,
     )

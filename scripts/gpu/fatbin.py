@@ -1,10 +1,11 @@
-"""Blank the CUDA code of a shared library that one architecture never runs, so that it packs well.
+"""Blank the CUDA code of a shared library that one architecture never runs, so that it
+packs well.
 
     python scripts/gpu/fatbin.py LIBRARY OUT 90          # keep machine code of sm_90
     python scripts/gpu/fatbin.py LIBRARY OUT 90 --ptx    # and PTX where a container has no code of sm_90
 
-Blanked entries stay in place, full of zeros: sizes and addresses do not change. A kernel whose entries are
-all blanked cannot run.
+Blanked entries stay in place, full of zeros: sizes and addresses do not change. A
+kernel whose entries are all blanked cannot run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def containers(data: mmap.mmap) -> Iterator[list[Entry]]:
         _, _, head, size = struct.unpack_from("<IHHQ", data, at)
         end = at + head + size
         if head != CONTAINER_HEAD or end > len(data):
-            at = data.find(MAGIC, at + len(MAGIC))  # other bytes that look like a container
+            # other bytes that look like a container
+            at = data.find(MAGIC, at + len(MAGIC))
             continue
         entries = []
         place = at + head
@@ -56,7 +58,9 @@ def containers(data: mmap.mmap) -> Iterator[list[Entry]]:
 
 def choose(entries: list[Entry], arch: int, *, keep_ptx: bool) -> set[Entry]:
     """Return the entries that a device of this architecture needs."""
-    code = {entry for entry in entries if entry.kind == MACHINE_CODE and entry.arch == arch}
+    code = {
+        entry for entry in entries if entry.kind == MACHINE_CODE and entry.arch == arch
+    }
     ptx = [entry for entry in entries if entry.kind == PTX and entry.arch <= arch]
     if code or not ptx or not keep_ptx:
         return code
@@ -82,7 +86,9 @@ def main() -> None:
             if entry not in needed:
                 data[entry.start : entry.end] = bytes(entry.end - entry.start)
     options.out.write_bytes(data)
-    print(f"{options.library.name}: kept {kept / 1e6:.1f} MB of code for sm_{options.arch}")
+    print(
+        f"{options.library.name}: kept {kept / 1e6:.1f} MB of code for sm_{options.arch}"
+    )
 
 
 if __name__ == "__main__":

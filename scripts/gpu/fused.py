@@ -1,4 +1,6 @@
-"""The fused decode step of the embedded engine against the plain one and transformers' own forward."""
+"""The fused decode step of the embedded engine against the plain one and transformers'
+own forward.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,25 @@ def fused_step(bench: Bench) -> None:
     """Compare logprobs in float32 and bfloat16, then time both steps at 1 to 256 rows."""
     if bench.device not in KERNEL_DEVICES:
         raise NotRunError(f"fused steps have no kernel for {bench.device}")
-    torch._dynamo.config.recompile_limit = 64  # each cache has another shape; an engine has one
+    # each cache has another shape; an engine has one
+    torch._dynamo.config.recompile_limit = 64
     for dtype, limit in LIMITS.items():
         _compare(bench, dtype, limit)
     most_rows = 8 if bench.is_tiny else 256
-    runner = Runner(_load(bench, "bfloat16"), most_rows, TIMED_LENGTH + 64, is_exact=False)
+    runner = Runner(
+        _load(bench, "bfloat16"), most_rows, TIMED_LENGTH + 64, is_exact=False
+    )
     assert runner.plain is not None
-    kinds = [kind(runner, runner.plain, most_rows) for kind in (DecodeGraphs, FusedSteps)]
+    kinds = [
+        kind(runner, runner.plain, most_rows) for kind in (DecodeGraphs, FusedSteps)
+    ]
     for steps in kinds:
         steps.is_refused = bench.device != "cuda"
     for rows in (2, 4, 1, 8) if bench.is_tiny else (64, 256, 1, 32):
         ids, lengths = np.ones(rows, np.int64), np.full(rows, TIMED_LENGTH, np.int64)
-        plain, fused = (_timed(partial(steps.step, ids, lengths), bench.device) for steps in kinds)
+        plain, fused = (
+            _timed(partial(steps.step, ids, lengths), bench.device) for steps in kinds
+        )
         what = f"step of {rows} rows at {TIMED_LENGTH} tokens"
         against = f"plain step {plain:.3f} ms, {plain / fused:.2f} times"
         bench.tell(what, f"{fused:.3f} ms", against=against)
@@ -51,8 +60,15 @@ def fused_step(bench: Bench) -> None:
 
 def _load(bench: Bench, dtype: str) -> LoadedModel:
     folder = str(make_folder(bench, "0.6B"))
-    values = {"slots": len(PROMPTS), "max_length": MAX_LENGTH, "deterministic": False, "device": bench.device}
-    return LoadedModel(EmbeddedSpec(name="fused", model_path=folder, dtype=dtype, **values))
+    values = {
+        "slots": len(PROMPTS),
+        "max_length": MAX_LENGTH,
+        "deterministic": False,
+        "device": bench.device,
+    }
+    return LoadedModel(
+        EmbeddedSpec(name="fused", model_path=folder, dtype=dtype, **values)
+    )
 
 
 def _compare(bench: Bench, dtype: str, limit: float) -> None:
@@ -66,7 +82,9 @@ def _compare(bench: Bench, dtype: str, limit: float) -> None:
         ("fused", FusedSteps, 0),
         ("pages", FusedSteps, 8192),
     ):
-        runner = Runner(loaded, len(texts), MAX_LENGTH, is_exact=False, cache_tokens=tokens)
+        runner = Runner(
+            loaded, len(texts), MAX_LENGTH, is_exact=False, cache_tokens=tokens
+        )
         for slot in range(len(texts)):
             runner.cache.reserve(slot, MAX_LENGTH)
         runner.step([(slot, text[:-DECODED], 0) for slot, text in enumerate(texts)])
@@ -74,11 +92,15 @@ def _compare(bench: Bench, dtype: str, limit: float) -> None:
         runner.graphs = kind(runner, runner.plain, len(texts))
         runner.graphs.is_refused = bench.device != "cuda"
         found[name] = _decode(runner, texts)
-    model = AutoModelForCausalLM.from_pretrained(loaded.folder, dtype=torch.float32).to(bench.device)
+    model = AutoModelForCausalLM.from_pretrained(loaded.folder, dtype=torch.float32).to(
+        bench.device
+    )
     expected = torch.stack([_own_logprobs(model, text) for text in texts], dim=1)
     for name, logprobs_SR in found.items():
         distance = (logprobs_SR - expected).abs().max().item()
-        bench.check(f"{name} step in {dtype} against transformers in float32", distance, limit)
+        bench.check(
+            f"{name} step in {dtype} against transformers in float32", distance, limit
+        )
     for name in ("fused", "pages"):
         distance = (found[name] - found["plain"]).abs().max().item()
         bench.check(f"{name} step in {dtype} against the plain step", distance, limit)
@@ -91,14 +113,18 @@ def _decode(runner: Runner, texts: list[np.ndarray]) -> Tensor:
         last_ids = np.array([text[-left] for text in texts])
         lengths = np.array([len(text) - left + 1 for text in texts])
         logprobs_RV = runner.step((), last_ids, lengths).float().log_softmax(-1)
-        nexts = torch.tensor([[text[1 - left]] for text in texts], device=logprobs_RV.device)
+        nexts = torch.tensor(
+            [[text[1 - left]] for text in texts], device=logprobs_RV.device
+        )
         steps.append(logprobs_RV.gather(1, nexts)[:, 0])
     return torch.stack(steps)
 
 
 def _own_logprobs(model: torch.nn.Module, text: np.ndarray) -> Tensor:
     ids = torch.from_numpy(text)[None].to(next(model.parameters()).device)
-    logprobs_TV = model(ids, use_cache=False).logits[0, -DECODED:-1].float().log_softmax(-1)
+    logprobs_TV = (
+        model(ids, use_cache=False).logits[0, -DECODED:-1].float().log_softmax(-1)
+    )
     return logprobs_TV.gather(1, ids[0, 1 - DECODED :, None])[:, 0]
 
 

@@ -1,4 +1,6 @@
-"""Runs of `asyncrl run`: shipped configs on one device, and one config with other sections (part 5)."""
+"""Runs of `asyncrl run`: shipped configs on one device, and one config with other
+sections (part 5).
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,17 @@ Line = dict[str, Any]
 
 
 def run_job(
-    bench: Bench, config: Path, name: str, overrides: list[str], *, limit_s: float, must_end: bool = True
+    bench: Bench,
+    config: Path,
+    name: str,
+    overrides: list[str],
+    *,
+    limit_s: float,
+    must_end: bool = True,
 ) -> list[Line]:
-    """Return the lines of metrics.jsonl. A run is interrupted after `limit_s`, an error if it `must_end`."""
+    """Return the lines of metrics.jsonl. A run is interrupted after `limit_s`, an error
+    if it `must_end`.
+    """
     run_dir = bench.folder / name
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides]
     command += ["observe.trackers=[]", "--run-dir", str(run_dir)]
@@ -50,20 +60,37 @@ def run_job(
         said = log.read()[-3000:]
     path = run_dir / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    steps = [line for line in map(json.loads, lines) if "step" in line and "reward/mean" in line]
+    steps = [
+        line
+        for line in map(json.loads, lines)
+        if "step" in line and "reward/mean" in line
+    ]
     if code or not steps or (code is None and must_end):
-        ended = f"was interrupted after {limit_s:.0f} s" if code is None else f"ended with {code}"
+        ended = (
+            f"was interrupted after {limit_s:.0f} s"
+            if code is None
+            else f"ended with {code}"
+        )
         engine_log = "\n".join(log_of(run_dir)[-20:])
-        raise RuntimeError(f"{engine_log}\n{said}\nasyncrl run {name} {ended} with {len(steps)} steps")
+        raise RuntimeError(
+            f"{engine_log}\n{said}\nasyncrl run {name} {ended} with {len(steps)} steps"
+        )
     return steps
 
 
 def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:
     """Return the overrides of a colocated run."""
-    overrides = [f"placement={{trainer: {bench.place}, rollout: trainer}}", "buffer.max_staleness=0"]
-    overrides += [] if bench.device == "cpu" else ["model.dtype=bfloat16"]  # float32 is not packed on CUDA
+    overrides = [
+        f"placement={{trainer: {bench.place}, rollout: trainer}}",
+        "buffer.max_staleness=0",
+    ]
+    # float32 is not packed on CUDA
+    overrides += [] if bench.device == "cpu" else ["model.dtype=bfloat16"]
     if engine == "vllm":
-        overrides += ["rollout.engine=vllm", f"rollout.vllm={json.dumps(vllm_args(bench))}"]
+        overrides += [
+            "rollout.engine=vllm",
+            f"rollout.vllm={json.dumps(vllm_args(bench))}",
+        ]
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
     return overrides
@@ -81,23 +108,43 @@ def learns(bench: Bench, config: str, engine: str = "embedded") -> None:
     first = fmean(rewards[:WINDOW])
     last = fmean(rewards[-WINDOW:])
     is_better = bench.is_tiny or last > first
-    bench.tell("reward, first and last 10 steps", f"{first:.3f} {last:.3f}", ok=is_better)
+    bench.tell(
+        "reward, first and last 10 steps", f"{first:.3f} {last:.3f}", ok=is_better
+    )
     seconds = steps[-1]["time_s"]
     pace = f"{seconds / len(steps):.3f} s a step"
     bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=pace)
     _tell_seconds(bench, steps)
-    bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
+    bench.tell(
+        "logprob gap on fresh tokens, mean nats",
+        f"{_median(steps, 'policy/logprob_gap_mean'):.2e}",
+    )
     tell_memory(bench, load_config(path, overrides), steps)
     _plot(bench, steps, config)
 
 
 def _tell_seconds(bench: Bench, steps: list[Line]) -> None:
     """Print the parts of a step, as the median and as the sum over all steps."""
-    names = ("wait", "handover", "train", "pack", "forward", "backward", "optimizer", "blocked", "compile")
+    names = (
+        "wait",
+        "handover",
+        "train",
+        "pack",
+        "forward",
+        "backward",
+        "optimizer",
+        "blocked",
+        "compile",
+    )
     keys = [f"perf/{name}_s" for name in names if f"perf/{name}_s" in steps[-1]]
     for what, of_steps in (("median", median), ("sum", sum)):
-        total, *parts = (of_steps(line.get(key) or 0.0 for line in steps) for key in ("perf/step_s", *keys))
-        against = ", ".join(f"{key[5:-2]} {part:.4g}" for key, part in zip(keys, parts, strict=True))
+        total, *parts = (
+            of_steps(line.get(key) or 0.0 for line in steps)
+            for key in ("perf/step_s", *keys)
+        )
+        against = ", ".join(
+            f"{key[5:-2]} {part:.4g}" for key, part in zip(keys, parts, strict=True)
+        )
         bench.tell(f"seconds of a step, {what}", f"{total:.4g}", against=against)
 
 
@@ -105,7 +152,11 @@ def tell_memory(bench: Bench, config: RunConfig, steps: list[Line]) -> None:
     """Print the trainer's peak memory and the planned one."""
     if bench.device == "cuda":
         settled, _ = resolve_auto(config, single_node())
-        (trainer,) = (one for one in make_plan(settled, single_node()).processes if one.name == "trainer-0")
+        (trainer,) = (
+            one
+            for one in make_plan(settled, single_node()).processes
+            if one.name == "trainer-0"
+        )
         peak = max(step["perf/device_memory_bytes"] for step in steps)
         bench.memory(trainer.memory.total, peak, is_limit=False)
 
@@ -119,7 +170,11 @@ def _plot(bench: Bench, steps: list[Line], config: str) -> None:
 
     figure = Figure(figsize=(8, 4))
     axis = figure.subplots()
-    axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
+    axis.plot(
+        [line["time_s"] for line in steps],
+        [line["reward/mean"] for line in steps],
+        linewidth=0.8,
+    )
     title = f"{bench.label}: {config}, colocated"
     axis.set(xlabel="seconds of training", ylabel="reward of a batch", title=title)
     path = bench.out / f"{bench.label}-{config}.png"
@@ -157,7 +212,9 @@ CASES: dict[str, dict[str, Sections]] = {
     "nccl-embedded": _pushed("embedded"),
     "vllm-colocated": {
         "colocated": _colocated(
-            TURNS, weight_sync={"transport": "ipc"}, rollout=ONE_DEVICE | {"deterministic": False}
+            TURNS,
+            weight_sync={"transport": "ipc"},
+            rollout=ONE_DEVICE | {"deterministic": False},
         )
     },
     "vllm-async": {
@@ -197,15 +254,28 @@ ON_ONE_DEVICE = ("vllm-colocated", "vllm-async", "batch-invariance", "one-device
 
 
 def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str, Any]:
-    """Return a config on the letters task with these sections. `model`: None: the 1.5B shape. On a CPU, it
-    takes the place of all devices.
+    """Return a config on the letters task with these sections. `model`: None: the 1.5B
+    shape. On a CPU, it takes the place of all devices.
     """
-    shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
+    shape = {
+        name: value
+        for name, value in architecture(bench, "1.5B").items()
+        if name != "vocab_size"
+    }
     scratch = {"scratch": {"characters": "abcdef0123456789 ", "architecture": shape}}
     base: Sections = {
         "model": {"dtype": "bfloat16", **({"path": str(model)} if model else scratch)},
-        "task": {"python": "asyncrl.tasks.toy:Letters", "size": 1000, "reward_pool": "inline"},
-        "rollout": {"engine": "vllm", "slots": 64, "max_prompt_tokens": 8, "max_tokens": 512},
+        "task": {
+            "python": "asyncrl.tasks.toy:Letters",
+            "size": 1000,
+            "reward_pool": "inline",
+        },
+        "rollout": {
+            "engine": "vllm",
+            "slots": 64,
+            "max_prompt_tokens": 8,
+            "max_tokens": 512,
+        },
         "trainer": {"num_groups": 8, "num_steps": NUM_STEPS, "learning_rate": 1e-5},
         "checkpoint": {"every": None},
     }
@@ -230,10 +300,14 @@ def in_cases(bench: Bench, case: str) -> None:
     from common import has_vllm
 
     runs = CASES[case]
-    engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}
+    engines = {
+        sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()
+    }
     lacking = [] if has_vllm() or "vllm" not in engines else ["vLLM"]
     num_devices = 1 if case in ON_ONE_DEVICE else 2
-    is_here = torch.cuda.device_count() >= num_devices or (bench.device == "cpu" and num_devices == 1)
+    is_here = torch.cuda.device_count() >= num_devices or (
+        bench.device == "cpu" and num_devices == 1
+    )
     lacking += [] if is_here else [f"{num_devices} CUDA devices"]
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
@@ -241,10 +315,14 @@ def in_cases(bench: Bench, case: str) -> None:
     tokens = []
     for number, (name, sections) in enumerate(runs.items()):
         config = bench.folder / f"{case}-{number}.yaml"
-        config.write_text(yaml.safe_dump(job_config(bench, model, sections)), encoding="utf-8")
+        config.write_text(
+            yaml.safe_dump(job_config(bench, model, sections)), encoding="utf-8"
+        )
         limit_s = (bench.limit_s - GRACE_S) / len(runs)
         must_end = case != "one-device"
-        steps = run_job(bench, config, config.stem, [], limit_s=limit_s, must_end=must_end)
+        steps = run_job(
+            bench, config, config.stem, [], limit_s=limit_s, must_end=must_end
+        )
         tell_sharing(bench, name, bench.folder / config.stem)
         _tell_run(bench, name, steps[2:] or steps)
         tell_memory(bench, load_config(config), steps)
@@ -258,10 +336,15 @@ def in_cases(bench: Bench, case: str) -> None:
 def tell_sharing(bench: Bench, name: str, run_dir: Path) -> None:
     """Print whether both sides compute at the same time, and why not."""
     log = (run_dir / "logs" / "controller.log").read_text(encoding="utf-8")
-    for line in re.findall(r"placement\.share=.*|trainer and engines take time slices.*", log):
+    for line in re.findall(
+        r"placement\.share=.*|trainer and engines take time slices.*", log
+    ):
         bench.tell(f"{name}: sharing", line)
     for path in (run_dir / "logs" / "mps").glob("*.log"):
-        bench.tell(f"{name}: {path.name}", path.read_text(encoding="utf-8", errors="replace")[-500:])
+        bench.tell(
+            f"{name}: {path.name}",
+            path.read_text(encoding="utf-8", errors="replace")[-500:],
+        )
 
 
 def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:

@@ -8,11 +8,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.trainer.attention import _attend, number_of
-from asyncrl.trainer.tree import KernelPass, Layout, Piece, TokenRange, lay_out, places_of
+from asyncrl.trainer.tree import (
+    KernelPass,
+    Layout,
+    Piece,
+    TokenRange,
+    lay_out,
+    places_of,
+)
 from gpu.correct import ROUNDED, distance
 from gpu.rows import Bench
 
@@ -29,7 +39,9 @@ Call = Callable[[], object]
 
 
 def attention(bench: Bench) -> None:
-    """Time FlashAttention 2, 3 and cuDNN, and compare gradients through a prefix tree with float32."""
+    """Time FlashAttention 2, 3 and cuDNN, and compare gradients through a prefix tree
+    with float32.
+    """
     kernels = ["CPU"] if bench.device == "cpu" else ["FA2"]
     if bench.device == "cuda" and importlib.util.find_spec("flash_attn_interface"):
         kernels.append("FA3")
@@ -53,10 +65,17 @@ def attention(bench: Bench) -> None:
                 _tell_times(bench, f"cuDNN, {label}", heads, lengths, forward, backward)
 
 
-def _packed(device: str, heads: int, kv_heads: int, lengths: list[int]) -> tuple[Call, Call]:
-    """Return the trainer's forward and backward passes over sequences without a shared prefix."""
+def _packed(
+    device: str, heads: int, kv_heads: int, lengths: list[int]
+) -> tuple[Call, Call]:
+    """Return the trainer's forward and backward passes over sequences without a shared
+    prefix.
+    """
     starts = np.cumsum([0, *lengths]).tolist()
-    pieces = tuple(Piece(start, size, start, size) for start, size in zip(starts, lengths, strict=False))
+    pieces = tuple(
+        Piece(start, size, start, size)
+        for start, size in zip(starts, lengths, strict=False)
+    )
     rows = tuple(((start, size),) for start, size in zip(starts, lengths, strict=False))
     layout = Layout(starts[-1], rows, (KernelPass(pieces, is_causal=True),))
     number = number_of(layout)
@@ -76,11 +95,15 @@ def _packed(device: str, heads: int, kv_heads: int, lengths: list[int]) -> tuple
 
 def _random(device: str, heads: int, num_tokens: int) -> Tensor:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return torch.randn(1, heads, num_tokens, HEAD_DIM, device=device, dtype=dtype, requires_grad=True)
+    return torch.randn(
+        1, heads, num_tokens, HEAD_DIM, device=device, dtype=dtype, requires_grad=True
+    )
 
 
 def _cudnn(heads: int, length: int) -> tuple[Call, Call]:
-    """Return cuDNN's forward and backward passes over one sequence, with repeated key heads."""
+    """Return cuDNN's forward and backward passes over one sequence, with repeated key
+    heads.
+    """
     inputs = [_random("cuda", heads, length) for _ in range(3)]
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -94,15 +117,26 @@ def _cudnn(heads: int, length: int) -> tuple[Call, Call]:
 
 
 def _tell_times(
-    bench: Bench, name: str, heads: int, lengths: list[int], forward: Call, backward: Call
+    bench: Bench,
+    name: str,
+    heads: int,
+    lengths: list[int],
+    forward: Call,
+    backward: Call,
 ) -> None:
-    # A causal pass reads half of the pairs: 2 products, 2 operations each. A backward pass has 5 products.
+    # A causal pass reads half of the pairs: 2 products, 2 operations each. A backward
+    # pass has 5 products.
     operations = sum(2 * length**2 * heads * HEAD_DIM for length in lengths)
     what = f"{name}, {len(lengths)} x {lengths[0]}"
-    for direction, call, work in (("forward", forward, operations), ("backward", backward, 2.5 * operations)):
+    for direction, call, work in (
+        ("forward", forward, operations),
+        ("backward", backward, 2.5 * operations),
+    ):
         seconds = _timed(call, bench.device)
         bench.tell(
-            f"{what}, {direction}, ms", f"{1e3 * seconds:.2f}", against=f"{work / seconds / 1e12:.0f} TFLOP/s"
+            f"{what}, {direction}, ms",
+            f"{1e3 * seconds:.2f}",
+            against=f"{work / seconds / 1e12:.0f} TFLOP/s",
         )
 
 
@@ -123,7 +157,8 @@ def _timed(call: Call, device: str) -> float:
 
 
 def _check_tree(bench: Bench, kernel: str, label: str, num_parts: int = 99) -> None:
-    """Compare output and gradients of a prefix tree with dense float32 attention of each sequence.
+    """Compare output and gradients of a prefix tree with dense float32 attention of
+    each sequence.
 
     The window has `num_parts` times the size of the tree's smallest part.
     """
@@ -131,9 +166,14 @@ def _check_tree(bench: Bench, kernel: str, label: str, num_parts: int = 99) -> N
     window = num_parts * size
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 1000, 5 * size)
-    stems = [prompt] + [np.concatenate([prompt, rng.integers(0, 1000, 3 * size)]) for _ in range(2)]
+    stems = [prompt] + [
+        np.concatenate([prompt, rng.integers(0, 1000, 3 * size)]) for _ in range(2)
+    ]
     ends = [rng.integers(0, 1000, 2 * size + index) for index in range(9)]
-    texts = [np.concatenate([stems[index % len(stems)], end]) for index, end in enumerate(ends)]
+    texts = [
+        np.concatenate([stems[index % len(stems)], end])
+        for index, end in enumerate(ends)
+    ]
     starts = np.cumsum([0, *map(len, texts)]).tolist()
     ranges = [
         TokenRange(index, start, len(text), group=0, first=0, num_loss=len(text))
@@ -151,12 +191,24 @@ def _check_tree(bench: Bench, kernel: str, label: str, num_parts: int = 99) -> N
     for runs in layout.rows:
         places = torch.from_numpy(places_of(runs)).to(bench.device)
         query, key, value = (one[:, :, places] for one in exact_inputs)
-        is_near_TT = torch.ones(len(places), len(places), device=bench.device).tril().triu(1 - window).bool()
+        is_near_TT = (
+            torch.ones(len(places), len(places), device=bench.device)
+            .tril()
+            .triu(1 - window)
+            .bool()
+        )
         own = scaled_dot_product_attention(
             query, key, value, attn_mask=is_near_TT, scale=SCALE, enable_gqa=True
         ).transpose(1, 2)
         exact_output = exact_output.index_copy(1, places, own)
-    exact = [exact_output, *torch.autograd.grad(exact_output, exact_inputs, weight.float())]
-    for what, one, other in zip(("output", "query", "key", "value"), found, exact, strict=True):
+    exact = [
+        exact_output,
+        *torch.autograd.grad(exact_output, exact_inputs, weight.float()),
+    ]
+    for what, one, other in zip(
+        ("output", "query", "key", "value"), found, exact, strict=True
+    ):
         name = what if what == "output" else f"gradient of {what}"
-        bench.check(f"{kernel}, {label}: {name}, distance", distance(one, other), ROUNDED)
+        bench.check(
+            f"{kernel}, {label}: {name}, distance", distance(one, other), ROUNDED
+        )

@@ -34,7 +34,14 @@ SIZES = {
     "0.6B": (QWEN3, 1024, 28, 16, 8, 3072),
     "1.5B": (QWEN2, 1536, 28, 12, 2, 8960),
     "4B": (QWEN3, 2560, 36, 32, 8, 9728),
-    "7B": (QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}, 3584, 28, 28, 4, 18_944),
+    "7B": (
+        QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False},
+        3584,
+        28,
+        28,
+        4,
+        18_944,
+    ),
 }
 """Shapes of Qwen2.5 and Qwen3: family, and values of NAMES."""
 NAMES = (
@@ -47,20 +54,37 @@ TINY = dict(zip(NAMES, (64, 2, 4, 2, 128), strict=True))
 def architecture(bench: Bench, shape: str) -> dict[str, Any]:
     """Return the shape, or a tiny one of the same type."""
     family, *sizes = SIZES[shape]
-    chosen = {"tie_word_embeddings": True, **family, **dict(zip(NAMES, sizes, strict=True))}
-    tiny = TINY | {"head_dim": 32, "vocab_size": 512}  # vLLM has no smaller heads on a CPU
-    return {**chosen, **(tiny if bench.is_tiny else {}), "max_position_embeddings": MAX_LENGTH}
+    chosen = {
+        "tie_word_embeddings": True,
+        **family,
+        **dict(zip(NAMES, sizes, strict=True)),
+    }
+    # vLLM has no smaller heads on a CPU
+    tiny = TINY | {"head_dim": 32, "vocab_size": 512}
+    return {
+        **chosen,
+        **(tiny if bench.is_tiny else {}),
+        "max_position_embeddings": MAX_LENGTH,
+    }
 
 
 def make_model(bench: Bench, shape: str) -> Any:
     """Make a bfloat16 model on the device, without an end token."""
     given = architecture(bench, shape)
     config = AutoConfig.for_model(
-        given.pop("model_type"), **given, eos_token_id=None, bos_token_id=None, pad_token_id=0
+        given.pop("model_type"),
+        **given,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
     )
     torch.manual_seed(0)
     with torch.device(bench.device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+        return (
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            .eval()
+            .requires_grad_(False)
+        )
 
 
 def make_folder(bench: Bench, shape: str) -> Path:
@@ -70,7 +94,9 @@ def make_folder(bench: Bench, shape: str) -> Path:
     unfinished = bench.folder / "unfinished"
     if not folder.is_dir():
         make_model(bench, shape).save_pretrained(unfinished)
-        make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789").save_pretrained(unfinished)
+        make_character_tokenizer(
+            "abcdefghijklmnopqrstuvwxyz 0123456789"
+        ).save_pretrained(unfinished)
         bench.models.mkdir(exist_ok=True)
         shutil.move(unfinished, folder)
         gc.collect()  # before memory is measured
@@ -137,7 +163,9 @@ def make_batch(
         start = end
     mask = np.concatenate(masks)
     noise = rng.normal(-np.log(vocab_size), 0.05, len(mask))
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
+    header = BatchHeader(
+        version=0, min_version=0, mask_older=False, trajectories=entries
+    )
     return header, Tokens(
         np.concatenate(tokens).astype(np.int32),
         spans_of(np.where(mask, 0, -1)),
@@ -145,7 +173,9 @@ def make_batch(
     )
 
 
-def at_version(version: int, header: BatchHeader, arrays: Tokens) -> tuple[BatchHeader, Tokens]:
+def at_version(
+    version: int, header: BatchHeader, arrays: Tokens
+) -> tuple[BatchHeader, Tokens]:
     """Return the batch as if sampled at `version`."""
     versions = np.where(arrays.is_sampled, version, -1)
     header = header.model_copy(update={"version": version, "min_version": version})

@@ -44,14 +44,24 @@ async def _measure(bench: Bench, shape: str) -> None:
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     first = named_weights(model)
-    sets = [LazyWeights(first), LazyWeights({name: tensor * 1.01 for name, tensor in first.items()})]
+    sets = [
+        LazyWeights(first),
+        LazyWeights({name: tensor * 1.01 for name, tensor in first.items()}),
+    ]
     num_bytes = sum(tensor.nbytes for tensor in first.values())
     given = {"device": bench.device, "dtype": str(dtype).removeprefix("torch.")}
     staging = new_staging_dir()
     times: list[Times] = []
     try:
         cut = make_chunks(sets[0], staging, device, dtype)
-        serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
+        serving = engine_server(
+            "embedded",
+            folder,
+            bench.folder,
+            slots=SLOTS,
+            max_length=MAX_LENGTH,
+            **given,
+        )
         async with serving as (server, _):
             for version in range(1, 1 + (2 if bench.is_tiny else REPETITIONS)):
                 times.append(await push_chunks(server, sets[version % 2], cut, version))
@@ -59,19 +69,31 @@ async def _measure(bench: Bench, shape: str) -> None:
         remove_staging_dir(staging)
     if bench.device == "cuda":
         # Both sets. Torch does not count the chunk, and _tell() allocates more.
-        planned = 2 * dtype.itemsize * model_shape(ModelConfig(path=str(folder))).num_parameters
+        planned = (
+            2
+            * dtype.itemsize
+            * model_shape(ModelConfig(path=str(folder))).num_parameters
+        )
         bench.memory(planned, torch.cuda.max_memory_allocated(), is_limit=False)
     _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
 
 
-def make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
+def make_chunks(
+    weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype
+) -> Chunks:
     """Return chunks as a colocated trainer makes them."""
-    entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
+    entries = [
+        entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)
+    ]
     return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)
 
 
-async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
-    """Return the seconds of one push; the engine samples nothing from its sleep to its wake."""
+async def push_chunks(
+    server: EngineClient, weights: LazyWeights, cut: Chunks, version: int
+) -> Times:
+    """Return the seconds of one push; the engine samples nothing from its sleep to its
+    wake.
+    """
     begun = time.perf_counter()
     await server.sleep()
     await server.wake(["weights"])
@@ -107,9 +129,13 @@ def _tell(bench: Bench, times: list[Times], num_bytes: int, peer: str) -> None:
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
     copy_s *= num_bytes / size
     bench.tell(
-        "weights, GB", f"{num_bytes / 1e9:.3g}", against=f"memory copy to pinned memory: {copy_s:.3f} s"
+        "weights, GB",
+        f"{num_bytes / 1e9:.3g}",
+        against=f"memory copy to pinned memory: {copy_s:.3f} s",
     )
     for what in times[0]:
         seconds = median(one[what] for one in times)
-        against = f"{seconds / copy_s:.2f} of the copy" + (f"; {peer}" if peer and what[0] != " " else "")
+        against = f"{seconds / copy_s:.2f} of the copy" + (
+            f"; {peer}" if peer and what[0] != " " else ""
+        )
         bench.tell(f"{what}, seconds", f"{seconds:.4f}", against=against)

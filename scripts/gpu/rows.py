@@ -21,7 +21,14 @@ BASE = (
     "accelerate peft"
 ).split()
 """Packages of every row."""
-GATEWAY = ("fastapi", "opentelemetry", "starlette", "uvicorn", "httptools", "llguidance")
+GATEWAY = (
+    "fastapi",
+    "opentelemetry",
+    "starlette",
+    "uvicorn",
+    "httptools",
+    "llguidance",
+)
 
 
 def say(**told: Any) -> None:
@@ -35,7 +42,9 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement: `function` is MODULE.NAME in this folder; `needs`: packages in addition to BASE."""
+    """A measurement: `function` is MODULE.NAME in this folder; `needs`: packages in
+    addition to BASE.
+    """
 
     part: int
     name: str
@@ -45,19 +54,34 @@ class Row:
 
     def missing(self) -> list[str]:
         """Return the missing packages. vLLM may be in .venv-vllm or $VENV_VLLM."""
-        missing = [name for name in (*BASE, *self.needs) if importlib.util.find_spec(name) is None]
+        missing = [
+            name
+            for name in (*BASE, *self.needs)
+            if importlib.util.find_spec(name) is None
+        ]
         folder = os.environ.get("VENV_VLLM") or Path(__file__).parents[2] / ".venv-vllm"
         has_vllm = Path(folder).is_dir()
         return [name for name in missing if name != "vllm" or not has_vllm]
 
 
 def _speed(
-    part: int, shape: str, tokens: int, anchor: tuple[float, float], peer: str, *, checkpointing: bool = False
+    part: int,
+    shape: str,
+    tokens: int,
+    anchor: tuple[float, float],
+    peer: str,
+    *,
+    checkpointing: bool = False,
 ) -> Row:
-    """`anchor`: estimated tokens/s and MFU on one H100 with compiled layers and FlashAttention 3."""
+    """`anchor`: estimated tokens/s and MFU on one H100 with compiled layers and
+    FlashAttention 3.
+    """
     name = f"{shape}-{tokens // 1000}k{'-checkpointing' if checkpointing and shape == '0.6B' else ''}"
     arguments = {"shape": shape, "tokens": tokens, "anchor": anchor, "peer": peer}
-    arguments |= {"num_sequences": 4 if tokens < 20_000 else 2, "checkpointing": checkpointing}
+    arguments |= {
+        "num_sequences": 4 if tokens < 20_000 else 2,
+        "checkpointing": checkpointing,
+    }
     return Row(part, name, "training.speed", arguments)
 
 
@@ -65,7 +89,14 @@ PRIME_RL = "prime-rl on one H100, recomputing all:"
 ROWS = (
     Row(1, "attention", "kernels.attention"),
     _speed(1, "0.6B", 16_384, (43_700, 0.41), f"{PRIME_RL} 11,900 tok/s, 11.1 %"),
-    _speed(1, "4B", 16_384, (10_000, 0.39), "prime-rl on 8 H200: 14.7 %", checkpointing=True),
+    _speed(
+        1,
+        "4B",
+        16_384,
+        (10_000, 0.39),
+        "prime-rl on 8 H200: 14.7 %",
+        checkpointing=True,
+    ),
     Row(1, "0.6B-ipc", "pushes.by_chunks", {"shape": "0.6B"}),
     Row(1, "turns-ipc", "turns.handover", {"way": "ipc"}),
     Row(1, "quickstart", "jobs.learns", {"config": "quickstart"}),
@@ -77,7 +108,14 @@ ROWS = (
     _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),
     Row(3, "deterministic", "training.repeats", {"shape": "0.6B"}),
     Row(3, "trl", "training.beside_trl", needs=("trl", "datasets")),
-    _speed(3, "0.6B", 65_536, (8_100, 0.21), f"{PRIME_RL} 10,100 tok/s, 26.8 %", checkpointing=True),
+    _speed(
+        3,
+        "0.6B",
+        65_536,
+        (8_100, 0.21),
+        f"{PRIME_RL} 10,100 tok/s, 26.8 %",
+        checkpointing=True,
+    ),
     Row(4, "turns-shm", "turns.handover", {"way": "shm"}),
     Row(4, "agent", "jobs.learns", {"config": "agent"}, needs=("openai", *GATEWAY)),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
@@ -87,7 +125,13 @@ ROWS = (
     Row(5, "nccl", "jobs.in_cases", {"case": "nccl"}, needs=("vllm",)),
     Row(5, "nccl-embedded", "jobs.in_cases", {"case": "nccl-embedded"}),
     Row(5, "vllm", "engines.vllm", needs=("vllm",)),
-    Row(5, "vllm-colocated", "jobs.in_cases", {"case": "vllm-colocated"}, needs=("vllm",)),
+    Row(
+        5,
+        "vllm-colocated",
+        "jobs.in_cases",
+        {"case": "vllm-colocated"},
+        needs=("vllm",),
+    ),
     Row(5, "vllm-async", "jobs.in_cases", {"case": "vllm-async"}, needs=("vllm",)),
     Row(
         5,
@@ -97,8 +141,20 @@ ROWS = (
         needs=("vllm", "openai", *GATEWAY),
     ),
     Row(5, "decode", "engines.decode"),
-    Row(5, "tensor-parallel", "jobs.in_cases", {"case": "tensor-parallel"}, needs=("vllm",)),
-    Row(5, "batch-invariance", "jobs.in_cases", {"case": "batch-invariance"}, needs=("vllm",)),
+    Row(
+        5,
+        "tensor-parallel",
+        "jobs.in_cases",
+        {"case": "tensor-parallel"},
+        needs=("vllm",),
+    ),
+    Row(
+        5,
+        "batch-invariance",
+        "jobs.in_cases",
+        {"case": "batch-invariance"},
+        needs=("vllm",),
+    ),
 )
 
 
@@ -106,8 +162,8 @@ ROWS = (
 class Bench:
     """Arguments of a measurement. `device`: cuda or cpu, where sizes are tiny.
 
-    `label`: name of the device, for files; `folder`: of the row; `models`: shared by the rows of a part;
-    `out`: for logs; `limit_s`: of the row.
+    `label`: name of the device, for files; `folder`: of the row; `models`: shared by
+    the rows of a part; `out`: for logs; `limit_s`: of the row.
     """
 
     device: str
@@ -123,18 +179,34 @@ class Bench:
         """Placement of a run on the device."""
         return "0" if self.device == "cuda" else "cpu"
 
-    def tell(self, what: str, value: str, *, against: str = "", ok: bool | None = None) -> None:
+    def tell(
+        self, what: str, value: str, *, against: str = "", ok: bool | None = None
+    ) -> None:
         """Print a result. `against`: comparison; `ok`: None without a limit."""
         say(what=what, value=value, against=against, ok=ok)
 
-    def against_anchor(self, what: str, value: float, anchor: float, form: str, *, against: str = "") -> None:
-        """Print a figure beside its estimate. Below it, the row is marked and does not fail."""
+    def against_anchor(
+        self, what: str, value: float, anchor: float, form: str, *, against: str = ""
+    ) -> None:
+        """Print a figure beside its estimate. Below it, the row is marked and does not
+        fail.
+        """
         estimated = f"estimated {anchor:{form}} on an H100"
         is_below = value < anchor and not self.is_tiny
-        say(what=what, value=f"{value:{form}}", against=f"{estimated}; {against}", ok=None, below=is_below)
+        say(
+            what=what,
+            value=f"{value:{form}}",
+            against=f"{estimated}; {against}",
+            ok=None,
+            below=is_below,
+        )
 
-    def memory(self, planned: float | None, measured: float, *, is_limit: bool = True) -> None:
-        """Print the peak memory in bytes beside what asyncrl.launch.plan counts, within a limit or not."""
+    def memory(
+        self, planned: float | None, measured: float, *, is_limit: bool = True
+    ) -> None:
+        """Print the peak memory in bytes beside what asyncrl.launch.plan counts, within
+        a limit or not.
+        """
         if planned is None:
             self.tell("peak memory", f"{measured / 2**30:.2f} GiB", against="no plan")
             return
@@ -144,4 +216,6 @@ class Bench:
 
     def check(self, what: str, value: float, limit: float, form: str = ".4f") -> None:
         """Print a result that may be at most `limit`."""
-        self.tell(what, f"{value:{form}}", against=f"at most {limit:g}", ok=value <= limit)
+        self.tell(
+            what, f"{value:{form}}", against=f"at most {limit:g}", ok=value <= limit
+        )

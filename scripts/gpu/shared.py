@@ -1,4 +1,6 @@
-"""An engine that shares a device at the same time is killed: MPS may end the trainer's work too."""
+"""An engine that shares a device at the same time is killed: MPS may end the trainer's
+work too.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,39 @@ LOST_S = 120.0
 
 
 def survives_a_kill(bench: Bench) -> None:
-    """Kill the engine during generation, and print what restarts and how long no step ends."""
+    """Kill the engine during generation, and print what restarts and how long no step
+    ends.
+    """
     sections = dict(CASES["one-device"]["async, MPS"])
     if bench.device == "cpu":
         sections["placement"] = {"trainer": "cpu", "rollout": "cpu"}
         sections["weight_sync"] = {"transport": "ipc"}
         sections["model"] = {"dtype": "float32"}
-        sections["rollout"] = {"engine": "embedded", "max_tokens": 8, "group_size": 2, "slots": 8}
+        sections["rollout"] = {
+            "engine": "embedded",
+            "max_tokens": 8,
+            "group_size": 2,
+            "slots": 8,
+        }
     sections["trainer"] = {"num_steps": 1000}
     config = bench.folder / "kill.yaml"
-    config.write_text(yaml.safe_dump(job_config(bench, make_folder(bench, "0.6B"), sections)), "utf-8")
+    config.write_text(
+        yaml.safe_dump(job_config(bench, make_folder(bench, "0.6B"), sections)), "utf-8"
+    )
     run_dir = bench.folder / "kill"
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), "--run-dir", str(run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        str(config),
+        "--run-dir",
+        str(run_dir),
+    ]
     with (bench.folder / "kill.log").open("w+", encoding="utf-8") as log:
-        job = subprocess.Popen([*command, "observe.trackers=[]"], cwd=REPO, stdout=log, stderr=log)
+        job = subprocess.Popen(
+            [*command, "observe.trackers=[]"], cwd=REPO, stdout=log, stderr=log
+        )
         try:
             _wait_steps(job, run_dir, STEPS)
             before = len(_steps(run_dir))
@@ -61,7 +82,11 @@ def survives_a_kill(bench: Bench) -> None:
 def _steps(run_dir: Path) -> list[Line]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line for line in map(json.loads, lines) if "step" in line and "reward/mean" in line]
+    return [
+        line
+        for line in map(json.loads, lines)
+        if "step" in line and "reward/mean" in line
+    ]
 
 
 def _wait_steps(job: subprocess.Popen[bytes], run_dir: Path, num: int) -> None:
@@ -69,7 +94,9 @@ def _wait_steps(job: subprocess.Popen[bytes], run_dir: Path, num: int) -> None:
     end_s = time.monotonic() + LOST_S
     while len(_steps(run_dir)) < num:
         if job.poll() is not None or time.monotonic() > end_s:
-            raise RuntimeError(f"{len(_steps(run_dir))} of {num} steps; the run's exit code is {job.poll()}")
+            raise RuntimeError(
+                f"{len(_steps(run_dir))} of {num} steps; the run's exit code is {job.poll()}"
+            )
         time.sleep(LOOK_S)
 
 

@@ -13,7 +13,14 @@ from asyncrl.config import RunConfig
 from asyncrl.launch.plan import model_shape, size_text, trainer_memory
 from asyncrl.messages.trainer_api import pack_batch
 from asyncrl.trainer.build_model import use_deterministic
-from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
+from gpu.models import (
+    Trainer,
+    architecture,
+    at_version,
+    make_batch,
+    make_folder,
+    make_spec,
+)
 from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
@@ -30,19 +37,31 @@ def speed(
     anchor: tuple[float, float],
     peer: str,
 ) -> None:
-    """Measure steps over sequences of `tokens` tokens, one per micro-batch, with float32 AdamW."""
+    """Measure steps over sequences of `tokens` tokens, one per micro-batch, with
+    float32 AdamW.
+    """
     model = make_folder(bench, shape)
     tokens = 256 if bench.is_tiny else tokens
     config = _config(str(model), tokens, checkpointing=checkpointing)
     planned = _planned(config)
     if bench.device == "cuda" and planned > (free := torch.cuda.mem_get_info()[0]):
-        bench.tell("gradient checkpointing", f"{size_text(planned)} without, {size_text(free)} are free")
+        bench.tell(
+            "gradient checkpointing",
+            f"{size_text(planned)} without, {size_text(free)} are free",
+        )
         config = _config(str(model), tokens, checkpointing=True)
         planned = _planned(config)
     trainer = config.trainer.model_dump()
-    made = Trainer(make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"}))
+    made = Trainer(
+        make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"})
+    )
     vocab_size = architecture(bench, shape)["vocab_size"]
-    batch = make_batch(vocab_size, [tokens - PROMPT] * num_sequences, prompt=PROMPT, group_size=GROUP_SIZE)
+    batch = make_batch(
+        vocab_size,
+        [tokens - PROMPT] * num_sequences,
+        prompt=PROMPT,
+        group_size=GROUP_SIZE,
+    )
     batches = [at_version(version, *batch) for version in range(1 + STEPS)]
     metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
     _tell(bench, metrics, f"{num_sequences} sequences of {tokens}", anchor, peer)
@@ -53,8 +72,9 @@ def speed(
 
 
 def repeats(bench: Bench, shape: str) -> None:
-    """Train the same batches twice from the same state, with deterministic kernels and without. Prompts are
-    shared, so that gradients of attention are summed over the branches of a tree.
+    """Train the same batches twice from the same state, with deterministic kernels and
+    without. Prompts are shared, so that gradients of attention are summed over the
+    branches of a tree.
     """
     model = make_folder(bench, shape)
     vocab_size = architecture(bench, shape)["vocab_size"]
@@ -66,11 +86,19 @@ def repeats(bench: Bench, shape: str) -> None:
     for is_on in (False, True):
         results = list[tuple[list[float], str]]()
         for _ in range(2):
-            torch._dynamo.reset()  # as a restarted process, it chooses its kernels again
+            # as a restarted process, it chooses its kernels again
+            torch._dynamo.reset()
             trainer = {"deterministic": is_on, "learning_rate": 1e-4}
             made = Trainer(make_spec(bench, model, trainer=trainer))
-            metrics = [made.call(lambda one=one, made=made: made.step.train(*one)) for one in batches]
-            numbers = [one[name] for one in metrics for name in ("policy/loss", "policy/grad_norm")]
+            metrics = [
+                made.call(lambda one=one, made=made: made.step.train(*one))
+                for one in batches
+            ]
+            numbers = [
+                one[name]
+                for one in metrics
+                for name in ("policy/loss", "policy/grad_norm")
+            ]
             results.append((numbers, made.call(made.step.weights_digest)))
             seconds[is_on] = median(one["perf/train_s"] for one in metrics[1:])
             del made  # its memory, before the next
@@ -81,10 +109,17 @@ def repeats(bench: Bench, shape: str) -> None:
         what = f"deterministic={str(is_on).lower()}: same losses and norms"
         weights = "the same" if first_digest == second_digest else "different"
         ok = is_same if is_on else None
-        bench.tell(what, f"{num_same} of {len(first)}", against=f"weights: {weights} bits", ok=ok)
+        bench.tell(
+            what,
+            f"{num_same} of {len(first)}",
+            against=f"weights: {weights} bits",
+            ok=ok,
+        )
     use_deterministic(is_on=False)
     against = f"{seconds[False]:.3f} without, {seconds[True] / seconds[False] - 1:+.1%}"
-    bench.tell("seconds of a deterministic step", f"{seconds[True]:.3f}", against=against)
+    bench.tell(
+        "seconds of a deterministic step", f"{seconds[True]:.3f}", against=against
+    )
 
 
 def _planned(config: RunConfig) -> int:
@@ -93,11 +128,21 @@ def _planned(config: RunConfig) -> int:
 
 
 def _tell(
-    bench: Bench, metrics: list[dict[str, float]], what: str, anchor: tuple[float, float], peer: str
+    bench: Bench,
+    metrics: list[dict[str, float]],
+    what: str,
+    anchor: tuple[float, float],
+    peer: str,
 ) -> None:
-    numbers = {name: median(one[name] for one in metrics) for name in metrics[0] if name.startswith("perf/")}
+    numbers = {
+        name: median(one[name] for one in metrics)
+        for name in metrics[0]
+        if name.startswith("perf/")
+    }
     tokens_per_s = numbers["perf/device_tokens_per_s"]
-    bench.against_anchor(f"tokens/s, {what}", tokens_per_s, anchor[0], ",.0f", against=peer)
+    bench.against_anchor(
+        f"tokens/s, {what}", tokens_per_s, anchor[0], ",.0f", against=peer
+    )
     if "perf/mfu" in numbers:
         bench.against_anchor("MFU", numbers["perf/mfu"], anchor[1], ".1%", against=peer)
     phases = ("pack", "forward", "backward", "optimizer")
@@ -107,12 +152,20 @@ def _tell(
 
 def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
     """Return a config on the CPU with sequences of `tokens` tokens."""
-    trainer = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, "threads": 2}
+    trainer = {
+        "micro_batch_tokens": tokens,
+        "gradient_checkpointing": checkpointing,
+        "threads": 2,
+    }
     return RunConfig.model_validate(
         {
             "model": {"path": model, "dtype": "bfloat16"},
             "task": {"python": "asyncrl.tasks.toy:Letters"},
-            "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": PROMPT, "max_tokens": tokens - PROMPT},
+            "rollout": {
+                "group_size": GROUP_SIZE,
+                "max_prompt_tokens": PROMPT,
+                "max_tokens": tokens - PROMPT,
+            },
             "trainer": trainer | {"num_groups": 1},
         }
     )
@@ -140,12 +193,16 @@ def beside_trl(bench: Bench) -> None:
         seconds=0.0 if bench.is_tiny else 5.0,
         warm_up=0 if bench.is_tiny else 2,
     )
-    sides: dict[str, Any] = {"ours": benchmark.summary([benchmark.run_child("ours", case, bench.folder)])}
+    sides: dict[str, Any] = {
+        "ours": benchmark.summary([benchmark.run_child("ours", case, bench.folder)])
+    }
     for size in (OF_GROUP,) if bench.is_tiny else (4, 16):
         one = replace(case, micro_batch=size)
         name = f"TRL, {size} a forward"
         sides[name] = benchmark.summary([benchmark.run_child("trl", one, bench.folder)])
-    rates = {name: num * (PROMPT + length) / side.wall_s for name, side in sides.items()}
+    rates = {
+        name: num * (PROMPT + length) / side.wall_s for name, side in sides.items()
+    }
     for name, side in sides.items():
         against = f"{side.wall_s:.3f} s a step, {side.peak_bytes / 2**30:.2f} GiB above the loaded model"
         bench.tell(f"{name}: tokens/s", f"{rates[name]:.0f}", against=against)

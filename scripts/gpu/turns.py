@@ -39,7 +39,9 @@ def config_text(bench: Bench, model: Path, way: str) -> str:
 
 
 def handover(bench: Bench, way: str) -> None:
-    """Execute a colocated run of the 0.6B shape. ipc: chunks in shared device memory; shm: in files."""
+    """Execute a colocated run of the 0.6B shape. ipc: chunks in shared device memory;
+    shm: in files.
+    """
     from common import copy_costs
 
     is_cuda = bench.device == "cuda"
@@ -53,21 +55,34 @@ def handover(bench: Bench, way: str) -> None:
             f"with transport={way}, chunks are shared on {shared or 'none'}"
         )
     steps = run_job(bench, config, "turns", [], limit_s=bench.limit_s - 20.0)
-    counted = steps[1:-1]  # the first step warms up; after the last one the engine gets nothing
+    # the first step warms up; after the last one the engine gets nothing
+    counted = steps[1:-1]
     seconds = {
         name: median(step[f"perf/{name}_s"] for step in counted)
         for name in ("to_trainer", "to_engines", "handover")
     }
     size = 2**24 if bench.is_tiny else COPY_BYTES
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
-    num_parameters = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2
+    num_parameters = (
+        sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2
+    )
     # float32 weights and AdamW's two moments in both directions, and the push
     num_bytes = num_parameters * (2 * 12 + (2 if is_cuda else 4))
     copies_s = copy_s * num_bytes / size
-    bench.tell("to the trainer, seconds", f"{seconds['to_trainer']:.3f}", against=f"{len(counted)} turns")
-    bench.tell("to the engine, seconds", f"{seconds['to_engines']:.3f}", against="with the push")
+    bench.tell(
+        "to the trainer, seconds",
+        f"{seconds['to_trainer']:.3f}",
+        against=f"{len(counted)} turns",
+    )
+    bench.tell(
+        "to the engine, seconds",
+        f"{seconds['to_engines']:.3f}",
+        against="with the push",
+    )
     against = f"{seconds['handover'] / copies_s:.2f} of it in both handovers, {seconds['handover']:.3f} s"
     bench.tell("bytes copied in both handovers, GB", f"{num_bytes / 1e9:.3g}")
-    bench.tell("memory copy of that size, pinned, seconds", f"{copies_s:.3f}", against=against)
+    bench.tell(
+        "memory copy of that size, pinned, seconds", f"{copies_s:.3f}", against=against
+    )
     bench.tell("first handovers, seconds", f"{steps[0]['perf/handover_s']:.3f}")
     tell_memory(bench, loaded, steps)

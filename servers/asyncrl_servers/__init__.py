@@ -1,1 +1,3 @@
-"""Engine servers. They import only messages, http, waits, files and weights from asyncrl."""
+"""Engine servers. They import only messages, http, waits, files and weights from
+asyncrl.
+"""

@@ -1,4 +1,6 @@
-"""Engine server routes, and the server end of the link (asyncrl/messages/codec.py). Imports no torch."""
+"""Engine server routes, and the server end of the link (asyncrl/messages/codec.py).
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from aiohttp import WSMsgType, web
 from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import Message
-from asyncrl.base.http import SECRET_ENV, Refused, add_route, child_arguments, make_app, secret_of, serve
+from asyncrl.base.http import (
+    SECRET_ENV,
+    Refused,
+    add_route,
+    child_arguments,
+    make_app,
+    secret_of,
+    serve,
+)
 from asyncrl.messages import codec
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked, Sampled
@@ -98,8 +108,8 @@ class RunQueue(Generic[AnyRun]):
 class ServedEngine(Protocol):
     """Engine interface of the routes.
 
-    Futures may raise Refused; other errors become 500. `run` raises Refused (400). `abort` ends runs with
-    their tokens so far.
+    Futures may raise Refused; other errors become 500. `run` raises Refused (400).
+    `abort` ends runs with their tokens so far.
     """
 
     @property
@@ -114,7 +124,9 @@ class ServedEngine(Protocol):
     def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
 
 
-def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
+def check_request(
+    asked: Asked, max_length: int, vocab_size: int
+) -> npt.NDArray[np.int64]:
     """Return the prompt ids, int64 [P]. Raises Refused (400)."""
     if fault := codec.request_fault(asked.request, max_length, vocab_size):
         what = f"request {asked.request.request_id}: {fault.error}"
@@ -126,15 +138,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64 finalizer (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
+    """SplitMix64 finalizer (Steele, Lea and Flood 2014,
+    https://doi.org/10.1145/2660193.2660195).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) for resumed requests."""
-    counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+def uniform_draws(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) for
+    resumed requests.
+    """
+    counter = (
+        _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    )
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -147,7 +167,10 @@ class ServedLink:
     """
 
     def __init__(
-        self, engine: ServedEngine, link: web.WebSocketResponse, transport: asyncio.Transport
+        self,
+        engine: ServedEngine,
+        link: web.WebSocketResponse,
+        transport: asyncio.Transport,
     ) -> None:
         self._engine = engine
         self._link = link
@@ -217,7 +240,9 @@ class ServedLink:
             try:
                 run = self._engine.run(one, self)
             except Refused as refusal:
-                self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
+                self._send(
+                    codec.refused_frame(one.number, refusal.status, refusal.body)
+                )
             else:
                 self._runs[one.number] = run
                 runs.append(run)
@@ -225,7 +250,9 @@ class ServedLink:
 
 
 def _message(data: bytes) -> bytes:
-    """Return an unmasked, unfragmented binary WebSocket message (RFC 6455, section 5.2)."""
+    """Return an unmasked, unfragmented binary WebSocket message (RFC 6455, section
+    5.2).
+    """
     size, kind = len(data), 0x80 | WSMsgType.BINARY
     if size < 126:
         return struct.pack("!BB", kind, size) + data

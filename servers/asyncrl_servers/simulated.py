@@ -1,4 +1,6 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: engine server with only a latency model."""
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: engine server with only a
+latency model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class SimulatedSpec(LatencyModel, engine_routes.EngineSpec):
     def completion_length(self, seed: int) -> int:
         """Return a completion length, lognormal with mean `mean_tokens`."""
         normal = np.random.default_rng(seed).standard_normal() if self.sigma else 0.0
-        return max(1, round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)))
+        return max(
+            1,
+            round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)),
+        )
 
 
 class BelievedPush(ChunkedPush):
@@ -52,7 +57,9 @@ class SimulatedWeights(WeightState):
 
 
 class SimulatedRun(engine_routes.Run):
-    """A request that runs since `start_s` with `first` tokens, and ends as `then` after `length` more."""
+    """A request that runs since `start_s` with `first` tokens, and ends as `then` after
+    `length` more.
+    """
 
     def __init__(self, asked: Asked, listener: engine_routes.Listener) -> None:
         super().__init__(asked, listener)
@@ -91,7 +98,8 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             num_running=len(self._running) + len(self.interrupted),
             num_queued=len(self.queued),
             tokens_generated=self._num_tokens + num_untold,
-            decode_s=self._busy_s + (_now_s() - self._busy_since_s if self._running else 0.0),
+            decode_s=self._busy_s
+            + (_now_s() - self._busy_since_s if self._running else 0.0),
             asleep=self.weights.asleep,
         )
 
@@ -110,7 +118,9 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
         for run in runs:
-            if any(run in place for place in (self.queued, self._running, self.interrupted)):
+            if any(
+                run in place for place in (self.queued, self._running, self.interrupted)
+            ):
                 self._end(run, "abort")
         self._go_on()
 
@@ -148,14 +158,18 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
     def _swap(self) -> None:
         assert self.weights.swapping is not None
         request = self.weights.swapping[0]
-        version, digest, num_running = request.version, request.digest, len(self._running)
+        version = request.version
+        digest = request.digest
+        num_running = len(self._running)
         if request.interrupt == "abort":
             self._interrupt()
         self.weights.settle(version, digest)
         for run in self._running:
             run.marks.append((self._num_sampled(run), version))
         self._committed.set_result(
-            CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=num_running)
+            CommitResponse(
+                version=version, digest=digest, pause_s=0.0, num_interrupted=num_running
+            )
         )
 
     def _go_on(self) -> None:
@@ -164,7 +178,11 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         if self.weights.swapping is not None and not self._running:
             self._swap()
         may_start = self.weights.swapping is None and self.weights.can_serve
-        while may_start and self.queued and len(self._running) + len(self.interrupted) < self.spec.slots:
+        while (
+            may_start
+            and self.queued
+            and len(self._running) + len(self.interrupted) < self.spec.slots
+        ):
             self._start(self.queued.popitem(last=False)[0])
         if self._streamed and self._streaming is None:
             loop = asyncio.get_running_loop()
@@ -180,13 +198,20 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
     def _start(self, run: SimulatedRun) -> None:
         request = run.request
         limit = request.max_tokens - run.num_told
-        wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed - run.num_told)
+        wanted = max(
+            1,
+            self.spec.completion_length(request.seed)
+            - request.num_resumed
+            - run.num_told,
+        )
         run.then = "stop" if wanted <= limit else "length"
         run.length = min(wanted, limit)
         run.first = run.num_told
         run.start_s = _now_s()
         positions = np.arange(run.length) + len(request.prompt_ids) + run.first
-        draws = engine_routes.uniform_draws(np.full(run.length, request.seed, np.uint64), positions)
+        draws = engine_routes.uniform_draws(
+            np.full(run.length, request.seed, np.uint64), positions
+        )
         run.token_ids = (draws * self.spec.vocab_size).astype(np.int32)
         run.marks.append((run.first, self.weights.version))
         if run.is_streamed:
@@ -194,7 +219,9 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         if not self._running:
             self._busy_since_s = run.start_s
         end_s = run.start_s + run.length * self.spec.decode_step_s
-        self._running[run] = asyncio.get_running_loop().call_at(end_s, self._finish, run)
+        self._running[run] = asyncio.get_running_loop().call_at(
+            end_s, self._finish, run
+        )
 
     def _finish(self, run: SimulatedRun) -> None:
         self._end(run, run.then)
@@ -210,7 +237,11 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
     def _end(self, run: SimulatedRun, then: str) -> None:
         end = run.num_told
         if run in self._running:
-            end = run.first + run.length if then in ("stop", "length") else self._num_sampled(run)
+            end = (
+                run.first + run.length
+                if then in ("stop", "length")
+                else self._num_sampled(run)
+            )
             self._running.pop(run).cancel()
             if not self._running:
                 self._busy_s += _now_s() - self._busy_since_s
@@ -229,7 +260,9 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             return
         token_ids = run.token_ids[start - run.first : end - run.first]
         logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
-        tokens = Tokens(token_ids, spans_between(run.marks, start, end), {BEHAVIOUR: logprobs})
+        tokens = Tokens(
+            token_ids, spans_between(run.marks, start, end), {BEHAVIOUR: logprobs}
+        )
         self.report(run, Sampled(run.number, tokens, then))
         run.num_told = end
         self._num_tokens += end - start

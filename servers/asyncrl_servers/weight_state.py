@@ -17,7 +17,9 @@ Arrived = tuple[dict[str, bytes], int]
 Part = TypeVar("Part")
 
 
-def check_arrived(place: str, arrived: Arrived, announced: api.PrepareRequest | api.LoadChunkRequest) -> str:
+def check_arrived(
+    place: str, arrived: Arrived, announced: api.PrepareRequest | api.LoadChunkRequest
+) -> str:
     """Return the digest. Raises Refused (409) on a mismatch."""
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
@@ -35,7 +37,9 @@ def take_announced(
     place: str,
     take: Callable[[Part], Arrived],
 ) -> dict[str, bytes]:
-    """Pass received parts to `take` and return the digests. Raises Refused (409) on a mismatch."""
+    """Pass received parts to `take` and return the digests. Raises Refused (409) on a
+    mismatch.
+    """
     digests, num_bytes = dict[str, bytes](), 0
     for _, part in received:
         new, size = take(part)
@@ -48,8 +52,8 @@ def take_announced(
 class ChunkedPush:
     """Loaded chunks of the newest push.
 
-    Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. A corrupt chunk or refused take()
-        empties it.
+    Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. A corrupt chunk or
+        refused take() empties it.
     """
 
     def __init__(self) -> None:
@@ -60,13 +64,21 @@ class ChunkedPush:
         self.num_chunks = 0
         self.digests: dict[str, bytes] = {}
 
-    def load(self, request: api.LoadChunkRequest, read: Callable[[api.LoadChunkRequest], Arrived]) -> str:
-        """Load a chunk with `read` and return its digest; an error ends the push. Raises Refused (409)."""
+    def load(
+        self,
+        request: api.LoadChunkRequest,
+        read: Callable[[api.LoadChunkRequest], Arrived],
+    ) -> str:
+        """Load a chunk with `read` and return its digest; an error ends the push.
+        Raises Refused (409).
+        """
         if request.index == 0:
             self.clear()
         elif (request.version, request.index) != (self.version, self.num_chunks):
             what = f"chunk {request.index} of policy_version {request.version} came, loaded are "
-            raise Refused(409, f"{what}{self.num_chunks} of {self.version}", way_out=PUSH_AGAIN)
+            raise Refused(
+                409, f"{what}{self.num_chunks} of {self.version}", way_out=PUSH_AGAIN
+            )
         try:
             arrived = read(request)
             digest = check_arrived(request.place, arrived, request)
@@ -79,14 +91,15 @@ class ChunkedPush:
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
-        """Raises Refused (409) for an incomplete push, missing `names`, or another digest."""
+        """Raises Refused (409) for an incomplete push, missing `names`, or another
+        digest.
+        """
         missing = sorted(set(names) - self.digests.keys())
         loaded = joint_digest(self.digests.values())
         is_other = (self.version, loaded) != (version, digest)
-        what = (
-            f"commit of policy_version {version} with digest {digest}: loaded are {self.num_chunks} chunks "
-        )
-        what += f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
+        what = f"commit of policy_version {version} with digest {digest}: loaded are "
+        what += f"{self.num_chunks} chunks of {self.version} with digest {loaded}, "
+        what += f"which lack {len(missing)} tensors {missing[:3]}"
         self.clear()
         if missing or is_other:
             raise Refused(409, what, way_out=PUSH_AGAIN)
@@ -100,9 +113,19 @@ class Staged:
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
     """Raise Refused (409) for another version or digest."""
-    if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
-        there = f"{staged.request.version} with digest {staged.request.digest}" if staged else "nothing"
-        raise Refused(409, f"policy_version {version} with digest {digest} is not staged: that is {there}")
+    if staged is None or (staged.request.version, staged.request.digest) != (
+        version,
+        digest,
+    ):
+        there = (
+            f"{staged.request.version} with digest {staged.request.digest}"
+            if staged
+            else "nothing"
+        )
+        raise Refused(
+            409,
+            f"policy_version {version} with digest {digest} is not staged: that is {there}",
+        )
     return staged
 
 
@@ -170,19 +193,27 @@ class WeightState:
         return api.Loaded(digest=request.digest)
 
     def load_chunk(self, request: api.LoadChunkRequest) -> api.Loaded:
-        """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
+        """Load into weights without content. Raises Refused (400, 409) and drops all
+        chunks.
+        """
         with self.lock:
             if self.has_content or "weights" in self._asleep:
                 rule = "chunks are loaded into weights that have slept, and are awake"
-                raise Refused(409, f"a chunk of policy_version {request.version} came", rule=rule)
+                raise Refused(
+                    409, f"a chunk of policy_version {request.version} came", rule=rule
+                )
             digest = self.push.load(request, self.load)
         return api.Loaded(digest=digest)
 
     def begin_commit(self, request: api.CommitRequest) -> api.CommitResponse | None:
-        """Return the answer if this version serves, else set `swapping`. Raises Refused (409)."""
+        """Return the answer if this version serves, else set `swapping`. Raises Refused
+        (409).
+        """
         version, digest = request.version, request.digest
         # Compare the digest last: the initial digest takes long to compute.
-        is_same = version == self.version and self.digest in ({digest} if self.has_content else {"", digest})
+        is_same = version == self.version and self.digest in (
+            {digest} if self.has_content else {"", digest}
+        )
         if version <= self.version and not is_same:
             what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
             raise Refused(409, what, rule="versions only grow")
@@ -192,4 +223,6 @@ class WeightState:
         elif not (is_same and self.has_content):
             self.swapping = request, the_staged(self.staged, version, digest)
             return None
-        return api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        return api.CommitResponse(
+            version=version, digest=digest, pause_s=0.0, num_interrupted=0
+        )

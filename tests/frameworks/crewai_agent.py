@@ -4,7 +4,9 @@ import os
 
 from crewai import LLM, Agent
 from crewai.tools import tool
-from crewai.utilities.exceptions.context_window_exceeding_exception import LLMContextLengthExceededError
+from crewai.utilities.exceptions.context_window_exceeding_exception import (
+    LLMContextLengthExceededError,
+)
 from framework_tasks import QUESTION, add_up
 
 

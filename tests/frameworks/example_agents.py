@@ -12,8 +12,12 @@ from examples import langgraph_lookup, openai_agents_lookup
 
 
 def look_up(run):
-    task = Task("p", ({"role": "user", "content": "b"},), answer={"name": "b", "room": "4"})
-    session = Session(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], "policy")
+    task = Task(
+        "p", ({"role": "user", "content": "b"},), answer={"name": "b", "room": "4"}
+    )
+    session = Session(
+        os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], "policy"
+    )
     outcome = asyncio.run(run(task, session))
     return ["", outcome.reward]
 

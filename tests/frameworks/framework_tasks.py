@@ -8,7 +8,11 @@ QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 ASKED = [{"role": "user", "content": QUESTION}]
 PARIS = [{"role": "user", "content": "Paris?"}]
 NUMBER = {"type": "integer"}
-PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": NUMBER, "b": NUMBER},
+    "required": ["a", "b"],
+}
 ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
 
 
@@ -34,5 +38,14 @@ def chat_loop(ask, is_long=False):
         if not message.tool_calls:
             return [message.content, len(calls)]
         for call in message.tool_calls:
-            total = add_up(calls, **json.loads(call.function.arguments), is_long=is_long)
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": "add", "content": total})
+            total = add_up(
+                calls, **json.loads(call.function.arguments), is_long=is_long
+            )
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "name": "add",
+                    "content": total,
+                }
+            )

@@ -31,8 +31,12 @@ def add():
 
 def evaluate(question, solver, model, **config):
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(dataset=[Sample(question)], solver=solver, config=GenerateConfig(**config))
-        (log,) = eval(task, model=model, display="none", log_dir=folder, fail_on_error=True)
+        task = Task(
+            dataset=[Sample(question)], solver=solver, config=GenerateConfig(**config)
+        )
+        (log,) = eval(
+            task, model=model, display="none", log_dir=folder, fail_on_error=True
+        )
         if log.error is not None:
             raise RuntimeError(log.error.traceback)
         return log.samples[0]
@@ -40,7 +44,10 @@ def evaluate(question, solver, model, **config):
 
 def calculator(model):
     sample = evaluate(QUESTION, [use_tools(add()), generate()], model)
-    return [sample.output.completion, sum(message.role == "tool" for message in sample.messages)]
+    return [
+        sample.output.completion,
+        sum(message.role == "tool" for message in sample.messages),
+    ]
 
 
 def tools():
@@ -58,4 +65,6 @@ def anthropic_tools():
 def response_schema():
     schema = ResponseSchema(name="city", json_schema=json_schema(City))
     model = get_model("openai/policy", responses_api=False)
-    return json.loads(evaluate("Paris?", generate(), model, response_schema=schema).output.completion)
+    return json.loads(
+        evaluate("Paris?", generate(), model, response_schema=schema).output.completion
+    )

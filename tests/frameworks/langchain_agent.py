@@ -1,4 +1,6 @@
-"""langchain: its agent (on langgraph), and with_structured_output in each of its methods."""
+"""langchain: its agent (on langgraph), and with_structured_output in each of its
+methods.
+"""
 
 from framework_tasks import QUESTION, City, add_up
 from langchain.agents import create_agent

@@ -12,13 +12,22 @@ from minisweagent.models.litellm_model import LitellmModel
 
 
 def tools():
-    config = yaml.safe_load((Path(minisweagent.__file__).parent / "config" / "mini.yaml").read_text())
+    config = yaml.safe_load(
+        (Path(minisweagent.__file__).parent / "config" / "mini.yaml").read_text()
+    )
     settings = {
-        key: value for key, value in config["model"].items() if key not in ("model_class", "model_kwargs")
+        key: value
+        for key, value in config["model"].items()
+        if key not in ("model_class", "model_kwargs")
     }
-    limits = {key: config["agent"][key] for key in ("system_template", "instance_template", "step_limit")}
+    limits = {
+        key: config["agent"][key]
+        for key in ("system_template", "instance_template", "step_limit")
+    }
     with tempfile.TemporaryDirectory() as folder:
-        model = LitellmModel(model_name="openai/policy", cost_tracking="ignore_errors", **settings)
+        model = LitellmModel(
+            model_name="openai/policy", cost_tracking="ignore_errors", **settings
+        )
         agent = DefaultAgent(model, LocalEnvironment(cwd=folder), **limits)
         (Path(folder) / "a.txt").write_text("alpha\n")
         (Path(folder) / "b.txt").write_text("beta\n")

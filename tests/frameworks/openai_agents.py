@@ -1,6 +1,12 @@
 """openai-agents: its Responses model, which is its default, and its chat model."""
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+)
 from framework_tasks import QUESTION, City
 from openai import AsyncOpenAI
 
@@ -27,7 +33,9 @@ def tools():
 
 
 def one_call_at_a_time():
-    return calculator(model="policy", model_settings=ModelSettings(parallel_tool_calls=False))
+    return calculator(
+        model="policy", model_settings=ModelSettings(parallel_tool_calls=False)
+    )
 
 
 def chat_tools():
@@ -35,10 +43,17 @@ def chat_tools():
 
 
 def output_type():
-    agent = Agent(name="geographer", instructions="Be brief.", model="policy", output_type=City)
+    agent = Agent(
+        name="geographer", instructions="Be brief.", model="policy", output_type=City
+    )
     return Runner.run_sync(agent, "Paris?").final_output.model_dump()
 
 
 def chat_output_type():
-    agent = Agent(name="geographer", instructions="Be brief.", model=chat_model(), output_type=City)
+    agent = Agent(
+        name="geographer",
+        instructions="Be brief.",
+        model=chat_model(),
+        output_type=City,
+    )
     return Runner.run_sync(agent, "Paris?").final_output.model_dump()

@@ -1,7 +1,8 @@
-"""Plays scenarios of one framework script: imports it once, then runs each scenario in its own fork, so
-that clients, caches and event loops never belong to another session.
+"""Plays scenarios of one framework script: imports it once, then runs each scenario in
+its own fork, so that clients, caches and event loops never belong to another session.
 
-One JSON line in: {"scenario": NAME, "env": {...}}; one out: {"result": ...} or {"error": TRACEBACK}.
+One JSON line in: {"scenario": NAME, "env": {...}}; one out: {"result": ...} or
+{"error": TRACEBACK}.
 """
 
 import gc

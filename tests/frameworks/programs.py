@@ -1,4 +1,6 @@
-"""Programs of npm, as they come: Claude Code, Codex, and agents of the AI SDK. programs.sh starts them."""
+"""Programs of npm, as they come: Claude Code, Codex, and agents of the AI SDK.
+programs.sh starts them.
+"""
 
 import json
 import subprocess
@@ -11,7 +13,9 @@ NPM = Path(sys.prefix) / "npm"
 def printed(*command):
     """Return the JSON in the last line that a program prints."""
     script = Path(__file__).with_name("programs.sh")
-    ended = subprocess.run(["bash", script, NPM, *command], stdout=subprocess.PIPE, text=True, check=True)
+    ended = subprocess.run(
+        ["bash", script, NPM, *command], stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(ended.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,6 @@
-"""pydantic-ai: its three kinds of OpenAI and Anthropic models, and its three kinds of typed output."""
+"""pydantic-ai: its three kinds of OpenAI and Anthropic models, and its three kinds of
+typed output.
+"""
 
 import pydantic_ai.models.anthropic
 import pydantic_ai.models.openai  # noqa: F401  imported once, not in each fork
@@ -31,7 +33,11 @@ def anthropic_tools():
 
 
 def typed(output_type):
-    return Agent("openai-chat:policy", output_type=output_type).run_sync("Paris?").output.model_dump()
+    return (
+        Agent("openai-chat:policy", output_type=output_type)
+        .run_sync("Paris?")
+        .output.model_dump()
+    )
 
 
 def tool_output():

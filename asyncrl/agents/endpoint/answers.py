@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class AnswerText:
     """Visible text of an answer, cut before the stop string that ended it.
 
-    Special tokens are omitted unless `shows_special` or in `keep_special`. No stop string spans a shown one.
+    Special tokens are omitted unless `shows_special` or in `keep_special`. No stop
+    string spans a shown one.
 
     Invariant: the joined pieces do not depend on the split into feeds.
     """
@@ -37,8 +38,8 @@ class AnswerText:
         before: Sequence[int] = (),
         thinking: tuple[str, str] | None = None,
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids. `thinking`: of the
-        engine's request.
+        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt
+        ids. `thinking`: of the engine's request.
         """
         self._texts = texts
         self._stop = stop
@@ -49,8 +50,8 @@ class AnswerText:
         self._opening = thinking[0] if thinking else ""
         self._may_think = thinking is not None
         self._last: list[int] = []
-        """The last token, and tokens that may begin a thought. Only the engine knows whether they complete a
-        stop string: inside a thought none counts.
+        """The last token, and tokens that may begin a thought. Only the engine knows
+        whether they complete a stop string: inside a thought none counts.
         """
         self._held = ""
         """It may begin a stop string."""
@@ -66,7 +67,9 @@ class AnswerText:
         tokens = [*self._last, *token_ids]
         if self._may_think:
             begun = self._texts.decode(tokens[:-1], skip_special_tokens=False)
-            self._may_think = self._opening.startswith(begun.lstrip().rstrip(REPLACEMENT))
+            self._may_think = self._opening.startswith(
+                begun.lstrip().rstrip(REPLACEMENT)
+            )
         num_last = len(tokens) if self._may_think else 1
         self._last = tokens[-num_last:]
         return self._feed(tokens[:-num_last])
@@ -80,7 +83,9 @@ class AnswerText:
         num_held = len(self._held)
         text = self._feed(self._last) + self._release()
         end = len(text)
-        places = [(text.find(each, max(num_held - len(each) + 1, 0)), each) for each in stop]
+        places = [
+            (text.find(each, max(num_held - len(each) + 1, 0)), each) for each in stop
+        ]
         if found := [(at + len(each), at, each) for at, each in places if at >= 0]:
             _, end, self.stopped_by = min(found)
         return text[:end]
@@ -94,7 +99,9 @@ class AnswerText:
                 self._context = run[-1:]
                 continue
             held = self._held + self._add(run)
-            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+            end = len(held) - max(
+                (overlap(held, stop) for stop in self._stop), default=0
+            )
             text += held[:end]
             self._held = held[end:]
         return text
@@ -104,7 +111,11 @@ class AnswerText:
 
     def _add(self, token_ids: Sequence[int]) -> str:
         texts = self._texts
-        shown = [token for token in token_ids if token in texts.text_ids and token not in texts.end_ids]
+        shown = [
+            token
+            for token in token_ids
+            if token in texts.text_ids and token not in texts.end_ids
+        ]
         text = self._decode(self._whole_runs(shown))
         self._has_unsure = text.endswith(REPLACEMENT)
         return text[:-1] if self._has_unsure else text
@@ -140,7 +151,10 @@ class AnswerText:
     def _decode(self, tokens: list[int]) -> str:
         if not tokens:
             return REPLACEMENT if self._has_unsure else ""
-        known = len(self._texts.decode(self._context, skip_special_tokens=False)) - self._has_unsure
+        known = (
+            len(self._texts.decode(self._context, skip_special_tokens=False))
+            - self._has_unsure
+        )
         together = self._context + tokens
         self._context = together[-CONTEXT_TOKENS:]
         return self._texts.decode(together, skip_special_tokens=False)[known:]
@@ -155,8 +169,12 @@ def _bytes_of_letters() -> Mapping[str, int]:
 
 
 def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
-    """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at byte level, `âĤ`."""
-    piece = next(piece for piece, known in tokenizer.vocabulary.items() if known == token)
+    """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at
+    byte level, `âĤ`.
+    """
+    piece = next(
+        piece for piece, known in tokenizer.vocabulary.items() if known == token
+    )
     if token in tokenizer.byte_ids:
         return bytes.fromhex(piece[3:5])
     return bytes(_bytes_of_letters()[letter] for letter in piece)
@@ -166,7 +184,8 @@ def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
 class Answer:
     """A completion in pieces: feed(), then finish().
 
-    Invariant: thought, content and calls only grow; the content never has a possible tool call or mark.
+    Invariant: thought, content and calls only grow; the content never has a possible
+        tool call or mark.
     """
 
     tokenizer: ChatTokenizer
@@ -177,7 +196,9 @@ class Answer:
     options: Mapping[str, Any]
     """Of AnswerReader."""
     is_streamed: bool = False
-    """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
+    """Calls that have begun stay calls if they are malformed or cut; otherwise such an
+    answer is text.
+    """
     finish_reason: str = ""
     num_tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None
@@ -203,7 +224,11 @@ class Answer:
     def num_thought_tokens(self) -> int:
         """Estimate from the thought's share of the text."""
         num_characters = sum(map(len, self._texts))
-        return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
+        return (
+            round(self.num_tokens * len(self.thought) / num_characters)
+            if num_characters
+            else 0
+        )
 
     @property
     def calls(self) -> Sequence[ToolCall]:
@@ -211,7 +236,11 @@ class Answer:
 
     @property
     def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": self.content,
+            "refusal": None,
+        }
         if thought := self.thought:
             message["reasoning_content"] = thought
         if self.calls:
@@ -244,7 +273,11 @@ class Answer:
         @cache
         def shown(token: int) -> dict[str, Any]:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
-            data = part_of_character(self.tokenizer, token) if REPLACEMENT in text else text.encode()
+            data = (
+                part_of_character(self.tokenizer, token)
+                if REPLACEMENT in text
+                else text.encode()
+            )
             return {"token": text, "bytes": list(data)}
 
         sampled = self.completion.sampled
@@ -256,8 +289,13 @@ class Answer:
             sampled.column(TOP_LOGPROBS).lists(),
             strict=True,
         ):
-            top = [{**shown(other), "logprob": value} for other, value in zip(others, values, strict=True)]
-            self.logprobs.append({**shown(token), "logprob": logprob, "top_logprobs": top})
+            top = [
+                {**shown(other), "logprob": value}
+                for other, value in zip(others, values, strict=True)
+            ]
+            self.logprobs.append(
+                {**shown(token), "logprob": logprob, "top_logprobs": top}
+            )
 
     def _add(self, text: str, *, is_last: bool = False) -> None:
         self._texts.append(text)

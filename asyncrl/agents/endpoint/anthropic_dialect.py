@@ -90,18 +90,28 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     asked = reader.checked(body, MessagesRequest)
     before = Kept([])
     if asked.thread and asked.thread["type"] == "continue":
-        before = kept_answer(asked.thread["previous_message_id"], "thread.previous_message_id", kept)
+        before = kept_answer(
+            asked.thread["previous_message_id"], "thread.previous_message_id", kept
+        )
     tools = [*before.tools, *map(_function, asked.tools)]
     messages = [*before.messages, *_messages(asked)]
-    chat = asked.common() | {"messages": messages, "tools": tools, "stop": asked.stop_sequences}
+    chat = asked.common() | {
+        "messages": messages,
+        "tools": tools,
+        "stop": asked.stop_sequences,
+    }
     chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking is not None and asked.thinking["type"] == "disabled":
         off = {"enable_thinking": False, "thinking": False}
         chat["chat_template_kwargs"] = off | asked.chat_template_kwargs
     chat["reasoning_effort"] = asked.output_config.get("effort")
-    chat["response_format"] = chat_format(asked.output_config.get("format"), name="output", strict=True)
+    chat["response_format"] = chat_format(
+        asked.output_config.get("format"), name="output", strict=True
+    )
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    return reader.chat(chat, functions), MessageWriter(Kept(messages, tools) if asked.thread else None)
+    return reader.chat(chat, functions), MessageWriter(
+        Kept(messages, tools) if asked.thread else None
+    )
 
 
 MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
@@ -112,13 +122,16 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     for number, turn in enumerate(asked.messages):
         messages += _turn(turn["role"], turn["content"], f"messages[{number}].content")
     if messages and messages[-1]["role"] == "assistant":
-        raise invalid("The last message is the assistant's: this server cannot continue it.", "messages")
+        raise invalid(
+            "The last message is the assistant's: this server cannot continue it.",
+            "messages",
+        )
     return messages
 
 
 def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any]]:
-    """Return the tool results and the message of one turn. The chat joins the parts of a message; a system's
-    are joined by nothing, like in vLLM.
+    """Return the tool results and the message of one turn. The chat joins the parts of
+    a message; a system's are joined by nothing, like in vLLM.
     """
     blocks = [content] if isinstance(content, str) else content
     parts: list[Any] = []
@@ -128,7 +141,12 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         match role, block:
-            case "assistant", {"type": "tool_use", "id": str(name), "name": tool, "input": arguments}:
+            case "assistant", {
+                "type": "tool_use",
+                "id": str(name),
+                "name": tool,
+                "input": arguments,
+            }:
                 function = {"name": tool, "arguments": arguments}
                 calls.append({"id": name, "type": "function", "function": function})
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
@@ -142,13 +160,18 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any
                 parts.append(block)
     message = {"role": role, "content": parts, "tool_calls": calls}
     if role == "system":
-        message["content"] = "".join(text for text in texts if not text.startswith(BILLING))
-        return [message] if message["content"] else []  # an empty one only sets the effort
+        message["content"] = "".join(
+            text for text in texts if not text.startswith(BILLING)
+        )
+        # an empty one only sets the effort
+        return [message] if message["content"] else []
     return results if results and not parts else [*results, message]
 
 
 def _function(tool: _ToolBlock) -> dict[str, Any]:
-    function = present(tool, "name", "description", "strict") | {"parameters": tool.get("input_schema", {})}
+    function = present(tool, "name", "description", "strict") | {
+        "parameters": tool.get("input_schema", {})
+    }
     is_deferred = {"defer_loading": True} if tool.get("defer_loading") else {}
     return {"type": "function", "function": function, **is_deferred}
 
@@ -158,7 +181,11 @@ def _function(tool: _ToolBlock) -> dict[str, Any]:
 SIGNATURE = "asyncrl"
 """Some clients drop thoughts without a signature."""
 PING = {"type": "ping"}
-_OPENED: Mapping[Part, dict[str, str]] = {"thought": {"signature": ""}, "text": {}, "call": {}}
+_OPENED: Mapping[Part, dict[str, str]] = {
+    "thought": {"signature": ""},
+    "text": {},
+    "call": {},
+}
 """Fields that differ in a block that begins."""
 _DELTAS: Mapping[Part, tuple[str, str]] = {
     "thought": ("thinking_delta", "thinking"),
@@ -190,13 +217,21 @@ class MessageWriter(Writer):
             if step == "ping":
                 yield encoded(PING)
             elif step == "open":
-                yield _event("start", index, content_block=_block(answer, block) | _OPENED[block.part])
+                yield _event(
+                    "start",
+                    index,
+                    content_block=_block(answer, block) | _OPENED[block.part],
+                )
             elif step == "delta":
                 kind, name = _DELTAS[block.part]
                 yield _event("delta", index, delta={"type": kind, name: text})
             else:
                 if block.part == "thought":
-                    yield _event("delta", index, delta={"type": "signature_delta", "signature": SIGNATURE})
+                    yield _event(
+                        "delta",
+                        index,
+                        delta={"type": "signature_delta", "signature": SIGNATURE},
+                    )
                 yield _event("stop", index)
         usage = _usage(call, answer.num_tokens)
         last = {"type": "message_delta", "delta": _ending(answer), "usage": usage}
@@ -207,7 +242,12 @@ class MessageWriter(Writer):
 
 
 def _head(call: GatewayCall) -> dict[str, Any]:
-    return {"id": call.name, "type": "message", "role": "assistant", "model": call.model}
+    return {
+        "id": call.name,
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+    }
 
 
 def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
@@ -221,13 +261,21 @@ def _block(answer: Answer, block: Block) -> dict[str, Any]:
     if block.part == "text":
         return {"type": "text", "text": block.text}
     call = answer.calls[block.number]
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": from_json(block.text or "{}")}
+    return {
+        "type": "tool_use",
+        "id": call.id,
+        "name": call.name,
+        "input": from_json(block.text or "{}"),
+    }
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
     if answer.finish_reason == "stop" and answer.text.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.text.stopped_by}
-    return {"stop_reason": _REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
+    return {
+        "stop_reason": _REASONS.get(answer.finish_reason, "end_turn"),
+        "stop_sequence": None,
+    }
 
 
 def _event(kind: str, index: int, **fields: Any) -> bytes:

@@ -1,4 +1,6 @@
-"""Capture: the sampled ids of a session as a tree, the prompts of new calls, and the rollout's branches."""
+"""Capture: the sampled ids of a session as a tree, the prompts of new calls, and the
+rollout's branches.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,22 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
-from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
+from asyncrl.messages.worker_api import (
+    CONTEXT_TOKENS,
+    ChatTokenizer,
+    answer_text,
+    decode_after,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
-    """A recorded completion. `tokens` follow the parent's: `num_added` prompt tokens, then sampled ones.
+    """A recorded completion. `tokens` follow the parent's: `num_added` prompt tokens,
+    then sampled ones.
 
-    `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a chat:
-    `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None.
+    `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a
+    chat: `num_messages` with the answer, `key` in a Chain, and `text`, the text of all
+    ids or None.
     """
 
     name: str
@@ -81,12 +90,24 @@ class ChatNode:
         return self.is_trained and self.num_sampled > 0
 
     @property
-    def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
+    def content(
+        self,
+    ) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
         """Return a sort key independent of arrival and engine."""
-        spans = tuple((span.start, span.end, span.version) for span in self.tokens.spans)
-        ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
+        spans = tuple(
+            (span.start, span.end, span.version) for span in self.tokens.spans
+        )
+        # big-endian, so that bytes sort like ids
+        ids = self.ids.astype(">i4").tobytes()
         logprobs = self.tokens.behaviour_logprobs.tobytes()
-        return ids, self.num_added, logprobs, spans, self.is_truncated, self.num_interruptions
+        return (
+            ids,
+            self.num_added,
+            logprobs,
+            spans,
+            self.is_truncated,
+            self.num_interruptions,
+        )
 
     def path(self) -> list[ChatNode]:
         nodes = [self]
@@ -132,20 +153,29 @@ class PromptPlan:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        return np.concatenate([self.parent.all_ids(), self.added]) if self.parent else self.added
+        return (
+            np.concatenate([self.parent.all_ids(), self.added])
+            if self.parent
+            else self.added
+        )
 
     @property
     def tail(self) -> list[int]:
         """The last prompt ids, which the text of the answer may depend on."""
         added = self.added[-CONTEXT_TOKENS:].tolist()
-        return added if added or self.parent is None else self.parent.last_ids(CONTEXT_TOKENS)
+        return (
+            added
+            if added or self.parent is None
+            else self.parent.last_ids(CONTEXT_TOKENS)
+        )
 
 
 class Capture:
-    """Record sent and sampled ids of a session; find the completion that a new call continues.
+    """Record sent and sampled ids of a session; find the completion that a new call
+    continues.
 
-    Invariant: a prompt that reuses a node's ids begins with exactly the ids that its call sent and sampled.
-    Calls may overlap.
+    Invariant: a prompt that reuses a node's ids begins with exactly the ids that its
+    call sent and sampled. Calls may overlap.
 
     Example: sampled ids in brackets.
         call 0  sends 1 2 3           samples [7 8]   node 0: 1 2 3 [7 8], without a parent
@@ -165,8 +195,8 @@ class Capture:
         keeps_thoughts: bool = True,
         frames: dict[Roles, Frame] | None = None,
     ) -> None:
-        """`keeps_thoughts` False: prompts are the template's own renders, in new branches if needed.
-        `frames`: of the chat template, shared by sessions.
+        """`keeps_thoughts` False: prompts are the template's own renders, in new
+        branches if needed. `frames`: of the chat template, shared by sessions.
         """
         self._tokenizer = tokenizer
         self._counts = counts
@@ -195,8 +225,8 @@ class Capture:
         prefill: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
-        """Raises ValueError if the template refuses the chat or omits a message. May run in a thread in
-        parallel with record().
+        """Raises ValueError if the template refuses the chat or omits a message. May
+        run in a thread in parallel with record().
 
         `prefill`: beginning of the answer, after an open thought.
         """
@@ -204,14 +234,22 @@ class Capture:
         try:
             chain = Chain(messages, tools, settings, self._thinking, self._recorded)
             matcher = ChatMatcher(
-                self._tokenizer, render, self._recorded, messages, prefill, chain, self._keeps_thoughts
+                self._tokenizer,
+                render,
+                self._recorded,
+                messages,
+                prefill,
+                chain,
+                self._keeps_thoughts,
             )
             return matcher.match()
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
     def plan(self, ids: Sequence[int], match: PromptMatch | None = None) -> PromptPlan:
-        """Return the prompt with the ids of the match's text, or without a match of these ids."""
+        """Return the prompt with the ids of the match's text, or without a match of
+        these ids.
+        """
         added = np.array(ids, dtype=np.int32)
         parent = match.parent if match else self._recorded.longest(added)
         if match is None and parent is not None:
@@ -238,18 +276,25 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a completion. Not `is_trained`: not sampled from the run's distribution."""
+        """Record a completion. Not `is_trained`: not sampled from the run's
+        distribution.
+        """
         num_known = completion.num_prompt - len(planned.added)
         tokens = completion.tokens.kept(in_journal).slice(num_known)
-        tokens = Tokens.join([EMPTY, tokens])  # a copy: a view would hold the arrays of the whole prompt
+        # a copy: a view would hold the arrays of the whole prompt
+        tokens = Tokens.join([EMPTY, tokens])
         num_added = len(planned.added)
         if grammar is not None and len(tokens) > num_added:
-            tokens = replace(tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),))
+            tokens = replace(
+                tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),)
+            )
         whole = planned.whole.then(tokens.ids[num_added:])
         match = planned.match
         text = None if match is None else match.whole
         if text is not None:
-            text = text.then(decode_after(self._tokenizer, planned.tail, completion.token_ids))
+            text = text.then(
+                decode_after(self._tokenizer, planned.tail, completion.token_ids)
+            )
         node = ChatNode(
             name=name,
             order=planned.number,
@@ -273,22 +318,31 @@ class Capture:
         # special tokens may enclose a thought
         shown = answer_text(self._tokenizer, completion.token_ids, shows_special=True)
         forms = answer_forms(message, shown, self._thinking) if match else ()
-        self._recorded.add(node, [match.chain.key_with(form) for form in forms] if match else ())
+        self._recorded.add(
+            node, [match.chain.key_with(form) for form in forms] if match else ()
+        )
 
     def last_completion(self) -> Completion:
-        """Return the completion of the call that was planned last. Raises RolloutFailure."""
+        """Return the completion of the call that was planned last. Raises
+        RolloutFailure.
+        """
         if not self._nodes:
-            way_out = "let it call the model with its session's key, or return a reward."
-            raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)
+            way_out = (
+                "let it call the model with its session's key, or return a reward."
+            )
+            raise RolloutFailure(
+                "the harness ended without a completion or a reward", way_out=way_out
+            )
         last = max(self._nodes.values(), key=lambda node: node.order)
         finish: Literal["stop", "length"] = "length" if last.is_truncated else "stop"
         return Completion(last.tokens, last.num_added, finish, last.num_interruptions)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains
-        it.
+        """Return the branches, ordered by ids. A sampled token has its loss in the
+        first branch that contains it.
 
-        Concurrent calls arrive in any order, so results depend only on contents. Raises RolloutFailure.
+        Concurrent calls arrive in any order, so results depend only on contents. Raises
+        RolloutFailure.
         """
         nodes = _in_order(self._nodes.values(), outcome)
         trained = [node for node in nodes if node.has_loss]
@@ -297,7 +351,9 @@ class Capture:
         if not paths:
             what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
             rule = f"calls that set {' or '.join(SAMPLING_PARAMETERS)} are not trained"
-            raise RolloutFailure(what, rule=rule, way_out="let it call the model with its session's key.")
+            raise RolloutFailure(
+                what, rule=rule, way_out="let it call the model with its session's key."
+            )
         owners: dict[ChatNode, int] = {}
         for branch, path in enumerate(paths):
             for node in path:
@@ -307,7 +363,9 @@ class Capture:
         for branch, path in enumerate(paths):
             own = {node for node in path if owners[node] == branch}
             trajectory = _trajectory(path, own, credited, sample_index, reward)
-            rollout.append(replace(trajectory, branch=branch, metrics=dict(outcome.metrics)))
+            rollout.append(
+                replace(trajectory, branch=branch, metrics=dict(outcome.metrics))
+            )
         return tuple(rollout)
 
 
@@ -319,7 +377,12 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     own = {}
     for node in nodes:
         engines = tuple(span.engine for span in node.tokens.spans)
-        own[node] = (*node.content, outcome.turn_rewards.get(node.name, 0.0), node in parents, engines)
+        own[node] = (
+            *node.content,
+            outcome.turn_rewards.get(node.name, 0.0),
+            node in parents,
+            engines,
+        )
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
@@ -349,7 +412,9 @@ def _trajectory(
     )
 
 
-def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, tuple[float, int]]:
+def _credited(
+    nodes: Sequence[ChatNode], outcome: Outcome
+) -> dict[ChatNode, tuple[float, int]]:
     """Return (reward, unit) of each completion. Raises RolloutFailure."""
     rewards = outcome.turn_rewards
     if not rewards:
@@ -361,4 +426,8 @@ def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, tup
             rule="turn_rewards names every completion",
             way_out="name every answer by its `id`; 0.0 is a reward too.",
         )
-    return {node: (rewards[node.name], unit) for unit, node in enumerate(nodes) if node.name in rewards}
+    return {
+        node: (rewards[node.name], unit)
+        for unit, node in enumerate(nodes)
+        if node.name in rewards
+    }

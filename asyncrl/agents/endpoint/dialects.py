@@ -1,4 +1,6 @@
-"""Shared parts of the dialects: writers of answers, blocks of a stream, errors, and the list of models."""
+"""Shared parts of the dialects: writers of answers, blocks of a stream, errors, and the
+list of models.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
     if (answer := kept.get(name)) is not None:
         return answer
     why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
-    raise ApiError(404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param)
+    raise ApiError(
+        404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param
+    )
 
 
 class Writer(ABC):
@@ -65,8 +69,8 @@ Read: TypeAlias = "tuple[AnyRequest, Writer]"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts_field. `read` raises
-    ApiError.
+    """`name` begins the ids of its calls. `splits_thoughts` None: per
+    gateway.thoughts_field. `read` raises ApiError.
     """
 
     name: str
@@ -103,13 +107,22 @@ class Block:
 
 def whole_blocks(answer: Answer) -> list[Block]:
     """Return a thought, a text and the calls of an answer, or an empty text."""
-    texts = [Block("thought", 0, [answer.thought]), Block("text", 0, [answer.content or ""])]
-    calls = [Block("call", number, [each.arguments]) for number, each in enumerate(answer.calls)]
+    texts = [
+        Block("thought", 0, [answer.thought]),
+        Block("text", 0, [answer.content or ""]),
+    ]
+    calls = [
+        Block("call", number, [each.arguments])
+        for number, each in enumerate(answer.calls)
+    ]
     return [*(each for each in texts if each.text), *calls] or texts[1:]
 
 
-async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
-    """Append to `blocks` while a call is sampled, in the order in which it was sampled; yield the steps.
+async def grow_blocks(
+    call: GatewayCall, blocks: list[Block]
+) -> AsyncIterator[tuple[Step, Block, str]]:
+    """Append to `blocks` while a call is sampled, in the order in which it was sampled;
+    yield the steps.
 
     An answer without any block gets an empty text.
     """
@@ -118,7 +131,11 @@ async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[t
             yield "ping", Block(part, 0), ""
             continue
         last = blocks[-1] if blocks else None
-        if last is None or last.part != part or (part == "call" and last.number != number):
+        if (
+            last is None
+            or last.part != part
+            or (part == "call" and last.number != number)
+        ):
             if last is not None:
                 yield "close", last, ""
             last = Block(part, sum(each.part == part for each in blocks))
@@ -153,7 +170,10 @@ ANTHROPIC_ERRORS = {
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     other = "api_error" if error.status >= 500 else "invalid_request_error"
-    body: dict[str, Any] = {"type": ANTHROPIC_ERRORS.get(error.status, other), "message": error.anthropics}
+    body: dict[str, Any] = {
+        "type": ANTHROPIC_ERRORS.get(error.status, other),
+        "message": error.anthropics,
+    }
     if error.error["code"] == NOT_KEPT:  # clients then start a new thread
         body["details"] = {"error_code": "thread_not_found"}
     return {"type": "error", "error": body, "request_id": None}
@@ -161,16 +181,32 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
-    return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
+    return (
+        to_json(anthropic_error(error), inf_nan_mode="null")
+        if is_anthropics
+        else error.body()
+    )
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model `name`, or the list of models if None. Raises ApiError (404) for another model."""
+    """Return the model `name`, or the list of models if None. Raises ApiError (404) for
+    another model.
+    """
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")
     body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-    body |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    body |= {
+        "type": "model",
+        "display_name": model,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
     if name is not None:
         return body
-    return {"object": "list", "data": [body], "has_more": False, "first_id": model, "last_id": model}
+    return {
+        "object": "list",
+        "data": [body],
+        "has_more": False,
+        "first_id": model,
+        "last_id": model,
+    }

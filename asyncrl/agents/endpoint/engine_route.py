@@ -58,8 +58,8 @@ class EngineRoute:
     """SessionHost of one engine.
 
     Waits: threads, slots and the engine, within the session's in_hand().
-    Invariant: the engine gets only checked values. A broken engine goes to `on_broken`, its calls get 503; a
-        request that it refuses gets 400.
+    Invariant: the engine gets only checked values. A broken engine goes to `on_broken`,
+        its calls get 503; a request that it refuses gets 400.
     """
 
     sessions: Sessions
@@ -79,7 +79,9 @@ class EngineRoute:
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
-    async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> Read:
+    async def read(
+        self, session: GatewaySession, dialect: Dialect, body: bytes
+    ) -> Read:
         """Raises ApiError."""
         return await _run(
             self._rendering,
@@ -87,7 +89,9 @@ class EngineRoute:
             in_thread=len(body) >= LONG_BODY,
         )
 
-    async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
+    async def count(
+        self, session: GatewaySession, dialect: Dialect, body: bytes
+    ) -> int:
         session.free_call_nowait()
         asked, _ = await self.read(session, dialect, body)
         assert isinstance(asked, ChatRequest), "only chats are counted"
@@ -95,7 +99,11 @@ class EngineRoute:
         return num_tokens
 
     async def plan(
-        self, session: GatewaySession, dialect: Dialect, asked: AnyRequest, num_bytes: int
+        self,
+        session: GatewaySession,
+        dialect: Dialect,
+        asked: AnyRequest,
+        num_bytes: int,
     ) -> GatewayCall:
         """Raises ApiError."""
         session.check_limits()
@@ -104,18 +112,30 @@ class EngineRoute:
         planned = await self._planned(session, asked, num_bytes)
         prompt = planned.match.text if planned.match else ""
         prefill = planned.match.prefill if planned.match else ""
-        grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
+        grammar = grammar_of(
+            asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt
+        )
         if grammar is not None:
-            source = "response_format" if getattr(asked, "response_format", None) else "tools"
+            source = (
+                "response_format"
+                if getattr(asked, "response_format", None)
+                else "tools"
+            )
             await self.checks.wait_checked(grammar, source)
         if session.user_key and session.opening is None:
             session.opening = asked.messages
         digest = planned.whole.state.digest()
         number = None if asked.seed is not None else session.take_number(digest)
-        key = call_key(digest, f"seed {asked.seed}" if number is None else f"number {number}")
+        key = call_key(
+            digest, f"seed {asked.seed}" if number is None else f"number {number}"
+        )
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
-            tool_format = self.tool_format if asked.callable_tools else self.tool_format.without_tools()
+            tool_format = (
+                self.tool_format
+                if asked.callable_tools
+                else self.tool_format.without_tools()
+            )
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
@@ -124,7 +144,9 @@ class EngineRoute:
         thinking = None
         # A stop text with the closing mark is meant to end the thought.
         opening, closing = (mark.strip() for mark in marks)
-        if isinstance(asked, ChatRequest) and not any(closing in text for text in asked.stop):
+        if isinstance(asked, ChatRequest) and not any(
+            closing in text for text in asked.stop
+        ):
             thinking = ("" if is_open else opening, closing)
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
@@ -145,7 +167,8 @@ class EngineRoute:
             prefill=prefill,
             options={
                 "tools": getattr(asked, "tools", ()),
-                "name": f"call_{key:016x}",  # not the call's number: the next prompt may contain it
+                # not the call's number: the next prompt may contain it
+                "name": f"call_{key:016x}",
                 "is_thinking": is_open,
                 "splits_thought": splits_thoughts,
             },
@@ -159,10 +182,14 @@ class EngineRoute:
         request = SamplingRequest(
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
-            max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
+            max_tokens=min(
+                asked.max_tokens or rules.max_tokens, rules.max_tokens, room
+            ),
             **(rules.sampling.parameters | asked.sampling),
             stop=stop,
-            seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
+            seed=self.seed_of(
+                session.prompt_id, session.sample_index, session.attempt, key
+            ),
             route_key=session.route_key,
             after=session.last_span,
             grammar=grammar,
@@ -190,7 +217,9 @@ class EngineRoute:
                 completion = await self.engine.generate(
                     call.request, on_tokens=on_tokens, on_spent=session.spent_nowait
                 )
-            session.last_span = completion.tokens.spans[-1] if completion.tokens.spans else None
+            session.last_span = (
+                completion.tokens.spans[-1] if completion.tokens.spans else None
+            )
             answer.finish(completion)
             if answer.has_logprobs:
                 await _run(self._encoding, answer.build_logprobs, in_thread=True)
@@ -209,16 +238,24 @@ class EngineRoute:
         self.counts.prompt_tokens += call.planned.whole.length
         self.counts.completion_tokens += answer.num_tokens
 
-    async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
+    async def _planned(
+        self, session: GatewaySession, asked: AnyRequest, num_bytes: int
+    ) -> PromptPlan:
         match = None
         if isinstance(asked, ChatRequest):
             match, ids, num_tokens = await self._matched(session, asked, num_bytes)
         else:
             prompt = asked.prompt
-            ids = await self._encode(prompt, asked, adds_special=True) if isinstance(prompt, str) else prompt
+            ids = (
+                await self._encode(prompt, asked, adds_special=True)
+                if isinstance(prompt, str)
+                else prompt
+            )
             num_tokens = len(ids)
         if num_tokens > self.rules.max_prompt_tokens:
-            raise too_long(f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param)
+            raise too_long(
+                f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param
+            )
         if not num_tokens:
             raise invalid("prompt has no token.", "prompt")
         return session.capture.plan(ids, match)
@@ -226,10 +263,14 @@ class EngineRoute:
     async def _matched(
         self, session: GatewaySession, asked: ChatRequest, num_bytes: int
     ) -> tuple[PromptMatch, Sequence[int], int]:
-        """Return the match, the ids after its parent, and the number of all ids. Raises ApiError."""
+        """Return the match, the ids after its parent, and the number of all ids. Raises
+        ApiError.
+        """
         most = self.rules.max_prompt_tokens
         if len(asked.messages) > most:
-            raise too_long(f"{len(asked.messages)} messages of a token or more", most, asked.param)
+            raise too_long(
+                f"{len(asked.messages)} messages of a token or more", most, asked.param
+            )
         match = partial(
             session.capture.match,
             asked.messages,
@@ -238,14 +279,18 @@ class EngineRoute:
             settings=asked.chat_template_kwargs or None,
         )
         try:
-            matched = await _run(self._rendering, match, in_thread=num_bytes >= LONG_BODY)
+            matched = await _run(
+                self._rendering, match, in_thread=num_bytes >= LONG_BODY
+            )
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
         ids = await self._encode(matched.text, asked, after=matched.neighbor)
         num_before = 0 if matched.parent is None else matched.parent.whole.length
         return matched, ids, num_before + len(ids)
 
-    async def _encode(self, text: str, asked: AnyRequest, **place: Any) -> Sequence[int]:
+    async def _encode(
+        self, text: str, asked: AnyRequest, **place: Any
+    ) -> Sequence[int]:
         """Raises ApiError."""
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
@@ -258,9 +303,14 @@ class EngineRoute:
 
 
 async def _run(
-    limit: AbstractAsyncContextManager[None], function: Callable[[], Value], *, in_thread: bool
+    limit: AbstractAsyncContextManager[None],
+    function: Callable[[], Value],
+    *,
+    in_thread: bool,
 ) -> Value:
-    """Run a function; only tokenizing releases the interpreter, so only it runs concurrently in threads."""
+    """Run a function; only tokenizing releases the interpreter, so only it runs
+    concurrently in threads.
+    """
     if not in_thread:
         return function()
     async with limit:
@@ -268,6 +318,8 @@ async def _run(
 
 
 def call_key(prompt: bytes, source: str) -> int:
-    """Return a key for the seed. It never depends on time; equal concurrent calls may swap answers."""
+    """Return a key for the seed. It never depends on time; equal concurrent calls may
+    swap answers.
+    """
     digest = blake2b(prompt + source.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,6 @@
-"""HTTP endpoint in OpenAI's and Anthropic's formats, and its listener: uvicorn's protocol with limits."""
+"""HTTP endpoint in OpenAI's and Anthropic's formats, and its listener: uvicorn's
+protocol with limits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from asyncrl.agents.endpoint import openapi
@@ -67,8 +73,10 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 class Gateway:
     """SessionHost of a run's engines, and HTTP endpoint of its sessions.
 
-    Waits: for client and engine, until READ_TIMEOUT_S, the session's end, or a disconnect.
-    Invariant: no unchecked client value reaches an engine; no call is answered after its session ended.
+    Waits: for client and engine, until READ_TIMEOUT_S, the session's end, or a
+        disconnect.
+    Invariant: no unchecked client value reaches an engine; no call is answered after
+        its session ended.
     """
 
     def __init__(
@@ -94,21 +102,28 @@ class Gateway:
             self._broken = error
             on_broken(error)
 
-        self._route = EngineRoute(self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke)
+        self._route = EngineRoute(
+            self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke
+        )
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self.app = self._app(extra_routes)
-        self.listener = AppServer(self.app, max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S)
+        self.listener = AppServer(
+            self.app, max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S
+        )
 
     def _app(self, extra_routes: Sequence[BaseRoute]) -> Router:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
-        # FastAPI's layers take a fifth of a call's CPU time, so the routes of calls stand before it.
+        # FastAPI's layers take a fifth of a call's CPU time, so the routes of calls
+        # stand before it.
         routes: list[BaseRoute] = []
         for prefix in ("/v1", "/s/{key}/v1"):
             for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
-                routes.append(Route(f"{prefix}/{dialect.path}", _CallEndpoint(self, dialect)))
+                routes.append(
+                    Route(f"{prefix}/{dialect.path}", _CallEndpoint(self, dialect))
+                )
             add = partial(app.add_api_route, response_model=None)
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
@@ -118,11 +133,24 @@ class Gateway:
         return Router([*routes, Mount("/", app)])
 
     def add_route(
-        self, engine: EnginePool, *, sampling: SamplingParameters, seed_of: SeedOf, on_broken: OnBroken
+        self,
+        engine: EnginePool,
+        *,
+        sampling: SamplingParameters,
+        seed_of: SeedOf,
+        on_broken: OnBroken,
     ) -> EngineRoute:
         """Return a host of another engine's sessions, which stats() excludes."""
-        rules = replace(self._route.rules, sampling=sampling, on_sampling_override="use_config")
-        return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
+        rules = replace(
+            self._route.rules, sampling=sampling, on_sampling_override="use_config"
+        )
+        return replace(
+            self._route,
+            engine=engine,
+            rules=rules,
+            seed_of=seed_of,
+            on_broken=on_broken,
+        )
 
     def bind(self) -> str:
         """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
@@ -155,14 +183,21 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        refused = {status: number for status, number in self._refused.items() if status != CLIENT_GONE}
+        refused = {
+            status: number
+            for status, number in self._refused.items()
+            if status != CLIENT_GONE
+        }
         return replace(self._route.counts, refused=refused)
 
     def gauges(self) -> dict[str, float]:
         names = ("calls", "extended", "realigned", "edited")
-        counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
+        counts = {
+            f"gateway/{name}": getattr(self._route.counts, name) for name in names
+        }
         counts |= {
-            f"gateway/kept_{name}": self._route.counts.deviations[name] for name in get_args(Deviation)
+            f"gateway/kept_{name}": self._route.counts.deviations[name]
+            for name in get_args(Deviation)
         }
         counts["gateway/with_notes"] = self._route.reader.num_with_notes
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
@@ -172,17 +207,25 @@ class Gateway:
     async def _failed(self, request: Request, error: Exception) -> Response:
         """Answer an error without the address: it may contain a key."""
         if isinstance(error, Refused):
-            return Response(error.body.model_dump_json(), error.status, media_type="application/json")
+            return Response(
+                error.body.model_dump_json(),
+                error.status,
+                media_type="application/json",
+            )
         if isinstance(error, ClientDisconnect):
             error = client_gone()
         elif isinstance(error, HTTPException):
-            why = f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
+            why = (
+                f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
+            )
             error = ApiError(error.status_code, why, headers=error.headers)
         elif not isinstance(error, ApiError):
             error = internal_error()
         self._refused[error.status] += 1
         await _read_rest(request)
-        headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
+        headers = error.headers | (
+            {"Connection": "close"} if error.status in (408, 500) else {}
+        )
         body = error_body(error, request.scope["path"], request.headers)
         return Response(body, error.status, headers, "application/json")
 
@@ -218,9 +261,13 @@ class Gateway:
         written = session.retries.begin(digest, is_retry=is_retry)
         if written is not None:
             connection.written = written
-            return await reply.write(written.content, is_last=True, is_stream=written.is_stream)
+            return await reply.write(
+                written.content, is_last=True, is_stream=written.is_stream
+            )
         try:
-            rest, is_stream = await self._sampled(session, dialect, body, request, reply)
+            rest, is_stream = await self._sampled(
+                session, dialect, body, request, reply
+            )
         except ApiError as error:
             if error.status != CLIENT_GONE:
                 session.retries.refused_nowait(digest)
@@ -230,9 +277,16 @@ class Gateway:
         await reply.write(rest, is_last=True, is_stream=is_stream)
 
     async def _sampled(
-        self, session: GatewaySession, dialect: Dialect, body: bytes, request: Request, reply: _Reply
+        self,
+        session: GatewaySession,
+        dialect: Dialect,
+        body: bytes,
+        request: Request,
+        reply: _Reply,
     ) -> tuple[bytes, bool]:
-        """Record an answer; return the rest to write, and whether it is a stream. Raises ApiError."""
+        """Record an answer; return the rest to write, and whether it is a stream.
+        Raises ApiError.
+        """
         route = session.route
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
@@ -240,7 +294,9 @@ class Gateway:
         try:
             if asked.stream:
                 await reply.place.aclose()
-                _, rest = await asyncio.gather(route.sample(session, call), _stream(call, writer, reply))
+                _, rest = await asyncio.gather(
+                    route.sample(session, call), _stream(call, writer, reply)
+                )
             else:
                 await route.sample(session, call)
                 rest = to_json(writer.body(call), inf_nan_mode="null")
@@ -255,7 +311,9 @@ class Gateway:
         session = self.sessions.find(shown_key(request))
         async with session.in_hand(request.scope["connection"]):
             body = await read_body(request, MAX_BODY_BYTES)
-            return JSONResponse({"input_tokens": await session.route.count(session, MESSAGES, body)})
+            return JSONResponse(
+                {"input_tokens": await session.route.count(session, MESSAGES, body)}
+            )
 
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))
@@ -298,19 +356,27 @@ class _Reply:
         self.written = bytearray()
         """The beginning of a stream, for a retry."""
 
-    async def write(self, content: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
+    async def write(
+        self, content: bytes, *, is_last: bool = False, is_stream: bool = True
+    ) -> None:
         if not self.has_begun:
             self.has_begun = True
             length = (b"content-length", str(len(content)).encode())
             headers = _EVENT_STREAM if is_stream else [*_JSON, length]
-            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self.send(
+                {"type": "http.response.start", "status": 200, "headers": headers}
+            )
         if not is_last and len(self.written) <= MAX_REMEMBERED:
             self.written += content
-        await self.send({"type": "http.response.body", "body": content, "more_body": not is_last})
+        await self.send(
+            {"type": "http.response.body", "body": content, "more_body": not is_last}
+        )
 
 
 async def _stream(call: GatewayCall, writer: Writer, reply: _Reply) -> bytes:
-    """Write a stream while the call is sampled; return the rest, written once the answer is recorded."""
+    """Write a stream while the call is sampled; return the rest, written once the
+    answer is recorded.
+    """
     rest = b""
     async for event in writer.events(call):
         if call.is_sampled:
@@ -324,12 +390,18 @@ def shown_key(request: Request) -> str:
     key = request.path_params.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = (
+            token
+            if scheme.lower() == "bearer"
+            else request.headers.get("x-api-key", "")
+        )
     return key.strip()
 
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return the identity of a call, and whether it is a retry of OpenAI's or Anthropic's client."""
+    """Return the identity of a call, and whether it is a retry of OpenAI's or
+    Anthropic's client.
+    """
     digest = blake2b(dialect.name.encode() + body, digest_size=16).digest()
     return digest, request.headers.get("x-stainless-retry-count", "0") != "0"
 
@@ -345,13 +417,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 if len(body) > max_bytes:
                     raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
     except TimeoutError:
-        raise ApiError(408, f"The body of this request did not arrive within {READ_TIMEOUT_S} s.") from None
+        raise ApiError(
+            408, f"The body of this request did not arrive within {READ_TIMEOUT_S} s."
+        ) from None
     return bytes(body)
 
 
 async def _read_rest(request: Request) -> None:
-    """Read the rest of a body: closing with unread data would reset the connection before the client has read
-    its answer.
+    """Read the rest of a body: closing with unread data would reset the connection
+    before the client has read its answer.
     """
     cycle = request.scope["connection"].cycle
     with contextlib.suppress(TimeoutError):
@@ -369,9 +443,9 @@ MAX_HEAD = 2**16
 class Connection(HttpToolsProtocol):
     """A client connection, in request.scope["connection"].
 
-    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it
-    replaces the connection that has waited longest for a first head, or else for a later one. If none waits,
-    it gets 503.
+    It is closed if no whole head arrives within timeout_keep_alive seconds. Above
+    `max_connections` it replaces the connection that has waited longest for a first
+    head, or else for a later one. If none waits, it gets 503.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
@@ -386,11 +460,19 @@ class Connection(HttpToolsProtocol):
             # the timer runs while a connection waits for a head
             connections: set[Any] = self.connections
             timers = {each: each.timeout_keep_alive_task for each in connections}
-            ends = {each: (each.cycle is not None, timer.when()) for each, timer in timers.items() if timer}
+            ends = {
+                each: (each.cycle is not None, timer.when())
+                for each, timer in timers.items()
+                if timer
+            }
             if not ends:
                 transport.set_protocol(asyncio.Protocol())
                 self.transport = transport
-                self._refuse(ApiError(503, f"{len(timers)} connections are open.", type="server_error"))
+                self._refuse(
+                    ApiError(
+                        503, f"{len(timers)} connections are open.", type="server_error"
+                    )
+                )
                 return
             oldest = min(ends, key=lambda each: ends[each])
             connections.discard(oldest)
@@ -403,8 +485,12 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self.written is not None:
             # a write after the client's end shows as an error of the socket
-            error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self.written.is_lost = exc is not None or error != 0 or not self.cycle.response_complete
+            error = self.transport.get_extra_info("socket").getsockopt(
+                socket.SOL_SOCKET, socket.SO_ERROR
+            )
+            self.written.is_lost = (
+                exc is not None or error != 0 or not self.cycle.response_complete
+            )
         super().connection_lost(exc)
         super()._unset_keepalive_if_required()
         self.on_lost()
@@ -430,7 +516,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             await app(scope, receive, send)
-            # a write that fails closes the transport before uvicorn learns of it, and reports an open answer
+            # a write that fails closes the transport before uvicorn learns of it, and
+            # reports an open answer
             cycle.disconnected |= self.transport.is_closing()
 
         super()._start_asgi_task(cycle, answer)
@@ -476,7 +563,9 @@ class AppServer:
         loop = asyncio.get_running_loop()
         # uvicorn sends head and body separately: avoid the client's delayed ACK
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._server = await loop.create_server(self._make, sock=listening, backlog=BACKLOG)
+        self._server = await loop.create_server(
+            self._make, sock=listening, backlog=BACKLOG
+        )
 
     async def aclose(self) -> None:
         """Close busy connections within CLOSE_S, others immediately. Idempotent."""

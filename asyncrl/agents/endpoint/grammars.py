@@ -17,11 +17,19 @@ from asyncrl.messages.worker_api import ChatTokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _MATCH_S = 0.1
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
-def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer) -> str:
-    """Return the beginning of an answer that forces a call; empty if the model may think first."""
+def prefill_of(
+    asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer
+) -> str:
+    """Return the beginning of an answer that forces a call; empty if the model may
+    think first.
+    """
     if not isinstance(asked, ChatRequest) or not asked.callable_tools:
         return ""
     if tool_format.refusal:
@@ -31,13 +39,20 @@ def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokeni
     prefill = tool_format.prefill(_forced_name(asked))
     if prefill is None:
         why = f"tool format {tool_format.name} cannot force it."
-        raise invalid(f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice")
+        raise invalid(
+            f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice"
+        )
     has_grammar = tool_format.around("name") is not None
     return "" if has_grammar and thinks(tool_format, tokenizer) else prefill
 
 
 def grammar_of(
-    asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer, *, prefill: str, prompt: str
+    asked: AnyRequest,
+    tool_format: ToolFormat,
+    tokenizer: ChatTokenizer,
+    *,
+    prefill: str,
+    prompt: str,
 ) -> str | None:
     if not isinstance(asked, ChatRequest):
         return None
@@ -45,16 +60,24 @@ def grammar_of(
     tools = [tool["function"] for tool in asked.callable_tools]
     if asked.tool_choice not in ("none", "auto"):
         name = _forced_name(asked)
-        call = rules.call([tool for tool in tools if name in (None, tool["name"])], prefill)
-        return None if call is None else rules.text(call, prompt, has_thought=not prefill)
+        call = rules.call(
+            [tool for tool in tools if name in (None, tool["name"])], prefill
+        )
+        return (
+            None if call is None else rules.text(call, prompt, has_thought=not prefill)
+        )
     if asked.response_format is None:
         return None
     answer = rules.content(asked.response_format)
     if tools:
         call = rules.call(tools)
         if call is None:
-            why = f"tool format {tool_format.name} has no grammar to force either of them"
-            raise invalid(f"response_format with tools is refused: {why}.", "response_format")
+            why = (
+                f"tool format {tool_format.name} has no grammar to force either of them"
+            )
+            raise invalid(
+                f"response_format with tools is refused: {why}.", "response_format"
+            )
         answer = f"{answer} | {call}"
     return rules.text(answer, prompt)
 
@@ -64,12 +87,16 @@ def thinks(tool_format: ToolFormat, tokenizer: ChatTokenizer) -> bool:
 
 
 def _forced_name(asked: ChatRequest) -> str | None:
-    return None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
+    return (
+        None
+        if asked.tool_choice == "required"
+        else asked.tool_choice.removeprefix("function:")
+    )
 
 
 def _overlapping_pattern(schema: Any) -> str | None:
-    """Return a pattern that matches a named property. llguidance fails in the middle of an answer if no other
-    name remains for the pattern (NoExtensionBias).
+    """Return a pattern that matches a named property. llguidance fails in the middle of
+    an answer if no other name remains for the pattern (NoExtensionBias).
 
     Example: `{"properties": {"a": {}}, "patternProperties": {"^a$": {}}}`.
     """
@@ -101,7 +128,9 @@ class _Rules:
 
     def content(self, response_format: Mapping[str, Any]) -> str:
         given = response_format.get("json_schema") or {"strict": True}
-        return self.json(given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True)
+        return self.json(
+            given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True
+        )
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
@@ -115,7 +144,9 @@ class _Rules:
         return self._add("json", f"%json {text}")
 
     def call(self, tools: Sequence[Mapping[str, Any]], prefill: str = "") -> str | None:
-        """Return the rule of a call of any of the tools, None if the format has no JSON arguments."""
+        """Return the rule of a call of any of the tools, None if the format has no JSON
+        arguments.
+        """
         calls: list[str] = []
         for tool in tools:
             around = self._format.around(tool["name"])
@@ -132,15 +163,28 @@ class _Rules:
         start = f"({answer})"
         if opens_thought(prompt, self._format.thinking):
             start = f"{self._until(end)} SPACE {start}"
-        elif has_thought and thinks(self._format, self._tokenizer) and not prompt.rstrip().endswith(end):
+        elif (
+            has_thought
+            and thinks(self._format, self._tokenizer)
+            and not prompt.rstrip().endswith(end)
+        ):
             start = f"({self.spelled(begin)} {self._until(end)} SPACE)? {start}"
-        return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/", *self._rules])
+        return "\n".join(
+            [
+                f"start: {start}",
+                "TEXT: /(.|\\n)*/",
+                "SPACE: /[ \\t\\r\\n]*/",
+                *self._rules,
+            ]
+        )
 
     def spelled(self, text: str) -> str:
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
-            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part) for part in parts if part
+            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part)
+            for part in parts
+            if part
         )
 
     def _until(self, mark: str) -> str:
@@ -178,4 +222,6 @@ class GrammarChecks:
                 except GrammarError as error:
                     self._known[key] = str(error)
         if why := self._known[key]:
-            raise invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)
+            raise invalid(
+                f"{param} is refused: {why}. Make the schema smaller or simpler.", param
+            )

@@ -56,11 +56,20 @@ class ChatWriter(Writer):
         self._has_usage = options.get("include_usage") is True
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
-        choice = {"index": 0, **self._choice(call.answer), "finish_reason": call.answer.finish_reason}
-        return self._head(call, self.whole) | {"choices": [choice], "usage": self._usage(call)}
+        choice = {
+            "index": 0,
+            **self._choice(call.answer),
+            "finish_reason": call.answer.finish_reason,
+        }
+        return self._head(call, self.whole) | {
+            "choices": [choice],
+            "usage": self._usage(call),
+        }
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        yield self._event(call, delta={"role": "assistant", "content": "", "refusal": None})
+        yield self._event(
+            call, delta={"role": "assistant", "content": "", "refusal": None}
+        )
         async for piece in call.pieces():
             yield self._event(call, delta=_delta(call.answer, piece))
         yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
@@ -69,7 +78,11 @@ class ChatWriter(Writer):
         return encoded({"error": error.error})
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        logprobs = None if answer.logprobs is None else {"content": answer.logprobs, "refusal": None}
+        logprobs = (
+            None
+            if answer.logprobs is None
+            else {"content": answer.logprobs, "refusal": None}
+        )
         return {"message": answer.message, "logprobs": logprobs}
 
     def _event(self, call: GatewayCall, **part: Any) -> bytes:
@@ -79,16 +92,28 @@ class ChatWriter(Writer):
     def _end(self, call: GatewayCall, **part: Any) -> bytes:
         last = self._event(call, finish_reason=call.answer.finish_reason, **part)
         if self._has_usage:
-            last += encoded(self._head(call, self.chunk) | {"choices": [], "usage": self._usage(call)})
+            last += encoded(
+                self._head(call, self.chunk)
+                | {"choices": [], "usage": self._usage(call)}
+            )
         return last + b"data: [DONE]\n\n"
 
     def _head(self, call: GatewayCall, kind: str) -> dict[str, Any]:
-        return {"id": call.name, "object": kind, "created": call.created_s, "model": call.model}
+        return {
+            "id": call.name,
+            "object": kind,
+            "created": call.created_s,
+            "model": call.model,
+        }
 
     def _usage(self, call: GatewayCall) -> dict[str, int]:
         prompt = call.planned.whole.length
         completion = call.answer.num_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
 
 def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
@@ -101,7 +126,11 @@ def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
     entry: dict[str, Any] = {"index": number, "function": {"arguments": text}}
     if not text:
         call = answer.calls[number]
-        entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+        entry |= {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": ""},
+        }
     return {"tool_calls": [entry]}
 
 
@@ -135,7 +164,15 @@ TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 
 # ---- responses
 
-NOT_ECHOED = {"input", "include", "stream", "model", "seed", "chat_template_kwargs", "skip_special_tokens"}
+NOT_ECHOED = {
+    "input",
+    "include",
+    "stream",
+    "model",
+    "seed",
+    "chat_template_kwargs",
+    "skip_special_tokens",
+}
 
 
 class _Tool(TypedDict):
@@ -165,30 +202,48 @@ class ResponsesRequest(CallParameters):
     chat_template_kwargs: Settings = {}
 
 
-def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+def _read_response(
+    reader: RequestReader, body: dict[str, Any], kept: KeptAnswers
+) -> Read:
     asked = reader.checked(body, ResponsesRequest)
     previous = asked.previous_response_id
-    before = [] if previous is None else kept_answer(previous, "previous_response_id", kept).messages
+    before = (
+        []
+        if previous is None
+        else kept_answer(previous, "previous_response_id", kept).messages
+    )
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
-    messages = _messages([_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)])
+    messages = _messages(
+        [_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)]
+    )
     if not messages:
-        raise invalid("input: it must be a text or a list of items, not empty.", "input")
+        raise invalid(
+            "input: it must be a text or a list of items, not empty.", "input"
+        )
     functions = _functions(asked.tools, reader)
     tools = [
         {
             "type": "function",
-            "function": {"name": name, **present(each, "description", "parameters", "strict")},
+            "function": {
+                "name": name,
+                **present(each, "description", "parameters", "strict"),
+            },
         }
         for name, each in functions.items()
     ]
-    first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    first = (
+        [{"role": "system", "content": asked.instructions}]
+        if asked.instructions
+        else []
+    )
     chat = asked.common() | {
         "messages": [*first, *before, *messages],
         "tools": tools,
         "max_tokens": asked.max_output_tokens,
-        "logprobs": "message.output_text.logprobs" in asked.include or asked.top_logprobs > 0,
+        "logprobs": "message.output_text.logprobs" in asked.include
+        or asked.top_logprobs > 0,
         "reasoning_effort": asked.reasoning.get("effort"),
         "response_format": chat_format(asked.text.get("format")),
     }
@@ -196,12 +251,16 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Join items of one answer: a text to the thought or the calls before it, calls to all before them."""
+    """Join items of one answer: a text to the thought or the calls before it, calls to
+    all before them.
+    """
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
         last = messages[-1] if messages else {}
-        is_next_text = "content" in message and "content" in last and "tool_calls" not in last
+        is_next_text = (
+            "content" in message and "content" in last and "tool_calls" not in last
+        )
         is_next = is_next_text or "reasoning_content" in message
         if is_next or not last.get("role") == message["role"] == "assistant":
             messages.append(message)
@@ -218,17 +277,28 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
-            thought = item.get("content") or unsealed(item, where) or item.get("summary") or ""
+            thought = (
+                item.get("content")
+                or unsealed(item, where)
+                or item.get("summary")
+                or ""
+            )
             return {"role": "assistant", "reasoning_content": thought}
         case {"type": "function_call", "call_id": name}:
-            function = {"arguments": None, **item, "name": _flat(item.get("name"), item.get("namespace"))}
+            function = {
+                "arguments": None,
+                **item,
+                "name": _flat(item.get("name"), item.get("namespace")),
+            }
             call = {"id": name, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(name), "output": output}:
             return {"role": "tool", "tool_call_id": name, "content": output}
     kind = item.get("type") if isinstance(item, dict) else item
     why = "use message, reasoning, function_call and function_call_output, with all fields"
-    raise invalid(f"{where}: an item of type {shown(kind)} is not supported: {why}.", where)
+    raise invalid(
+        f"{where}: an item of type {shown(kind)} is not supported: {why}.", where
+    )
 
 
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
@@ -239,12 +309,16 @@ def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
             for each in answer.items:
                 if each["id"] == name:
                     return each
-            raise ApiError(404, f"{param}: there is no item {shown(name)}.", param=param)
+            raise ApiError(
+                404, f"{param}: there is no item {shown(name)}.", param=param
+            )
     return item
 
 
 _SEALED = "asyncrl:"
-"""Beginning of encrypted_content: the thought as base64, for clients that keep nothing else."""
+"""Beginning of encrypted_content: the thought as base64, for clients that keep nothing
+else.
+"""
 
 
 def unsealed(item: Mapping[str, Any], where: str) -> str:
@@ -252,7 +326,9 @@ def unsealed(item: Mapping[str, Any], where: str) -> str:
     hidden = str(item.get("encrypted_content") or _SEALED)
     if hidden.startswith(_SEALED):
         with contextlib.suppress(ValueError):
-            return base64.b64decode(hidden.removeprefix(_SEALED), validate=True).decode()
+            return base64.b64decode(
+                hidden.removeprefix(_SEALED), validate=True
+            ).decode()
     name = f"{where}.encrypted_content"
     raise invalid(f"{name} cannot be read: it does not come from this gateway.", name)
 
@@ -262,11 +338,14 @@ def _flat(name: Any, space: str | None) -> Any:
     return f"{space}__{name}" if space else name
 
 
-def _functions(tools: Sequence[_Tool], reader: RequestReader, space: str | None = None) -> Functions:
+def _functions(
+    tools: Sequence[_Tool], reader: RequestReader, space: str | None = None
+) -> Functions:
     """Return the functions by their names in the prompt.
 
-    Example: {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]} becomes
-    {"files__read": {"type": "function", "name": "read", "namespace": "files"}}.
+    Example: {"type": "namespace", "name": "files", "tools": [{"type": "function",
+    "name": "read"}]} becomes {"files__read": {"type": "function", "name": "read",
+    "namespace": "files"}}.
     """
     functions: Functions = {}
     for tool in tools:
@@ -277,7 +356,9 @@ def _functions(tools: Sequence[_Tool], reader: RequestReader, space: str | None 
             case "namespace":
                 functions |= _functions(tool.get("tools", []), reader, tool.get("name"))
             case _:
-                reader.log_once("tools", f"a tool that is no function is omitted: {tool!r:.200}")
+                reader.log_once(
+                    "tools", f"a tool that is no function is omitted: {tool!r:.200}"
+                )
     return functions
 
 
@@ -315,16 +396,29 @@ class ResponseWriter(Writer):
         output = [self._item(call, block) for block in self._blocks]
         if self.continues is not None:
             self.continues = self.continues._replace(items=output)
-        body = self._head(call) | {"status": "completed", "output": output, "usage": usage}
+        body = self._head(call) | {
+            "status": "completed",
+            "output": output,
+            "usage": usage,
+        }
         if answer.finish_reason == "length":
-            body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            body |= {
+                "status": "incomplete",
+                "incomplete_details": {"reason": "max_output_tokens"},
+            }
         return body
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         self._numbers = itertools.count()
         event = self._event
-        started = self._head(call) | {"status": "in_progress", "output": [], "usage": None}
-        yield event("response.created", response=started) + event("response.in_progress", response=started)
+        started = self._head(call) | {
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+        }
+        yield event("response.created", response=started) + event(
+            "response.in_progress", response=started
+        )
         async for step, block, text in grow_blocks(call, self._blocks):
             if step == "ping":
                 yield event("response.in_progress", response=started)
@@ -338,7 +432,10 @@ class ResponseWriter(Writer):
         index = len(self._blocks) - 1
         name = _PARTS[block.part][1]
         is_call = block.part == "call"
-        place: dict[str, Any] = {"output_index": index, "item_id": _item_id(call, block)}
+        place: dict[str, Any] = {
+            "output_index": index,
+            "item_id": _item_id(call, block),
+        }
         place |= {} if is_call else {"content_index": 0}
         if step == "delta":
             place |= {"logprobs": []} if block.part == "text" else {}
@@ -346,9 +443,15 @@ class ResponseWriter(Writer):
         item = self._item(call, block)
         part = None if is_call else item["content"][0]
         if step == "open":
-            begun = item | ({} if is_call else {"content": []}) | {"status": "in_progress"}
+            begun = (
+                item | ({} if is_call else {"content": []}) | {"status": "in_progress"}
+            )
             first = event("response.output_item.added", output_index=index, item=begun)
-            return first if is_call else first + event("response.content_part.added", **place, part=part)
+            return (
+                first
+                if is_call
+                else first + event("response.content_part.added", **place, part=part)
+            )
         done = present(part or item, "name", "arguments", "text", "logprobs")
         first = event(f"response.{name}.done", **place, **done)
         if not is_call:
@@ -357,11 +460,26 @@ class ResponseWriter(Writer):
 
     def failed(self, error: ApiError) -> bytes:
         """OpenAI's clients read only the `error` event."""
-        return self._event("error", **present(error.error, "code", "message", "param"), error=error.error)
+        return self._event(
+            "error",
+            **present(error.error, "code", "message", "param"),
+            error=error.error,
+        )
 
     def _head(self, call: GatewayCall) -> dict[str, Any]:
-        head = {"id": call.name, "object": "response", "created_at": call.created_s, "model": call.model}
-        return {**head, "background": False, "error": None, "incomplete_details": None, **self._echoed}
+        head = {
+            "id": call.name,
+            "object": "response",
+            "created_at": call.created_s,
+            "model": call.model,
+        }
+        return {
+            **head,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            **self._echoed,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return encoded({"type": kind, "sequence_number": next(self._numbers), **fields})
@@ -379,9 +497,14 @@ class ResponseWriter(Writer):
         part: dict[str, Any] = {"type": _PARTS[block.part][1], "text": block.text}
         if block.part == "thought":
             if self._is_sealed:
-                item["encrypted_content"] = _SEALED + base64.b64encode(block.text.encode()).decode()
+                item["encrypted_content"] = (
+                    _SEALED + base64.b64encode(block.text.encode()).decode()
+                )
             return item | {"type": "reasoning", "summary": [], "content": [part]}
-        part |= {"annotations": [], "logprobs": (not block.number and answer.logprobs) or []}
+        part |= {
+            "annotations": [],
+            "logprobs": (not block.number and answer.logprobs) or [],
+        }
         return item | {"type": "message", "role": "assistant", "content": [part]}
 
 

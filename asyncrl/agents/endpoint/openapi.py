@@ -1,4 +1,6 @@
-"""OpenAPI's description of the gateway's routes, and the page that shows it without internet."""
+"""OpenAPI's description of the gateway's routes, and the page that shows it without
+internet.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def schema() -> dict[str, Any]:
     text = resources.files(__package__).joinpath("openapi.yaml").read_text("utf-8")
     routes: dict[str, Any] = yaml.safe_load(text)
     bodies: Any = [(body, "validation", TypeAdapter(body)) for body in _BODIES]
-    _, types = TypeAdapter.json_schemas(bodies, ref_template="#/components/schemas/{model}")
+    _, types = TypeAdapter.json_schemas(
+        bodies, ref_template="#/components/schemas/{model}"
+    )
     routes["components"]["schemas"] |= types["$defs"]
     return routes
 
@@ -38,7 +42,8 @@ async def _schema(request: Request) -> Response:
 
 
 async def _page(request: Request) -> Response:
-    # relative addresses also work behind a proxy; a validator would be a service on the internet
+    # relative addresses also work behind a proxy; a validator would be a service on the
+    # internet
     return get_swagger_ui_html(
         title="asyncrl gateway",
         openapi_url="openapi.json",
@@ -50,5 +55,8 @@ async def _page(request: Request) -> Response:
 
 
 ROUTES: tuple[BaseRoute, ...] = (Route("/openapi.json", _schema), Route("/docs", _page))
-if find_spec("fastapi_swagger") is not None:  # machines without an index may lack it; then /docs is blank
-    ROUTES += (Mount("/docs/files", StaticFiles(packages=[("fastapi_swagger", "resources")])),)
+# machines without an index may lack it; then /docs is blank
+if find_spec("fastapi_swagger") is not None:
+    ROUTES += (
+        Mount("/docs/files", StaticFiles(packages=[("fastapi_swagger", "resources")])),
+    )

@@ -1,9 +1,11 @@
 """Find the recorded completion that a chat continues. Pure.
 
-A prompt that begins with recorded text keeps the recorded ids (extended). An edited history starts a branch.
+A prompt that begins with recorded text keeps the recorded ids (extended). An edited
+history starts a branch.
 
-Many templates strip thoughts or reformat calls. Then the text after the last recorded answer is taken from a
-trial render with a placeholder for the answer (realigned). It must contain every later message.
+Many templates strip thoughts or reformat calls. Then the text after the last recorded
+answer is taken from a trial render with a placeholder for the answer (realigned). It
+must contain every later message.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_marks, split_thought
+from asyncrl.agents.endpoint.tool_formats import (
+    Marks,
+    close_thought,
+    drop_marks,
+    split_thought,
+)
 from asyncrl.messages.worker_api import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
@@ -32,14 +39,17 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "edited"]
-"""Origin of a prompt. edited starts a branch: the last answer was edited, or the text cannot be cut after it.
+"""Origin of a prompt. edited starts a branch: the last answer was edited, or the text
+cannot be cut after it.
 """
 
 Deviation = Literal["thought", "opening", "end_token", "form"]
-"""Part of a realigned prompt that the template's own render of the chat lacks or writes differently.
+"""Part of a realigned prompt that the template's own render of the chat lacks or writes
+differently.
 
-thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token:
-sampled instead of the template's. form: white space or calls of an answer.
+thought: of an earlier answer. opening: text of a generation prompt, such as an empty
+thought. end_token: sampled instead of the template's. form: white space or calls of an
+answer.
 """
 NEIGHBOR_TOKENS = 4
 
@@ -57,13 +67,17 @@ class Prefix:
 
     def then(self, more: str | npt.NDArray[np.int32]) -> Prefix:
         state = self.state.copy()
-        state.update(more.encode() if isinstance(more, str) else more.astype("<i4").tobytes())
+        state.update(
+            more.encode() if isinstance(more, str) else more.astype("<i4").tobytes()
+        )
         return Prefix(self.length + len(more), state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMatch:
-    """The ids of `parent`, then `text`, which ends with `prefill`. `whole`: of all text."""
+    """The ids of `parent`, then `text`, which ends with `prefill`. `whole`: of all
+    text.
+    """
 
     text: str
     how: How
@@ -76,7 +90,9 @@ class PromptMatch:
     """Text before `text`, for the tokenizer."""
     deviations: Sequence[Deviation] = ()
     shown: Prefix | None = None
-    """Of the prompt with placeholders for answers, if it was rendered; without the prefill."""
+    """Of the prompt with placeholders for answers, if it was rendered; without the
+    prefill.
+    """
 
 
 # ---- chats as hashes
@@ -85,14 +101,26 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 class Chain:
-    """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
+    """Hash of a chat, message by message. `recorded`: answers count as they were
+    delivered.
+    """
 
     def __init__(
-        self, messages: Messages, tools: Messages | None, settings: Any, marks: Marks, recorded: Recorded
+        self,
+        messages: Messages,
+        tools: Messages | None,
+        settings: Any,
+        marks: Marks,
+        recorded: Recorded,
     ) -> None:
-        """A chat with other tools or other template variables (`settings`) is another chat."""
+        """A chat with other tools or other template variables (`settings`) is another
+        chat.
+        """
         self.marks = marks
-        self._defaults = {each["function"]["name"]: _defaults(each["function"]) for each in tools or ()}
+        self._defaults = {
+            each["function"]["name"]: _defaults(each["function"])
+            for each in tools or ()
+        }
         self._state = new_hash(_to_json([tools, settings]).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
@@ -110,12 +138,15 @@ class Chain:
 
 
 def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
-    """Serialize a message without None fields, key order, JSON spacing, outer white space, and an answer's
-    name and place of the thought: harnesses change them.
+    """Serialize a message without None fields, key order, JSON spacing, outer white
+    space, and an answer's name and place of the thought: harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        answer = {**message, "content": fields.pop("unjoined_content", message.get("content"))}
+        answer = {
+            **message,
+            "content": fields.pop("unjoined_content", message.get("content")),
+        }
         fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
@@ -124,12 +155,18 @@ def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> b
 
 
 def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
-    """Return a call without the arguments that are its tool's defaults: Claude Code adds them."""
+    """Return a call without the arguments that are its tool's defaults: Claude Code
+    adds them.
+    """
     name = call["function"]["name"]
     arguments = _plain(call["function"]["arguments"])
     if isinstance(arguments, dict):
         known = defaults.get(name, {})
-        arguments = {key: value for key, value in arguments.items() if known.get(key) != _to_json(value)}
+        arguments = {
+            key: value
+            for key, value in arguments.items()
+            if known.get(key) != _to_json(value)
+        }
     return [call["id"], name, arguments]
 
 
@@ -144,11 +181,13 @@ def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value, or its JSON text, with the numbers that a JavaScript client would send back: 1 for 1.0,
-    0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
+    """Return a value, or its JSON text, with the numbers that a JavaScript client would
+    send back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
     """
     text = value if isinstance(value, str) else _to_json(value)
-    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+    return json.loads(
+        text, parse_int=_number, parse_float=_number, parse_constant=_number
+    )
 
 
 def _number(text: str) -> float | None:
@@ -157,9 +196,14 @@ def _number(text: str) -> float | None:
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
-    """Yield the forms that may return: as delivered, with the hidden stop text, each without its thought."""
+    """Yield the forms that may return: as delivered, with the hidden stop text, each
+    without its thought.
+    """
     forms = [message]
-    if not message.get("tool_calls") and sampled.strip() != str(message.get("content") or "").strip():
+    if (
+        not message.get("tool_calls")
+        and sampled.strip() != str(message.get("content") or "").strip()
+    ):
         forms.append({**message, "content": sampled, "reasoning_content": None})
     for form in forms:
         yield form
@@ -171,13 +215,15 @@ def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Messa
 Roles = tuple[str, ...]
 """Of the message before some messages, and theirs."""
 Frame = Sequence[str]
-"""The template's own text before, between and after the contents of messages. Example, for a tool result and
-a user's text: `<tool>`, `</tool><user>`, `</user><assistant>`.
+"""The template's own text before, between and after the contents of messages. Example,
+for a tool result and a user's text: `<tool>`, `</tool><user>`, `</user><assistant>`.
 """
 
 
 class Recorded:
-    """A session's completions by chat, text and ids. Reads may run in a thread in parallel with add()."""
+    """A session's completions by chat, text and ids. Reads may run in a thread in
+    parallel with add().
+    """
 
     def __init__(self, frames: dict[Roles, Frame]) -> None:
         """`frames`: of the chat template."""
@@ -194,7 +240,9 @@ class Recorded:
             self._lengths[str].add(node.text.length)
         for place in places:
             known = self._nodes.get(place)
-            if known is None or (known is not node and _rank(node, place) < _rank(known, place)):
+            if known is None or (
+                known is not node and _rank(node, place) < _rank(known, place)
+            ):
                 self._nodes[place] = node
 
     def delivered_key(self, key: bytes) -> bytes:
@@ -210,7 +258,11 @@ class Recorded:
     def longest(self, whole: str | npt.NDArray[np.int32]) -> ChatNode | None:
         prefix = Prefix()
         found: ChatNode | None = None
-        for length in sorted(length for length in tuple(self._lengths[type(whole)]) if length <= len(whole)):
+        for length in sorted(
+            length
+            for length in tuple(self._lengths[type(whole)])
+            if length <= len(whole)
+        ):
             prefix = prefix.then(whole[prefix.length : length])
             found = self._nodes.get(prefix.place, found)
         return found
@@ -229,14 +281,18 @@ PLACEHOLDER = "answer"
 
 
 class Trial(NamedTuple):
-    """A render with a placeholder for an answer. Texts are empty if the template refuses it."""
+    """A render with a placeholder for an answer. Texts are empty if the template
+    refuses it.
+    """
 
     chat: Messages = ()
     before: str = ""
     after: str = ""
     """The text from the answer on."""
     shown: Prefix | None = None
-    """Of the render with PLACEHOLDER for the answer, if no later text stands in for the chat's own."""
+    """Of the render with PLACEHOLDER for the answer, if no later text stands in for the
+    chat's own.
+    """
 
 
 class Joint(NamedTuple):
@@ -246,7 +302,9 @@ class Joint(NamedTuple):
     rest: str
     """The text after the sampled ids."""
     neighbor: str = ""
-    """The end that the template writes before `rest`; empty if the sampled ids have none."""
+    """The end that the template writes before `rest`; empty if the sampled ids have
+    none.
+    """
     is_other_end: bool = False
     """The sampled ids end with another token."""
 
@@ -274,15 +332,18 @@ class ChatMatcher:
     """False: a prompt is always the template's own render of the chat."""
 
     def match(self) -> PromptMatch:
-        """Find the recorded answer that the chat continues, and the text to encode after its ids. Raises
-        ValueError if the template refuses the chat or omits a message.
+        """Find the recorded answer that the chat continues, and the text to encode
+        after its ids. Raises ValueError if the template refuses the chat or omits a
+        message.
 
-        Example: the recorded call sampled "<think>2+2</think>4" after "user: 2+2?".
-            The chat renders as "user: 2+2?|<think>2+2</think>4|user: why?|": its text begins with the
-                recorded text, so this call is extended, and only "|user: why?|" is encoded.
-            The template drops old thoughts, "user: 2+2?|4|user: why?|": the text differs, but the message
-                has the recorded meaning. This call is realigned: the sampled ids stay, thought included.
-            The harness changed the answer to "5": nothing matches; the whole text is encoded (edited).
+        Example: the recorded call sampled "<think>2+2</think>4" after "user: 2+2?". The
+            chat renders as "user: 2+2?|<think>2+2</think>4|user: why?|": its text
+            begins with the recorded text, so this call is extended, and only "|user:
+            why?|" is encoded. The template drops old thoughts, "user: 2+2?|4|user:
+            why?|": the text differs, but the message has the recorded meaning. This
+            call is realigned: the sampled ids stay, thought included. The harness
+            changed the answer to "5": nothing matches; the whole text is encoded
+            (edited).
         """
         at, answer = self.recorded.last_answer(self.chain)
         try:
@@ -297,19 +358,26 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            fields: dict[str, Any] = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            fields: dict[str, Any] = {
+                "whole": node.text.then(rest),
+                "neighbor": self._neighbor(node),
+            }
             extended = self._match("extended", node, node.num_messages, rest, **fields)
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
         shown = None if self.chain.answers else Prefix().then(whole)
         fields = {"whole": Prefix().then(text), "shown": shown}
-        found = joined or extended or self._match("edited", None, at + 1, text, **fields)
+        found = (
+            joined or extended or self._match("edited", None, at + 1, text, **fields)
+        )
         if found is None:
             index = left_out(self.render, self.messages, text, at + 1)
             what = f"the chat template drops messages[{index}]"
             rule = f"it does not support role {self.messages[index or 0]['role']} at that position"
-            raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
+            raise ValueError(
+                f"{what}: {rule}; send no such message, or set another model.chat_template"
+            )
         return found
 
     def _match(
@@ -321,32 +389,48 @@ class ChatMatcher:
         chat: Messages | None = None,
         **fields: Any,
     ) -> PromptMatch | None:
-        """Return the match if the text, the end of the render of `chat`, has every message after the first
-        `num_covered`.
+        """Return the match if the text, the end of the render of `chat`, has every
+        message after the first `num_covered`.
         """
         is_tail = parent is not None or num_covered == 0
         frames = self.recorded.frames if is_tail else None
-        if left_out(self.render, chat or self.messages, text, num_covered, frames) is not None:
+        if (
+            left_out(self.render, chat or self.messages, text, num_covered, frames)
+            is not None
+        ):
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
-        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, **fields)
+        return PromptMatch(
+            text, how, parent, self.chain, len(self.messages), self.prefill, **fields
+        )
 
     def _neighbor(self, parent: ChatNode) -> str:
-        """Return the text before the new text: tokenizers encode a text depending on it."""
+        """Return the text before the new text: tokenizers encode a text depending on
+        it.
+        """
         last = parent.last_ids(NEIGHBOR_TOKENS)
         if last[-1] in self.tokenizer.special_ids:
             last = last[-1:]
         return self.tokenizer.decode(last, skip_special_tokens=False)
 
     def _text(self, answer: ChatNode) -> str:
-        return self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(
+            answer.sampled_ids.tolist(), skip_special_tokens=False
+        )
 
     def _begun(self, prompt: str) -> str:
-        return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
+        return (
+            prompt + close_thought(prompt, self.chain.marks) + self.prefill
+            if self.prefill
+            else prompt
+        )
 
-    def _joined(self, at: int, answer: ChatNode | None, whole: str | None) -> PromptMatch | None:
-        """Return the match that keeps the answer's ids although the template writes it differently.
+    def _joined(
+        self, at: int, answer: ChatNode | None, whole: str | None
+    ) -> PromptMatch | None:
+        """Return the match that keeps the answer's ids although the template writes it
+        differently.
 
         `whole`: the template's render of the chat; None if it refuses.
         """
@@ -359,21 +443,32 @@ class ChatMatcher:
             text = self._begun(joint.rest)
             neighbor = joint.neighbor or self._neighbor(answer)
             chat = joint.trial.chat
-            found = self._match("realigned", answer, at + 1, text, chat=chat, neighbor=neighbor)
+            found = self._match(
+                "realigned", answer, at + 1, text, chat=chat, neighbor=neighbor
+            )
             if found is not None:
-                deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
-                is_exact = whole is not None and not deviations  # the text is the template's own
+                deviations = self._deviations(
+                    found, joint, whole, lacks_opening=bool(lacks_opening)
+                )
+                # the text is the template's own
+                is_exact = whole is not None and not deviations
                 prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
-                return replace(found, deviations=deviations, whole=prompt, shown=joint.trial.shown)
+                return replace(
+                    found, deviations=deviations, whole=prompt, shown=joint.trial.shown
+                )
         return None
 
     def _lacks_opening(self, at: int, answer: ChatNode, before: str) -> bool | None:
-        """Return whether the history lacks text that generation prompts wrote, such as `<think>`.
+        """Return whether the history lacks text that generation prompts wrote, such as
+        `<think>`.
 
         None: the template changed other text since messages[at] was sampled.
         """
         shown = answer.shown
-        if shown is not None and Prefix().then(before[: shown.length]).place == shown.place:
+        if (
+            shown is not None
+            and Prefix().then(before[: shown.length]).place == shown.place
+        ):
             return False
         sent = [self._stand_in(message) for message in self.messages[:at]]
         try:
@@ -383,28 +478,43 @@ class ChatMatcher:
             closed = self.render(sent, is_open=False)
         except ValueError:
             return None
-        before, prompt, closed = (drop_marks(text, self.chain.marks) for text in (before, prompt, closed))
+        before, prompt, closed = (
+            drop_marks(text, self.chain.marks) for text in (before, prompt, closed)
+        )
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
 
     def _deviations(
-        self, found: PromptMatch, joint: Joint, whole: str | None, *, lacks_opening: bool
+        self,
+        found: PromptMatch,
+        joint: Joint,
+        whole: str | None,
+        *,
+        lacks_opening: bool,
     ) -> tuple[Deviation, ...]:
         """Name the deviations of all answers in a prompt."""
         answer = found.parent
         assert answer is not None
         names: list[Deviation] = [*answer.deviations]
         if not names and whole is not None:
-            # the same ids may decode to another text: sentencepiece, tokens that take white space
-            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
+            # the same ids may decode to another text: sentencepiece, tokens that take
+            # white space
+            ids = [
+                *answer.all_ids().tolist(),
+                *self.tokenizer.encode(found.text, after=found.neighbor),
+            ]
             own = list(self.tokenizer.encode(self._begun(whole)))
-            texts = (self.tokenizer.decode(each, skip_special_tokens=False) for each in (ids, own))
+            texts = (
+                self.tokenizer.decode(each, skip_special_tokens=False)
+                for each in (ids, own)
+            )
             if ids == own or len(set(texts)) == 1:
                 return ()
         if joint.is_other_end:
             names.append("end_token")
-        begin, end = map(_squeezed, self.chain.marks)  # sentencepiece decodes a space after a mark
+        # sentencepiece decodes a space after a mark
+        begin, end = map(_squeezed, self.chain.marks)
         before, is_closed, _ = _squeezed(self._text(answer)).partition(end)
         thought = before.rpartition(begin)[2]
         if is_closed and thought not in _squeezed(whole or ""):
@@ -418,13 +528,21 @@ class ChatMatcher:
 
         The answer's calls stay, since a template may need them for results.
         """
-        last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
+        last = [
+            token
+            for token in answer.sampled_ids[-1:].tolist()
+            if token in self.tokenizer.end_ids
+        ]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
         if self.messages[at].get("tool_calls"):
             trial = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
             ends = (end, self.tokenizer.call_closing)
-            places = [(trial.after.find(mark), mark) for mark in ends if mark and mark in trial.after]
+            places = [
+                (trial.after.find(mark), mark)
+                for mark in ends
+                if mark and mark in trial.after
+            ]
             for place, mark in sorted(places)[:1]:
                 rest = trial.after[place:].removeprefix(mark if end else "")
                 written_end = mark if end else ""
@@ -432,14 +550,17 @@ class ChatMatcher:
         trial = self._around(at, keeps_calls=False)
         if not trial.after:
             return
-        if not end:  # the answer was cut: the template's own end follows the sampled ids
+        # the answer was cut: the template's own end follows the sampled ids
+        if not end:
             yield Joint(trial, trial.after)
             return
         begun = trial.after.lstrip()
         space = trial.after.removesuffix(begun)
         ends = (self.tokenizer.closing.lstrip(), end)
         mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
-        said = self.tokenizer.decode(answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False)
+        said = self.tokenizer.decode(
+            answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False
+        )
         # without the template's end, white space that was sampled is not written again
         rest = begun.removeprefix(mark) if mark or said.endswith(space) else trial.after
         yield Joint(trial, rest, mark or said, is_other_end=not mark.endswith(end))
@@ -457,15 +578,24 @@ class ChatMatcher:
                 _, found, after = text.rpartition(SENTINEL)
                 if not found:
                     break
-                is_whole = num_calls is None and (keeps_calls or not self.messages[at].get("tool_calls"))
-                whole = Prefix().then(text.replace(SENTINEL, PLACEHOLDER)) if is_whole else None
+                is_whole = num_calls is None and (
+                    keeps_calls or not self.messages[at].get("tool_calls")
+                )
+                whole = (
+                    Prefix().then(text.replace(SENTINEL, PLACEHOLDER))
+                    if is_whole
+                    else None
+                )
                 return Trial(chat, before, after, whole)
         return Trial()
 
-    def _stand_in(self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True) -> Message:
+    def _stand_in(
+        self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True
+    ) -> Message:
         """Return a placeholder for an answer; other messages stay.
 
-        An answer with calls has no content, which a template may write after them or their results.
+        An answer with calls has no content, which a template may write after them or
+        their results.
         """
         if message.get("role") != "assistant":
             return message
@@ -473,7 +603,10 @@ class ChatMatcher:
         if not (calls and keeps_calls):
             return {"role": "assistant", "content": text}
         arguments = {"x": text}
-        swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
+        swapped = [
+            {**call, "function": {**call["function"], "arguments": arguments}}
+            for call in calls
+        ]
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
@@ -501,30 +634,42 @@ def left_out(
     start: int = 0,
     frames: dict[Roles, Frame] | None = None,
 ) -> int | None:
-    """Return the index of the first message from `start` on that is missing from the text, answers aside.
+    """Return the index of the first message from `start` on that is missing from the
+    text, answers aside.
 
-    `text`: the end of what `render` writes. A render with marks around the contents decides, since a search
-    would not: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text. It also gives the
-    frame of these messages. A later text that is exactly their contents in the same frame needs no render.
-    `frames`: known ones, if `text` begins behind messages[start - 1].
+    `text`: the end of what `render` writes. A render with marks around the contents
+    decides, since a search would not: "18" is in "2018", and SmolLM3 removes the switch
+    `/no_think` from a text. It also gives the frame of these messages. A later text
+    that is exactly their contents in the same frame needs no render. `frames`: known
+    ones, if `text` begins behind messages[start - 1].
     """
     tail = messages[start:]
-    contents = [str(each.get("content") or "") for each in tail if each["role"] != "assistant"]
+    contents = [
+        str(each.get("content") or "") for each in tail if each["role"] != "assistant"
+    ]
     if not contents:
         return None
-    roles = (messages[start - 1]["role"] if start else "", *(each["role"] for each in tail))
+    roles = (
+        messages[start - 1]["role"] if start else "",
+        *(each["role"] for each in tail),
+    )
     frame = frames.get(roles) if frames is not None else None
     if frame and any(text == _framed(map(way, contents), frame) for way in WAYS):
         return None
     marked = [
-        message if index < start or message["role"] == "assistant" else _marked(index, message)
+        message
+        if index < start or message["role"] == "assistant"
+        else _marked(index, message)
         for index, message in enumerate(messages)
     ]
     try:
         written = render(marked)
     except ValueError:  # the template refuses the chat; the text is of a similar one
         squeezed = _squeezed(text)
-        return next((at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)), None)
+        return next(
+            (at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)),
+            None,
+        )
     shown = written.casefold()
     for index, message in enumerate(tail, start):
         before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
@@ -533,7 +678,9 @@ def left_out(
         if message["role"] != "assistant" and not is_there:
             return index
     whole, *others = _MARK.split(written)
-    is_kept = frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
+    is_kept = (
+        frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
+    )
     if frames is not None and is_kept and len(others) == 2 * len(contents):
         num_head = len(text) - len("".join(others))
         frames[roles] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
@@ -542,7 +689,9 @@ def left_out(
 
 def _framed(contents: Iterable[str], frame: Frame) -> str:
     head, *others = frame
-    return head + "".join(content + after for content, after in zip(contents, others, strict=True))
+    return head + "".join(
+        content + after for content, after in zip(contents, others, strict=True)
+    )
 
 
 def _marked(index: int, message: Message) -> Message:
@@ -552,7 +701,9 @@ def _marked(index: int, message: Message) -> Message:
 
 def _is_in(squeezed: str, message: Message) -> bool:
     content = str(message.get("content") or "")
-    return message["role"] == "assistant" or any(_squeezed(way(content)) in squeezed for way in WAYS)
+    return message["role"] == "assistant" or any(
+        _squeezed(way(content)) in squeezed for way in WAYS
+    )
 
 
 def _squeezed(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Checked requests: errors, messages and tools as chat templates get them, and parameters of calls."""
+"""Checked requests: errors, messages and tools as chat templates get them, and
+parameters of calls.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class ApiError(Exception):
         return to_json({"error": self.error}, inf_nan_mode="null")
 
 
-def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
+def invalid(
+    message: str, param: str | None = None, *, code: str | None = None
+) -> ApiError:
     return ApiError(400, message, code=code, param=param)
 
 
@@ -68,7 +72,8 @@ TOO_LONG = "context_length_exceeded"
 
 
 def too_long(size: str, most: int, param: str) -> ApiError:
-    """Return the error in each vendor's words, by which clients know that they must condense.
+    """Return the error in each vendor's words, by which clients know that they must
+    condense.
 
     `size`: of the prompt, such as `2001 tokens`.
     """
@@ -104,15 +109,26 @@ _READ_PARTS = (
     "text input_text output_text reasoning_text summary_text refusal thinking tool_reference document "
     "content search_result"
 ).split()
-_HELD = ("text", "refusal", "thinking", "tool_name", "name", "data", "content", "source")
+_HELD = (
+    "text",
+    "refusal",
+    "thinking",
+    "tool_name",
+    "name",
+    "data",
+    "content",
+    "source",
+)
 """Keys of a part's content, which is a text, a part or a list of parts."""
 _MEDIA = "image image_url input_image audio input_audio video file input_file document".split()
 
 
 def text_of(part: Any) -> str:
-    """Return the text of a content part. Raises PydanticCustomError for an image, a sound or a file.
+    """Return the text of a content part. Raises PydanticCustomError for an image, a
+    sound or a file.
 
-    Example: the text of `{"type": "document", "source": {"type": "text", "data": "x"}}` is x.
+    Example: the text of `{"type": "document", "source": {"type": "text", "data": "x"}}`
+        is x.
     """
     match part:
         case str():
@@ -141,12 +157,17 @@ class Reading:
     def result(self, part: Any) -> str:
         """Return the text of a part of a tool result.
 
-        A tool's name becomes its definition, as Claude Code's ToolSearch announces it. An image becomes a
-        note: no agent takes a result back, so a refusal would end the rollout.
+        A tool's name becomes its definition, as Claude Code's ToolSearch announces it.
+        An image becomes a note: no agent takes a result back, so a refusal would end
+        the rollout.
         """
         match part:
-            case {"type": "tool_reference", "tool_name": str(name)} if name in self.functions:
-                function = present(self.functions[name], "description", "name", "parameters")
+            case {"type": "tool_reference", "tool_name": str(name)} if (
+                name in self.functions
+            ):
+                function = present(
+                    self.functions[name], "description", "name", "parameters"
+                )
                 definition = json.dumps(function, ensure_ascii=False)
                 return f"<functions>\n<function>{definition}</function>\n</functions>"
             case {"type": str(kind)} if kind in _MEDIA:
@@ -170,7 +191,9 @@ class OpenDict(TypedDict):
 
 
 def _repaired(arguments: Any) -> Any:
-    """Replace arguments that are not an object by `{}`, like vLLM: every later call has the same history."""
+    """Replace arguments that are not an object by `{}`, like vLLM: every later call has
+    the same history.
+    """
     with contextlib.suppress(ValueError):
         arguments = from_json(arguments) if isinstance(arguments, str) else arguments
     return arguments if isinstance(arguments, dict) else {}
@@ -179,7 +202,8 @@ def _repaired(arguments: Any) -> Any:
 class _CalledFunction(OpenDict):
     name: str
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(_repaired, json_schema_input_type=str | dict[str, Any])
+        dict[str, Any],
+        BeforeValidator(_repaired, json_schema_input_type=str | dict[str, Any]),
     ]
 
 
@@ -189,7 +213,9 @@ class _SentCall(OpenDict):
     function: _CalledFunction
 
 
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_CONTENT = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+}
 
 
 class _Message(OpenDict):
@@ -203,27 +229,44 @@ class _Message(OpenDict):
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Keep the keys that templates get, with all text parts in one `content`. The context is a Reading.
+    """Keep the keys that templates get, with all text parts in one `content`. The
+    context is a Reading.
 
-    An answer's parts are also kept as `unjoined_content`: the client may have cut a recorded answer.
+    An answer's parts are also kept as `unjoined_content`: the client may have cut a
+    recorded answer.
     """
     if not isinstance(message, dict):
         return message
     # clients return unused keys empty
-    kept = {key: value for key, value in message.items() if value and key != "unjoined_content"}
+    kept = {
+        key: value
+        for key, value in message.items()
+        if value and key != "unjoined_content"
+    }
     role = kept.get("role")
-    unread = {"function_call", "audio"} if role == "assistant" else {"function_call", "audio", "tool_calls"}
+    unread = (
+        {"function_call", "audio"}
+        if role == "assistant"
+        else {"function_call", "audio", "tool_calls"}
+    )
     for key in unread & kept.keys():
-        raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
+        raise wrong(
+            f"{key} of a message of role {shown(role)} is refused: this model reads text"
+        )
     content = kept.setdefault("content", "")
     reading: Any = info.context
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
     if isinstance(content, list) and role == "tool":
         text = "\n".join(filter(None, map(reading.result, content)))
-        kept["content"] = text.replace("\n</functions>\n<functions>\n", "\n")  # one block of definitions
+        # one block of definitions
+        kept["content"] = text.replace("\n</functions>\n<functions>\n", "\n")
     elif isinstance(content, list):
         if role == "assistant":
-            thoughts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
+            thoughts = [
+                part
+                for part in content
+                if isinstance(part, dict) and part.get("type") == "thinking"
+            ]
             thought = thought or thoughts
             content = [part for part in content if part not in thoughts]
         texts = list(filter(None, map(text_of, content)))
@@ -270,7 +313,8 @@ class _ResponseFormat(OpenDict):
 
 
 ResponseFormat = Annotated[
-    _ResponseFormat | None, BeforeValidator(lambda value: None if value == {"type": "text"} else value)
+    _ResponseFormat | None,
+    BeforeValidator(lambda value: None if value == {"type": "text"} else value),
 ]
 """None: any text."""
 
@@ -355,7 +399,9 @@ def _tool_choice(value: Any) -> str:
             return str(value["type"])
         case {"type": "any"}:
             return "required"
-        case {"type": "function", "function": {"name": str(name)}} | {"name": str(name)}:
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "name": str(name)
+        }:
             return f"function:{name}"
     raise wrong("it must be none, auto, required, or name a function")
 
@@ -435,13 +481,17 @@ class CallRequest(CallParameters):
 
 
 class ChatRequest(CallRequest):
-    """/v1/chat/completions. Once read, `tool_choice` is none, auto, required or function:NAME."""
+    """/v1/chat/completions. Once read, `tool_choice` is none, auto, required or
+    function:NAME.
+    """
 
     param = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tools: Annotated[list[GivenTool], FailFast()] = []
-    tool_choice: Annotated[str, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)] = "auto"
+    tool_choice: Annotated[
+        str, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)
+    ] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
@@ -457,7 +507,9 @@ class ChatRequest(CallRequest):
 
     @property
     def shown_tools(self) -> list[GivenTool]:
-        """Return the tools of the prompt. A deferred one is described by a tool result that names it."""
+        """Return the tools of the prompt. A deferred one is described by a tool result
+        that names it.
+        """
         return [tool for tool in self.tools if not tool.get("defer_loading")]
 
     @property
@@ -467,7 +519,11 @@ class ChatRequest(CallRequest):
 
 def _one_prompt(prompt: Any) -> Any:
     """Return the prompt of a list of one, as some clients send it."""
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], (str, list)):
+    if (
+        not isinstance(prompt, list)
+        or not prompt
+        or not isinstance(prompt[0], (str, list))
+    ):
         return prompt
     if len(prompt) > 1:
         raise wrong("a call has one answer: send one prompt a call")
@@ -491,7 +547,12 @@ class TextRequest(CallRequest):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": self.prompt if isinstance(self.prompt, str) else ""}]
+        return [
+            {
+                "role": "user",
+                "content": self.prompt if isinstance(self.prompt, str) else "",
+            }
+        ]
 
 
 AnyRequest = ChatRequest | TextRequest
@@ -511,14 +572,19 @@ class RequestReader:
         """Calls with a note in place of an image or a file."""
 
     def chat(
-        self, body: dict[str, Any], functions: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        body: dict[str, Any],
+        functions: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> ChatRequest:
         """`functions`: those that a tool result may name. Raises ApiError."""
         reading = Reading(self._joint, functions or {})
         asked = self.checked(body, ChatRequest, reading)
         if reading.has_notes:
             self.num_with_notes += 1
-            self.log_once("notes", "a tool returned an image or a file; the model reads a note instead")
+            self.log_once(
+                "notes",
+                "a tool returned an image or a file; the model reads a note instead",
+            )
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs=true.", "top_logprobs")
@@ -527,12 +593,18 @@ class RequestReader:
             asked.tool_choice = "none"
         allowed = ["none", "auto", "required", *names] if names else ["none"]
         if asked.tool_choice not in allowed:
-            raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
+            raise invalid(
+                f"tool_choice {shown(asked.tool_choice)} is not among the tools.",
+                "tool_choice",
+            )
         asked.tools = body.get("tools") or []  # unchanged, keys in order
         limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None:  # like vLLM
-            settings: Settings = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            settings: Settings = {
+                "reasoning_effort": effort,
+                "enable_thinking": effort != "none",
+            }
             asked.chat_template_kwargs = settings | asked.chat_template_kwargs
         return asked
 
@@ -541,10 +613,18 @@ class RequestReader:
         self._settle_sampling(asked)
         last = self._rules.vocab_size - 1
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) > last:
-            raise invalid(f"prompt contains {shown(largest)}; the model has ids 0 to {last}.", "prompt")
+            raise invalid(
+                f"prompt contains {shown(largest)}; the model has ids 0 to {last}.",
+                "prompt",
+            )
         return asked
 
-    def checked(self, body: Mapping[str, Any], shape: type[Shape], reading: Reading | None = None) -> Shape:
+    def checked(
+        self,
+        body: Mapping[str, Any],
+        shape: type[Shape],
+        reading: Reading | None = None,
+    ) -> Shape:
         given = {}
         for name, value in body.items():
             if value is None:
@@ -559,7 +639,9 @@ class RequestReader:
             raise refused(error) from None
 
     def _check_unread(self, name: str, value: Any) -> None:
-        """Raise ApiError for a parameter with an effect. A falsy value can have one, too."""
+        """Raise ApiError for a parameter with an effect. A falsy value can have one,
+        too.
+        """
         param = name[:200]
         why, off = REFUSED.get(name, ("there is no such parameter here", []))
         if name in IGNORED:
@@ -567,14 +649,22 @@ class RequestReader:
         elif value in off:
             return
         elif why == _DROPPED and not self._is_honoured:
-            self.log_once(name, f"calls ask for {name}={shown(value)}, which is dropped: {why}")
+            self.log_once(
+                name, f"calls ask for {name}={shown(value)}, which is dropped: {why}"
+            )
         else:
             code = "unsupported_parameter" if name in REFUSED else "unknown_parameter"
-            raise invalid(f"{param}={shown(value)} is refused: {why}.", param, code=code)
+            raise invalid(
+                f"{param}={shown(value)} is refused: {why}.", param, code=code
+            )
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle the sampling parameters (None: the run's)."""
-        if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
+        if (
+            asked.temperature == 0
+            or asked.top_p == 0
+            or (asked.temperature or 1) < LOWEST_TEMPERATURE
+        ):
             asked.temperature = 0.0  # greedy
             asked.top_p = None
         for name, fixed in self._rules.sampling.parameters.items():
@@ -582,7 +672,9 @@ class RequestReader:
             if value not in (None, fixed):
                 if self._is_honoured:
                     continue
-                self.log_once(name, f"calls ask for {name}={value} and get {name}={fixed}")
+                self.log_once(
+                    name, f"calls ask for {name}={value} and get {name}={fixed}"
+                )
             setattr(asked, name, None)
 
     def log_once(self, name: str, text: str) -> None:
@@ -604,18 +696,26 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def refused(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "str")  # "str": a member of a union
+    # "str": a member of a union
+    place = ".".join(str(part) for part in first["loc"] if part != "str")
     param = re.sub(r"\.(\d+)", r"[\1]", place)[:200]
-    not_given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
+    not_given = (
+        ""
+        if first["type"] in ("missing", "wrong")
+        else f", not {shown(first['input'])}"
+    )
     return invalid(f"{param}: {first['msg']}{not_given}.", param)
 
 
 def text_joint(tokenizer: ChatTokenizer) -> str:
-    """Return what the chat template writes between two texts of a message. If it reads one text only, vLLM
-    writes a newline.
+    """Return what the chat template writes between two texts of a message. If it reads
+    one text only, vLLM writes a newline.
     """
     parts = [{"type": "text", "text": "former"}, {"type": "text", "text": "latter"}]
     found = None
     with contextlib.suppress(ValueError):
-        found = re.search(r"former([^{}]*)latter", tokenizer.render([{"role": "user", "content": parts}]))
+        found = re.search(
+            r"former([^{}]*)latter",
+            tokenizer.render([{"role": "user", "content": parts}]),
+        )
     return found[1] if found else "\n"

@@ -55,22 +55,26 @@ class Written:
 class Client(Protocol):
     on_lost: Callable[[], None]
     written: Written | None
-    """The last answer, until the next request: a client that sends one has read the answer."""
+    """The last answer, until the next request: a client that sends one has read the
+    answer.
+    """
 
 
 class Retries:
-    """Answers for retried calls, by a digest of the body, except answers of equal calls.
+    """Answers for retried calls, by a digest of the body, except answers of equal
+    calls.
 
     A client retries a call whose answer it does not have. A retry gets
 
-    1. an answer whose connection broke before the client had read it: a client that closes a connection
-       with unread data resets it;
-    2. otherwise a new answer, if an equal call lacks one: it is being sampled, or its client left;
+    1. an answer whose connection broke before the client had read it: a client that
+       closes a connection with unread data resets it;
+    2. otherwise a new answer, if an equal call lacks one: it is being sampled, or its
+       client left;
     3. otherwise the answer of the only equal call: a proxy may have lost it;
     4. otherwise a new answer.
 
-    Example: of three equal calls one times out, the others are answered. Its retry is sampled with the seed
-    of the call that timed out.
+    Example: of three equal calls one times out, the others are answered. Its retry is
+    sampled with the seed of the call that timed out.
     """
 
     def __init__(self) -> None:
@@ -89,7 +93,8 @@ class Retries:
             if found:
                 found[0].is_lost = False
                 return found[0]
-        if num_open == 0 or not is_retry:  # otherwise it replaces a call without an answer
+        # otherwise it replaces a call without an answer
+        if num_open == 0 or not is_retry:
             self._num_open[digest] += 1
         return None
 
@@ -104,12 +109,16 @@ class Retries:
 
 
 def session_ended(reason: str) -> ApiError:
-    return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+    return ApiError(
+        410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY
+    )
 
 
 def engine_unavailable(reason: str) -> ApiError:
     why = f"The run is ending: {reason}"
-    return ApiError(503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY)
+    return ApiError(
+        503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY
+    )
 
 
 def client_gone() -> ApiError:
@@ -120,7 +129,8 @@ def client_gone() -> ApiError:
 class GatewayCall:
     """A call from plan to delivery.
 
-    Invariant: an answer is in the capture if and only if it was written to a connected client.
+    Invariant: an answer is in the capture if and only if it was written to a connected
+        client.
     """
 
     name: str
@@ -143,7 +153,9 @@ class GatewayCall:
         self.news.set()
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield what grows until the call is sampled, and a ping after PING_S without a piece."""
+        """Yield what grows until the call is sampled, and a ping after PING_S without a
+        piece.
+        """
         loop = asyncio.get_running_loop()
         num_yielded = 0
         ping_at = loop.time() + PING_S
@@ -171,7 +183,8 @@ class GatewaySession:
 
     Life: open -> ended, with a reason; then its key is unknown.
     Waits: none; calls wait within in_hand(), the owner in while_open().
-    Invariant: end_nowait cancels every call (ApiError 410). Only deliver_nowait adds to `capture`.
+    Invariant: end_nowait cancels every call (ApiError 410). Only deliver_nowait adds to
+        `capture`.
     """
 
     sessions: Sessions
@@ -245,8 +258,12 @@ class GatewaySession:
             self.end_nowait(f"the agent kept calling after a limit: {self.overflow}")
             return
         what = f"{self.rollout_id}: {self.num_free_calls} of its calls were refused or only counted tokens"
-        rule = f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
-        self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
+        rule = (
+            f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
+        )
+        self.fail_nowait(
+            RolloutFailure(what, rule=rule, way_out="have the harness read the errors.")
+        )
 
     def take_number(self, digest: bytes) -> int:
         taken = self._numbers[digest]
@@ -261,7 +278,9 @@ class GatewaySession:
         self._numbers[call.planned.whole.state.digest()].discard(call.number)
 
     def deliver_nowait(self, call: GatewayCall, continues: Kept | None) -> None:
-        """Record an answer just before it is written. Raises ApiError if the session ended."""
+        """Record an answer just before it is written. Raises ApiError if the session
+        ended.
+        """
         if self.ended is not None:
             raise session_ended(self.ended)
         message = call.answer.message
@@ -275,7 +294,9 @@ class GatewaySession:
         )
         call.is_delivered = True
         if continues is not None:
-            self.kept[call.name] = continues._replace(messages=[*continues.messages, message])
+            self.kept[call.name] = continues._replace(
+                messages=[*continues.messages, message]
+            )
         if call.order > self._overflow_order:
             self.overflow = None
 
@@ -283,13 +304,23 @@ class GatewaySession:
         """Raise ApiError (429) at a limit."""
         for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
-            (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
+            (
+                self.capture.num_branch_tokens,
+                "tokens in its branches",
+                "max_rollout_tokens",
+            ),
         ):
             limit = getattr(self.limits, name)
             if limit is not None and number >= limit and not self.user_key:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
                 self._overflowed_nowait(why)
-                raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
+                raise ApiError(
+                    429,
+                    why,
+                    type="requests",
+                    code="rate_limit_exceeded",
+                    headers=NO_RETRY,
+                )
 
     def _overflowed_nowait(self, why: str) -> None:
         self.overflow = why
@@ -304,7 +335,9 @@ class GatewaySession:
         return self.capture.last_completion()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches, truncated if a limit stopped them. Raises RolloutFailure."""
+        """Return all branches, truncated if a limit stopped them. Raises
+        RolloutFailure.
+        """
         if self._failure is not None:
             raise self._failure
         rollout = self.capture.rollout(sample_index, outcome, reward)
@@ -314,17 +347,23 @@ class GatewaySession:
 
     @asynccontextmanager
     async def in_hand(self, connection: Client) -> AsyncIterator[AsyncExitStack]:
-        """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves.
+        """Count refusals. Raise ApiError in the block when the session ends (410) or
+        its client leaves.
 
-        Yield the request's place among the open ones. A planned stream closes it: otherwise streams that wait
-        for a slot would hold up the heads of later ones. gateway.max_calls bounds them.
+        Yield the request's place among the open ones. A planned stream closes it:
+        otherwise streams that wait for a slot would hold up the heads of later ones.
+        gateway.max_calls bounds them.
         """
 
         def cut(reason: str | None) -> ApiError:
             if reason is None:
                 return client_gone()
             run_end = self.sessions.run_end
-            return session_ended(reason) if run_end is None else engine_unavailable(run_end)
+            return (
+                session_ended(reason)
+                if run_end is None
+                else engine_unavailable(run_end)
+            )
 
         ended = self._until_end(cut)
         try:
@@ -346,12 +385,15 @@ class GatewaySession:
         """Raise RolloutFailure in the block when the session ends."""
         return self._until_end(
             lambda reason: (
-                self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
+                self._failure
+                or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
             )
         )
 
     @asynccontextmanager
-    async def _until_end(self, error: Callable[[str | None], Exception]) -> AsyncIterator[asyncio.Timeout]:
+    async def _until_end(
+        self, error: Callable[[str | None], Exception]
+    ) -> AsyncIterator[asyncio.Timeout]:
         try:
             async with asyncio.timeout(None) as scope:
                 self._scopes.add(scope)
@@ -372,15 +414,23 @@ class Sessions:
         self.limits = limits
         self.open: dict[str, GatewaySession] = {}
         self.run_end: str | None = None
-        """Why the run is ending. From then on, unknown keys may be keys of its sessions."""
+        """Why the run is ending. From then on, unknown keys may be keys of its
+        sessions.
+        """
 
     def find(self, key: str) -> GatewaySession:
-        """Raises ApiError (401, 503 while the run ends), never with the key: answers are logged."""
+        """Raises ApiError (401, 503 while the run ends), never with the key: answers
+        are logged.
+        """
         if (session := self.open.get(key)) is None:
             if self.run_end is not None:
                 raise engine_unavailable(self.run_end)
             why = "Unknown or missing session key, or its session has ended. Send `Authorization: Bearer KEY`"
-            raise ApiError(401, f"{why} or `x-api-key: KEY`, or call /s/KEY/v1/....", code="invalid_api_key")
+            raise ApiError(
+                401,
+                f"{why} or `x-api-key: KEY`, or call /s/KEY/v1/....",
+                code="invalid_api_key",
+            )
         return session
 
     def end_run_nowait(self, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""Formats of tool calls by model family, as data for one parser; and thoughts in prompts and answers."""
+"""Formats of tool calls by model family, as data for one parser; and thoughts in
+prompts and answers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from pydantic_core import from_json
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
-from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
+from asyncrl.messages.json_values import (
+    PYTHON_WORDS,
+    from_python,
+    property_schema,
+    typed,
+)
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _TOOL = r"(?P<tool>[a-zA-Z0-9_./:-]{1,128})"
@@ -98,7 +105,9 @@ def call_id(name: str, number: int) -> str:
 
 
 def check_arguments(text: str) -> None:
-    """Raise ValueError unless the text is a JSON object of finite numbers and valid Unicode."""
+    """Raise ValueError unless the text is a JSON object of finite numbers and valid
+    Unicode.
+    """
     arguments = from_json(text, allow_inf_nan=False)
     if not isinstance(arguments, dict):
         raise ValueError("a call needs an object of arguments")
@@ -131,7 +140,9 @@ def close_thought(prompt: str, marks: Marks) -> str:
 
 
 def drop_marks(text: str, marks: Marks) -> str:
-    """Drop the marks of thoughts. Templates write empty thoughts depending on later messages."""
+    """Drop the marks of thoughts. Templates write empty thoughts depending on later
+    messages.
+    """
     begin, end = map(re.escape, map(str.strip, marks))
     return re.sub(rf"(?:{begin}|{end})\s*", "", text)
 
@@ -155,11 +166,12 @@ _CONTEXT = 32
 
 
 class AnswerReader:
-    """Reads an answer while it grows: its leading `thought`, its `calls`, and its `content`, the text outside
-    the calls. They only grow.
+    """Reads an answer while it grows: its leading `thought`, its `calls`, and its
+    `content`, the text outside the calls. They only grow.
 
-    A format reads by a generator that yields to wait for more text. Invariant: what is read does not depend
-    on the split into feeds. Each character is handled a bounded number of times.
+    A format reads by a generator that yields to wait for more text. Invariant: what is
+    read does not depend on the split into feeds. Each character is handled a bounded
+    number of times.
     """
 
     def __init__(
@@ -171,7 +183,9 @@ class AnswerReader:
         is_thinking: bool = False,
         splits_thought: bool = False,
     ) -> None:
-        """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no content has it."""
+        """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no
+        content has it.
+        """
         self._name = name
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
@@ -208,7 +222,9 @@ class AnswerReader:
         except MALFORMED:
             self.is_malformed = True
             # The rest is text, unless a call has begun.
-            self._steps = iter(()) if self.calls else self._format.without_tools().read_text(self)
+            self._steps = (
+                iter(()) if self.calls else self._format.without_tools().read_text(self)
+            )
             next(self._steps, None)
 
     def begin(self, name: str, own_id: str | None = None) -> None:
@@ -224,20 +240,27 @@ class AnswerReader:
             self.pieces.append(AnswerPiece("call", len(self.calls) - 1, arguments))
 
     def read(self, pattern: str, into: GrowingText | None = None) -> Steps[Any]:
-        """Read a pattern, and return its match; `into` gets the text before it. Return None if the text
-        continues differently, or ends before a pattern that may be anywhere.
+        """Read a pattern, and return its match; `into` gets the text before it. Return
+        None if the text continues differently, or ends before a pattern that may be
+        anywhere.
 
-        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be there.
+        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be
+            there.
         """
         how = "match" if into is None else "search"
         find = getattr(_compiled(pattern), how)
-        # No text matches this pattern. It matches partially where the first way to match needs more text.
+        # No text matches this pattern. It matches partially where the first way to
+        # match needs more text.
         find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
         while True:
-            held = None if self.is_last else find_growing(self.text, self.at, partial=True)
+            held = (
+                None if self.is_last else find_growing(self.text, self.at, partial=True)
+            )
             is_stuck = held is not None and held.start() == self.at
             found = None if is_stuck else find(self.text, self.at)
-            is_held = held is not None and (found is None or held.start() <= found.start())
+            is_held = held is not None and (
+                found is None or held.start() <= found.start()
+            )
             if into is not None:
                 next_match = held if is_held else found
                 end = next_match.start() if next_match else len(self.text)
@@ -315,7 +338,9 @@ def _grow(reader: AnswerReader) -> Steps[None]:
 
 
 def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
-    """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
+    """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes
+    the type.
+    """
     root = reader.schemas.get(reader.calls[-1].name)
     keys: set[str] = set()
     reader.grow("{")
@@ -337,7 +362,8 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
 # ---- values
 
 _GEMMA = re.compile(
-    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:]+)(?=\s*:)|\b(?:True|False|None)\b', re.DOTALL
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:]+)(?=\s*:)|\b(?:True|False|None)\b',
+    re.DOTALL,
 )
 
 
@@ -352,14 +378,19 @@ def from_gemma(text: str, *_: Any) -> Any:
 
 
 def from_minimax(text: str, schema: Any, root: Any) -> Any:
-    """Parse MiniMax-M3's nested tags. Example: `]<]minimax[>[<item>1]<]minimax[>[</item>` is [1]."""
+    """Parse MiniMax-M3's nested tags. Example:
+    `]<]minimax[>[<item>1]<]minimax[>[</item>` is [1].
+    """
     parts = [(part["key"], part["value"]) for part in _compiled(_NESTED).finditer(text)]
     if not parts:
         return typed(text, schema, root)
     if {key for key, _ in parts} == {"item"}:
         items = property_schema(schema, None, root)
         return [from_minimax(value, items, root) for _, value in parts]
-    return {key: from_minimax(value, property_schema(schema, key, root), root) for key, value in parts}
+    return {
+        key: from_minimax(value, property_schema(schema, key, root), root)
+        for key, value in parts
+    }
 
 
 _CONVERT: Mapping[str, Callable[..., Any]] = {
@@ -375,13 +406,15 @@ _CONVERT: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """Patterns of a block of calls: `open`; `entry`, arguments and `tail` of each call, with `between` before
-    further calls; `last`. The entry has the group `tool`, and `id` if the model writes ids.
+    """Patterns of a block of calls: `open`; `entry`, arguments and `tail` of each call,
+    with `between` before further calls; `last`. The entry has the group `tool`, and
+    `id` if the model writes ids.
 
-    Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `)`, `, `, and `]</calls>`.
+    Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `)`, `, `, and
+        `]</calls>`.
 
-    `noise`: pattern of text that is no content, such as heads of channels. `has_channels`: thoughts are
-    noise, and templates refuse thoughts sent back.
+    `noise`: pattern of text that is no content, such as heads of channels.
+    `has_channels`: thoughts are noise, and templates refuse thoughts sent back.
     """
 
     name: str = "none"
@@ -391,7 +424,8 @@ class ToolFormat:
     argument: str = ""
     """An argument with its `key` and `value`. Empty: arguments are JSON."""
     values: str = "typed"
-    """How values are written: typed (by the tool's schema), python, gemma or minimax."""
+    """How values are written: typed (by the tool's schema), python, gemma or minimax.
+    """
     tail: str = ""
     between: str = r"(?!)"
     last: str = ""
@@ -400,7 +434,9 @@ class ToolFormat:
     marks: Sequence[str] = ()
     """Markers that may be special tokens."""
     call: str = ""
-    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
+    """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no
+    call can be forced.
+    """
     close: str | None = None
     taught: str = r"(?!)"
     """Pattern of what a prompt with tools says if its template writes no calls."""
@@ -413,8 +449,8 @@ class ToolFormat:
         return (*self.marks, *self.thinking)
 
     def parse(self, text: str, tools: Tools = (), **options: Any) -> AnswerReader:
-        """Read a whole answer. One with a malformed call is all text. `tools` give unquoted arguments their
-        types; `options` are those of AnswerReader.
+        """Read a whole answer. One with a malformed call is all text. `tools` give
+        unquoted arguments their types; `options` are those of AnswerReader.
         """
         reader = AnswerReader(self, tools, **options)
         reader.feed(text, is_last=True)
@@ -464,8 +500,8 @@ class ToolFormat:
         yield from reader.need(self.last)
 
     def prefill(self, name: str | None) -> str | None:
-        """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
-        space, part of the next token.
+        """Return the beginning of an answer that forces a call of this or any tool. It
+        must not end with a space, part of the next token.
         """
         head = self.call.partition("ARGUMENTS")[0]
         head = head.partition("NAME")[0] if name is None else head.replace("NAME", name)
@@ -479,7 +515,10 @@ class ToolFormat:
     def without_tools(self) -> ToolFormat:
         marks = self.marks if self.noise else ()
         return ToolFormat(
-            noise=self.noise, has_channels=self.has_channels, marks=marks, thinking=self.thinking
+            noise=self.noise,
+            has_channels=self.has_channels,
+            marks=marks,
+            thinking=self.thinking,
         )
 
 
@@ -523,7 +562,11 @@ class UserFormat(ToolFormat):
 # ---- families
 
 MINIMAX = "]<]minimax[>["
-WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "TOOL_NAME": _TOOL, "MINIMAX_TAG": re.escape(MINIMAX)}
+WORDS = {
+    "JSON_HEAD": f"(?:{JSON_HEAD})",
+    "TOOL_NAME": _TOOL,
+    "MINIMAX_TAG": re.escape(MINIMAX),
+}
 _NESTED = (
     r"MINIMAX_TAG<(?P<key>[^>/\s]+)>(?P<value>(?:(?!MINIMAX_TAG<).|MINIMAX_TAG<[^>/]+>(?&value)"
     r"MINIMAX_TAG</[^>]+>)*+)MINIMAX_TAG</(?P=key)>"
@@ -539,7 +582,8 @@ def _data() -> dict[str, Any]:
 
 _DATA = _data()
 FAMILIES = [
-    ToolFormat(**family | {"thinking": tuple(family.get("thinking", THINKING))}) for family in _DATA["family"]
+    ToolFormat(**family | {"thinking": tuple(family.get("thinking", THINKING))})
+    for family in _DATA["family"]
 ]
 
 
@@ -550,8 +594,15 @@ _THOUGHT = "Some thought."
 _SAID = "Some answer."
 _CALLS = [(name, tool["arguments"]) for name, tool in _DATA["probe"].items()]
 _PROBED = _CALLS[0][0]
-_PROBE_TOOLS = [{"type": "function", "function": tool["function"]} for tool in _DATA["probe"].values()]
-_WAYS: Sequence[Mapping[str, Any]] = ({}, {"as_text": True}, {"own_id": "functions.{name}:{number}"})
+_PROBE_TOOLS = [
+    {"type": "function", "function": tool["function"]}
+    for tool in _DATA["probe"].values()
+]
+_WAYS: Sequence[Mapping[str, Any]] = (
+    {},
+    {"as_text": True},
+    {"own_id": "functions.{name}:{number}"},
+)
 """What templates want a call to be. Kimi's write the id instead of the name."""
 
 
@@ -563,10 +614,19 @@ class TemplateProbe:
         self.why = ""
         """Why it failed."""
 
-    def render(self, *answer: Mapping[str, Any], tools: Tools | None = None, is_open: bool = False) -> str:
+    def render(
+        self,
+        *answer: Mapping[str, Any],
+        tools: Tools | None = None,
+        is_open: bool = False,
+    ) -> str:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        chat = {"messages": [_QUESTION, *answer], "tools": tools, "add_generation_prompt": is_open}
+        chat = {
+            "messages": [_QUESTION, *answer],
+            "tools": tools,
+            "add_generation_prompt": is_open,
+        }
         try:
             template = _compile_jinja_template(self._template)
             return str(template.render(**chat, bos_token="<bos>", eos_token="<eos>"))
@@ -583,11 +643,18 @@ class TemplateProbe:
             shared = re.sub(r"[<\[][^<>\[\]]*\Z", "", shared)  # no half of a mark
         return whole[len(shared) :]
 
-    def called(self, num_calls: int, *, as_text: bool = False, own_id: str = "probe000{number}") -> str:
-        """Return an answer of calls, without the end of the turn; empty if the template leaves them out."""
+    def called(
+        self, num_calls: int, *, as_text: bool = False, own_id: str = "probe000{number}"
+    ) -> str:
+        """Return an answer of calls, without the end of the turn; empty if the template
+        leaves them out.
+        """
         calls = []
         for number, (name, arguments) in enumerate(_CALLS[:num_calls]):
-            function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+            function = {
+                "name": name,
+                "arguments": json.dumps(arguments) if as_text else arguments,
+            }
             call_id = own_id.format(name=name, number=number)
             calls.append({"type": "function", "id": call_id, "function": function})
         text = self.answer(content="", tool_calls=calls)
@@ -598,7 +665,9 @@ class TemplateProbe:
 
     def thinking(self, known: Marks) -> Marks:
         """Return the marks around a thought, `known` if the template writes none."""
-        thoughts = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _THOUGHT)
+        thoughts = dict.fromkeys(
+            ("reasoning_content", "thinking", "reasoning"), _THOUGHT
+        )
         answer = {"role": "assistant", "content": _SAID, **thoughts}
         before, found, after = self.render(answer).partition(_THOUGHT)
         before = before if found else self.render(is_open=True)
@@ -610,14 +679,21 @@ class TemplateProbe:
         return (begin[1], end[1]) if "think" in begin[1].lower() else known
 
 
-def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterator[ToolFormat]:
-    """Yield the formats that read what the template writes, those first that begin a forced call like it."""
+def _find_readers(
+    probe: TemplateProbe, fitting: Sequence[ToolFormat]
+) -> Iterator[ToolFormat]:
+    """Yield the formats that read what the template writes, those first that begin a
+    forced call like it.
+    """
     others: list[ToolFormat] = []
-    for number, way in itertools.product((2, 1), _WAYS):  # some templates write only one call, or fail
+    # some templates write only one call, or fail
+    for number, way in itertools.product((2, 1), _WAYS):
         text = probe.called(number, **way)
         for tool_format in fitting:
             calls = tool_format.parse(text, _PROBE_TOOLS).calls
-            if [(call.name, json.loads(call.arguments)) for call in calls] != list(_CALLS[:number]):
+            if [(call.name, json.loads(call.arguments)) for call in calls] != list(
+                _CALLS[:number]
+            ):
                 continue
             if (tool_format.prefill(_PROBED) or "") in text:
                 yield tool_format
@@ -626,12 +702,16 @@ def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterat
 
 
 def find_tool_format(name: str, template: str) -> ToolFormat:
-    """Return the format `name`; auto: the first that reads a call which the chat template writes.
+    """Return the format `name`; auto: the first that reads a call which the chat
+    template writes.
 
-    If no format reads the template's calls, `refusal` says why, for requests with tools. Raises ConfigError.
+    If no format reads the template's calls, `refusal` says why, for requests with
+    tools. Raises ConfigError.
     """
     if ":" in name:
-        function = load_function(name, "gateway.tool_format", usage=USAGE, arguments=("",))
+        function = load_function(
+            name, "gateway.tool_format", usage=USAGE, arguments=("",)
+        )
         return UserFormat(name=name, function=function)
     named = {each.name: each for each in FAMILIES}
     known = ", ".join(named)
@@ -646,7 +726,8 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
     tool_format = next(_find_readers(probe, fitting), None)
     prompt = probe.render(tools=_PROBE_TOOLS, is_open=True)
     called = probe.called(1)
-    if tool_format is None and not called:  # such templates leave the calls of an answer to the engine
+    # such templates leave the calls of an answer to the engine
+    if tool_format is None and not called:
         taught = [each for each in fitting if re.search(each.taught, prompt)]
         tool_format = next(iter(taught), named.get(name))
     refusal = ""

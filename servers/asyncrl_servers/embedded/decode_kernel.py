@@ -18,7 +18,9 @@ MIN_QUERIES = 16
 
 @triton.jit
 def _places(pages, position, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
-    """Return rows of the cache flattened to [pages * kv_heads * positions]. Position -1 has page 0."""
+    """Return rows of the cache flattened to [pages * kv_heads * positions]. Position -1
+    has page 0.
+    """
     page = tl.load(pages + tl.maximum(position, 0) // PAGE).to(tl.int64)
     return (page * KV_HEADS + head) * PAGE + position % PAGE
 
@@ -45,8 +47,9 @@ def _attend(  # noqa: PLR0913 - a kernel gets pointers, strides and sizes one by
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Write the row's new key and value, and attend over a part of its positions (flash decoding,
-    https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A row of length 0 writes nothing.
+    """Write the row's new key and value, and attend over a part of its positions (flash
+    decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A row of length
+    0 writes nothing.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -58,10 +61,13 @@ def _attend(  # noqa: PLR0913 - a kernel gets pointers, strides and sizes one by
     at_Q = tl.arange(0, QUERIES)
     head_Q = own * GROUP + at_Q
     is_query_Q = at_Q < GROUP
-    query_QD = tl.load(query + head_Q[:, None] * SIZE + at_D, mask=is_query_Q[:, None], other=0.0)
+    query_QD = tl.load(
+        query + head_Q[:, None] * SIZE + at_D, mask=is_query_Q[:, None], other=0.0
+    )
     key_D = tl.load(key + own * SIZE + at_D)
     value_D = tl.load(value + row * value_stride + head * SIZE + at_D)
-    # The first part starts with the newest position, and does not read it back from the cache.
+    # The first part starts with the newest position, and does not read it back from the
+    # cache.
     is_first = split == 0
     is_written = is_first & (newest >= 0)
     place_D = _places(pages, newest, head, KV_HEADS, PAGE) * SIZE + at_D
@@ -85,7 +91,9 @@ def _attend(  # noqa: PLR0913 - a kernel gets pointers, strides and sizes one by
         weight_QB = tl.exp(score_QB - new_most_Q[:, None])
         shrink_Q = tl.exp(most_Q - new_most_Q)
         value_BD = tl.load(values + place_BD, mask=is_read_B[:, None], other=0.0)
-        product_QD = tl.dot(weight_QB.to(value_BD.dtype), value_BD, input_precision="ieee")
+        product_QD = tl.dot(
+            weight_QB.to(value_BD.dtype), value_BD, input_precision="ieee"
+        )
         sum_QD = sum_QD * shrink_Q[:, None] + product_QD
         total_Q = total_Q * shrink_Q + tl.sum(weight_QB, axis=1)
         most_Q = new_most_Q

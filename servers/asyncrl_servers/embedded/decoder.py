@@ -27,7 +27,14 @@ from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
-from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
+from asyncrl_servers.embedded.kv_attention import (
+    NAME,
+    CacheShape,
+    Pass,
+    ProbePass,
+    RoutedExperts,
+    in_force,
+)
 from asyncrl_servers.embedded.slot_states import Cut, Mixer
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
@@ -48,7 +55,9 @@ class EmbeddedSpec(EngineSpec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
-    """On CPU: batch-invariant, checked at start. auto: true unless the model has experts or states."""
+    """On CPU: batch-invariant, checked at start. auto: true unless the model has
+    experts or states.
+    """
     num_kept: int = Field(default=0, ge=0)
     """Finished sequences cached for their next turns."""
     stays: bool = False
@@ -58,10 +67,12 @@ class EmbeddedSpec(EngineSpec):
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
     fused_decode: bool = False
-    """Decode with compiled layers, merged weights and a Triton kernel; not in exact mode."""
+    """Decode with compiled layers, merged weights and a Triton kernel; not in exact
+    mode.
+    """
     cache_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of the KV cache, with fused_decode: requests wait until it can hold all their
-    tokens (0 = slots x max_length).
+    """Maximum tokens of the KV cache, with fused_decode: requests wait until it can
+    hold all their tokens (0 = slots x max_length).
     """
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
@@ -71,10 +82,14 @@ class LoadedModel:
     def __init__(self, spec: EmbeddedSpec) -> None:
         """Load and probe the model; exit if it is missing or unsupported."""
         self.folder = Path(spec.model_path)
-        wants_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+        wants_cuda = spec.device == "cuda" or (
+            spec.device == "auto" and torch.cuda.is_available()
+        )
         self.device = torch.device("cuda" if wants_cuda else "cpu")
         default = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.dtype: torch.dtype = getattr(torch, default if spec.dtype == "auto" else spec.dtype)
+        self.dtype: torch.dtype = getattr(
+            torch, default if spec.dtype == "auto" else spec.dtype
+        )
         limit_memory(self.device, spec.share)
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
@@ -87,17 +102,24 @@ class LoadedModel:
         except Exception as error:
             what = f"{spec.name}: the embedded engine cannot serve {type(self.model).__name__}: {error}"
             fail(what, way_out="set rollout.engine=vllm.")
-        has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
+        has_tokenizer = any(
+            (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
+        )
         self.tokenizer: Any | None = (
-            PreTrainedTokenizerFast.from_pretrained(self.folder) if has_tokenizer else None
+            PreTrainedTokenizerFast.from_pretrained(self.folder)
+            if has_tokenizer
+            else None
         )
         added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
-        self.special_ids = {str(token): index for index, token in added.items() if token.special}
+        self.special_ids = {
+            str(token): index for index, token in added.items() if token.special
+        }
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         linear = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
         self.spare_rows = int(any(one.out_features % 2 for one in linear))
-        """Padding rows of an exact call: elementwise kernels compute the remainder after whole vector
-        pairs (32 floats) differently (measured for silu and gelu); odd widths have one.
+        """Padding rows of an exact call: elementwise kernels compute the remainder
+        after whole vector pairs (32 floats) differently (measured for silu and gelu);
+        odd widths have one.
         """
 
     @cached_property
@@ -105,24 +127,34 @@ class LoadedModel:
         """Raises GrammarError."""
         return TokenGrammars(self.tokenizer, self.vocab_size)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
         assert self.tokenizer is not None, "stop strings need a tokenizer"
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        return str(
+            self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
 
     def give_back(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            # glibc only
             trim(0)
 
     def _load(self, spec: EmbeddedSpec) -> Any:
         try:
-            model = load_language_model(self.folder, dtype=self.dtype, attn_implementation="eager")
+            model = load_language_model(
+                self.folder, dtype=self.dtype, attn_implementation="eager"
+            )
             model = model.to(self.device)
         except Exception as error:
             way_out = "check model.path, and that transformers knows the model type."
-            fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
+            fail(
+                f"{spec.name}: cannot load the model in {self.folder}: {error}",
+                way_out=way_out,
+            )
         return model.eval().requires_grad_(False)
 
     def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
@@ -133,7 +165,9 @@ class LoadedModel:
 
     @contextmanager
     def short_windows(self, max_length: int) -> Iterator[None]:
-        """Shorten windows and chunks that probes do not reach, so that a check of few tokens crosses them."""
+        """Shorten windows and chunks that probes do not reach, so that a check of few
+        tokens crosses them.
+        """
         changed = list[tuple[Any, str, int]]()
         for one in (self.model.config.get_text_config(), *self.model.modules()):
             for name in ("sliding_window", "attention_chunk_size"):
@@ -147,18 +181,32 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _use_slots(self, spec: EmbeddedSpec) -> None:
-        """Compute the model's own logits, then install our attention and find the cache's shape. Raises what
-        the model cannot do.
+        """Compute the model's own logits, then install our attention and find the
+        cache's shape. Raises what the model cannot do.
         """
         structure = find_structure(self.model)
-        sizes = [size for kind in structure.kinds for size in (kind.window, kind.chunk) if size]
-        num_probed = max([NUM_PROBED, *(size + SHORT for size in sizes if size <= LONGEST_PROBED)])
-        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(num_probed, spec.max_length))]
+        sizes = [
+            size
+            for kind in structure.kinds
+            for size in (kind.window, kind.chunk)
+            if size
+        ]
+        num_probed = max(
+            [NUM_PROBED, *(size + SHORT for size in sizes if size <= LONGEST_PROBED)]
+        )
+        self.probe_ids = [
+            (7 * i + 3) % self.vocab_size
+            for i in range(min(num_probed, spec.max_length))
+        ]
         ids_1T = torch.tensor([self.probe_ids], device=self.device)
         with self.short_windows(spec.max_length):
-            self.reference_logits: Tensor = self.model(input_ids=ids_1T, use_cache=False).logits[0].float()
+            self.reference_logits: Tensor = (
+                self.model(input_ids=ids_1T, use_cache=False).logits[0].float()
+            )
         """The model's own logits for `probe_ids`."""
-        self.mixers = [Mixer(name, self.model.get_submodule(name)) for name in structure.mixers]
+        self.mixers = [
+            Mixer(name, self.model.get_submodule(name)) for name in structure.mixers
+        ]
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
         self.model.set_attn_implementation(NAME)
         positions_R = torch.arange(NUM_TOKENS, device=self.device)
@@ -166,7 +214,9 @@ class LoadedModel:
         probe = ProbePass(positions_R, [Cut(positions_R[None], state, is_first=True)])
         with in_force(probe, spec.max_length):
             ids_1R = positions_R[None] % self.vocab_size
-            self.model(input_ids=ids_1R, position_ids=positions_R[None], use_cache=False)
+            self.model(
+                input_ids=ids_1R, position_ids=positions_R[None], use_cache=False
+            )
         num_routed = 0 if self.routed is None else self.routed.take().shape[1]
         self.shape = CacheShape(tuple(probe.layers), num_routed, state)
 
@@ -185,8 +235,14 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
-    pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
-    return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
+    pieces = zip(
+        packed.split_with_sizes([tensor.numel() for tensor in tensors]),
+        tensors,
+        strict=True,
+    )
+    return [
+        piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces
+    ]
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
@@ -200,10 +256,15 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 
 class PlainDecoder:
-    """Forward pass of Llama-like models. Python in transformers is half of a small model's decode step."""
+    """Forward pass of Llama-like models. Python in transformers is half of a small
+    model's decode step.
+    """
 
     def __init__(self, model: Any, max_length: int) -> None:
-        self._model, self._layers = model, [layer_of(one, separate) for one in model.model.layers]
+        self._model, self._layers = (
+            model,
+            [layer_of(one, separate) for one in model.model.layers],
+        )
         first = model.model.layers[0].self_attn
         self.scaling: float = first.scaling
         embedding = model.model.embed_tokens.weight
@@ -227,7 +288,9 @@ class PlainDecoder:
         )
         return cls(model, max_length) if is_plain else None
 
-    def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None
+    ) -> Tensor:
         """Return logits [rows, V] of the rows `keep` (None: all)."""
         base = self._model.model
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
@@ -235,7 +298,9 @@ class PlainDecoder:
         rotation = self.rotation(positions_R)
         for number, layer in enumerate(self._layers):
             attend = partial(pass_.attend, number, scaling=self.scaling)
-            hidden_RH, added_RH = layer_step(hidden_RH, added_RH, layer, rotation, attend)
+            hidden_RH, added_RH = layer_step(
+                hidden_RH, added_RH, layer, rotation, attend
+            )
         hidden_RH = hidden_RH + added_RH
         if keep is not None:
             hidden_RH = hidden_RH[keep]
@@ -243,7 +308,10 @@ class PlainDecoder:
 
     def rotation(self, positions_R: Tensor) -> list[Tensor]:
         """Return cosines and signed sines [R, 1, d]."""
-        return [table_PD[positions_R].unsqueeze(1) for table_PD in (self._cos_PD, self._sin_PD)]
+        return [
+            table_PD[positions_R].unsqueeze(1)
+            for table_PD in (self._cos_PD, self._sin_PD)
+        ]
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         normed_RH = torch.rms_norm(hidden_RH, *norm_of(self._model.model.norm))
@@ -259,7 +327,11 @@ class Maps(NamedTuple):
 
     def __call__(self, states_RH: Tensor) -> Sequence[Tensor]:
         products = [functional.linear(states_RH, *one) for one in self.tensors]
-        return products if len(products) > 1 else products[0].split_with_sizes(self.sizes, dim=1)
+        return (
+            products
+            if len(products) > 1
+            else products[0].split_with_sizes(self.sizes, dim=1)
+        )
 
 
 class Layer(NamedTuple):
@@ -283,8 +355,8 @@ def layer_step(
     rotation: list[Tensor],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return the hidden states before the last sum, and its summand: the next layer's norm computes the sum
-    in its own kernel, if layers are compiled.
+    """Return the hidden states before the last sum, and its summand: the next layer's
+    norm computes the sum in its own kernel, if layers are compiled.
     """
     num_rows, half = len(hidden_RH), layer.head_dim // 2
     cos_R1D, sin_R1D = rotation
@@ -292,7 +364,10 @@ def layer_step(
     of_heads = layer.to_heads(torch.rms_norm(hidden_RH, *layer.norm))
     query, key, value = (one.view(num_rows, -1, layer.head_dim) for one in of_heads)
     if layer.head_norms:
-        query, key = torch.rms_norm(query, *layer.head_norms[0]), torch.rms_norm(key, *layer.head_norms[1])
+        query, key = (
+            torch.rms_norm(query, *layer.head_norms[0]),
+            torch.rms_norm(key, *layer.head_norms[1]),
+        )
     query = query * cos_R1D + query.roll(half, -1) * sin_R1D
     key = key * cos_R1D + key.roll(half, -1) * sin_R1D
     mixed = attend(query, key, value)
@@ -304,7 +379,9 @@ def layer_step(
 def layer_of(module: Any, join: Callable[..., Maps]) -> Layer:
     """Return a module's weights; `join` gets the maps of the same input."""
     attention, mlp = module.self_attn, module.mlp
-    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    head_norms = (
+        (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    )
     return Layer(
         norm_of(module.input_layernorm),
         norm_of(module.post_attention_layernorm),
@@ -318,7 +395,9 @@ def layer_of(module: Any, join: Callable[..., Maps]) -> Layer:
 
 
 def separate(*maps: nn.Linear) -> Maps:
-    return Maps([(one.weight, one.bias) for one in maps], [one.out_features for one in maps])
+    return Maps(
+        [(one.weight, one.bias) for one in maps], [one.out_features for one in maps]
+    )
 
 
 def norm_of(module: Any) -> tuple[Any, ...]:
@@ -337,11 +416,11 @@ def sample(
     positions: npt.NDArray[np.int64],
     num_top: Mapping[int, int] | None = None,
 ) -> Drawn:
-    """Draw a token per row: ids int64 [N], logprobs float32 [N] in nats, and by row the `num_top` likeliest
-    tokens.
+    """Draw a token per row: ids int64 [N], logprobs float32 [N] in nats, and by row the
+    `num_top` likeliest tokens.
 
-    `sampling` [N] has a field for each of SAMPLING_PARAMETERS; temperature 0 is greedy. Inverts the
-    cumulative distribution in token-id order, in float64.
+    `sampling` [N] has a field for each of SAMPLING_PARAMETERS; temperature 0 is greedy.
+    Inverts the cumulative distribution in token-id order, in float64.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
@@ -358,7 +437,9 @@ def sample(
     draws = to_device(uniform_draws(seeds, positions), device)[:, None]
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
     # A product may round up to the total; take the last token with probability above 0.
-    tokens_N1 = torch.minimum(tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous()))
+    tokens_N1 = torch.minimum(
+        tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())
+    )
     if (is_greedy := temperatures == 0.0).any():
         chosen = to_device(np.flatnonzero(is_greedy), device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
@@ -366,8 +447,13 @@ def sample(
     tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
     num_top = num_top or {}
-    likeliest = [logprobs_NV[row].topk(min(num, logprobs_NV.shape[1])) for row, num in num_top.items()]
-    token_ids, logprobs, *found = to_host(tokens_N1[:, 0], picked_N1[:, 0], *chain.from_iterable(likeliest))
+    likeliest = [
+        logprobs_NV[row].topk(min(num, logprobs_NV.shape[1]))
+        for row, num in num_top.items()
+    ]
+    token_ids, logprobs, *found = to_host(
+        tokens_N1[:, 0], picked_N1[:, 0], *chain.from_iterable(likeliest)
+    )
     top = dict[int, TopTokens]()
     for row, values, ids in zip(num_top, found[::2], found[1::2], strict=True):
         pairs = zip(ids.tolist(), values.tolist(), strict=True)
@@ -375,7 +461,9 @@ def sample(
     return token_ids, logprobs, top
 
 
-def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]) -> Tensor:
+def _cut_top_p(
+    logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]
+) -> Tensor:
     """Nucleus sampling in the rows `cut` (Holtzman et al. 2020)."""
     index = to_device(cut, logits_NV.device)
     limits = to_device(top_ps[cut], logits_NV.device)[:, None]
@@ -399,5 +487,7 @@ def mask(allowed: Mapping[int, npt.NDArray[np.bool_]], logits_NV: Tensor) -> Non
 
 
 def grammar_refusal(request: SamplingRequest, error: GrammarError) -> Refused:
-    what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
+    what = (
+        f"request {request.request_id} has a grammar that cannot be followed: {error}"
+    )
     return Refused(400, what, way_out="make the schema smaller or simpler.")

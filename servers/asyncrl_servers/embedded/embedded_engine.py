@@ -38,9 +38,11 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 class Engine:
     """Continuous batching over slots.
 
-    Life: start() -> serving -> stop(). A loop exception ends the process through `on_crash`.
+    Life: start() -> serving -> stop(). A loop exception ends the process through
+        `on_crash`.
     Waits: the loop sleeps in its inbox; callers wait on futures.
-    Invariant: weights and version change together, in _finish_commit, between decode steps.
+    Invariant: weights and version change together, in _finish_commit, between decode
+        steps.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Engine:
         self._committed: Future[api.CommitResponse]
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name="engine-loop", daemon=True
+        )
 
     # Methods for any thread.
 
@@ -131,7 +135,8 @@ class Engine:
     # Methods for the loop's thread only.
 
     def _loop(self) -> None:
-        torch.set_num_threads(self.spec.threads)  # OpenMP counts threads per calling thread
+        # OpenMP counts threads per calling thread
+        torch.set_num_threads(self.spec.threads)
         try:
             while not self._is_stopping:
                 if not self._scheduler.has_work:
@@ -178,7 +183,9 @@ class Engine:
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()
             self.runner.loaded.give_back()
-        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return api.TransferStats(
+            num_bytes=num_bytes, seconds=time.perf_counter() - started_s
+        )
 
     @torch.inference_mode(False)
     def _wake(self, request: api.WakeRequest) -> api.TransferStats:
@@ -195,13 +202,20 @@ class Engine:
                 self.weights.set_awake("kv")
         except RuntimeError as error:
             way_out = "lower rollout.slots, or use a smaller model."
-            raise Refused(507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out) from error
-        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+            raise Refused(
+                507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out
+            ) from error
+        return api.TransferStats(
+            num_bytes=num_bytes, seconds=time.perf_counter() - started_s
+        )
 
-    def _commit(self, request: api.CommitRequest, answer: Future[api.CommitResponse]) -> None:
+    def _commit(
+        self, request: api.CommitRequest, answer: Future[api.CommitResponse]
+    ) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
-            self._scheduler.forget_kept()  # chunks were loaded while the cache was awake
+            # chunks were loaded while the cache was awake
+            self._scheduler.forget_kept()
             answer.set_result(served)
             return
         self._committed = answer
@@ -213,7 +227,11 @@ class Engine:
         request = self.weights.swapping[0]
         scheduler = self._scheduler
         started_s = time.perf_counter()
-        num_interrupted = scheduler.interrupt() if request.interrupt == "abort" else len(scheduler.rows)
+        num_interrupted = (
+            scheduler.interrupt()
+            if request.interrupt == "abort"
+            else len(scheduler.rows)
+        )
         scheduler.hand_over()  # the client works during the swap
         self.weights.swap()
         scheduler.weights_changed(request.version, rereads=request.interrupt == "keep")
@@ -226,20 +244,30 @@ class Engine:
         self._committed.set_result(answer)
 
 
-def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None) -> Engine:
+def build_engine(
+    spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None
+) -> Engine:
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
     loaded = LoadedModel(spec)
-    # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
-    # number of rows routed to it. A prompt's recurrence is summed in another order than decoded tokens.
+    # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's
+    # rounding changes with the number of rows routed to it. A prompt's recurrence is
+    # summed in another order than decoded tokens.
     has_experts = any(
         name.endswith("experts") or type(module).__name__.endswith("Experts")
         for name, module in loaded.model.named_modules()
     )
-    wanted = not (has_experts or loaded.mixers) if spec.deterministic == "auto" else spec.deterministic
+    wanted = (
+        not (has_experts or loaded.mixers)
+        if spec.deterministic == "auto"
+        else spec.deterministic
+    )
     if wanted and loaded.mixers:
         what = "rounding of layers with states depends on how many tokens they read at once"
-        fail(f"{spec.name}: deterministic=true: {what}", way_out="set rollout.deterministic=auto.")
+        fail(
+            f"{spec.name}: deterministic=true: {what}",
+            way_out="set rollout.deterministic=auto.",
+        )
     is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(
         loaded,
@@ -260,19 +288,21 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
 
 
 def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
-    """Let the runner decode by fused steps, if the spec wants them and they know the model.
+    """Let the runner decode by fused steps, if the spec wants them and they know the
+    model.
 
     Weights are merged before Weights keeps the initial ones, so that they exist once.
     """
     reason = why_not_fused(runner) if spec.fused_decode else "fused_decode is false"
     num_pages = runner.cache.pages_of(spec.max_length)
     if num_pages and (reason or num_pages > runner.cache.num_free):
-        what = (
-            f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of max_length={spec.max_length}"
-        )
+        what = f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of "
+        what += f"max_length={spec.max_length}"
         rule = f"fused steps read pages of {PAGE} tokens, and the longest request fits into the cache"
         way_out = "raise rollout.cache_tokens, or set it to 0."
-        fail(f"{spec.name}: {what}{reason and ': '}{reason}", rule=rule, way_out=way_out)
+        fail(
+            f"{spec.name}: {what}{reason and ': '}{reason}", rule=rule, way_out=way_out
+        )
     if reason:
         if spec.fused_decode:
             log.warning("%s: decode steps are not fused: %s", spec.name, reason)
@@ -289,8 +319,12 @@ def check_same_model(runner: Runner, name: str) -> None:
     num_prefilled = max(1, len(ids) - 2)
     ends = sorted({max(1, num_prefilled // 2), num_prefilled})
     runner.cache.reserve(0, len(ids))
-    ours = [runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])]
-    ours += [_decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))]
+    ours = [
+        runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])
+    ]
+    ours += [
+        _decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))
+    ]
     runner.cache.release(0)
     lasts = torch.tensor([*ends, *range(num_prefilled + 1, len(ids) + 1)]) - 1
     difference = (torch.stack(ours).float() - reference_TV[lasts]).abs().max().item()
@@ -306,13 +340,15 @@ def check_same_model(runner: Runner, name: str) -> None:
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str) -> None:
     """End the process unless logits are batch-invariant."""
-    total, slots = min(max(40, len(runner.loaded.probe_ids)), runner.max_length), runner.slots
+    total = min(max(40, len(runner.loaded.probe_ids)), runner.max_length)
+    slots = runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
 
     def logits(n: int) -> list[Tensor]:
-        """Return the logits of the last tokens in slot n - 1: of each one decoded, then of the last one
-        after a prefill of all tokens, and after a prefill of the second half.
+        """Return the logits of the last tokens in slot n - 1: of each one decoded, then
+        of the last one after a prefill of all tokens, and after a prefill of the second
+        half.
         """
         slot = n - 1
         others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]

@@ -1,8 +1,9 @@
-"""Decode steps of compiled layers: 10 kernels a layer, where the plain decoder launches 34.
+"""Decode steps of compiled layers: 10 kernels a layer, where the plain decoder launches
+34.
 
-Inductor fuses everything around four products and one opaque operator, which writes the new keys and values
-into the cache and attends over all positions. Layers have the same shapes, so one compilation serves all of
-them, for every number of rows.
+Inductor fuses everything around four products and one opaque operator, which writes the
+new keys and values into the cache and attends over all positions. Layers have the same
+shapes, so one compilation serves all of them, for every number of rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from asyncrl_servers.embedded.decoder import Layer, Maps, PlainDecoder, layer_of, layer_step, pinned, separate
+from asyncrl_servers.embedded.decoder import (
+    Layer,
+    Maps,
+    PlainDecoder,
+    layer_of,
+    layer_step,
+    pinned,
+    separate,
+)
 from asyncrl_servers.embedded.kv_attention import SPLITS, Ints
 from asyncrl_servers.embedded.runner import DecodeGraphs, Layout, Runner
 
@@ -31,13 +40,14 @@ KERNEL_DEVICES = {"cuda"}
     device_types="cuda",
 )
 def decode_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Write each row's new key and value [R, kv_heads, d] into its slot, at position length - 1, and attend
-    from query [R, heads, d] over all its positions. Return means [R, heads, SPLITS, d] and log-sum-exps
-    [R, heads, SPLITS] over parts of the positions, in float32.
+    """Write each row's new key and value [R, kv_heads, d] into its slot, at position
+    length - 1, and attend from query [R, heads, d] over all its positions. Return means
+    [R, heads, SPLITS, d] and log-sum-exps [R, heads, SPLITS] over parts of the
+    positions, in float32.
 
-    Row i is slot i. keys, values: [pages, kv_heads, positions, d]; table: int32 [slots, pages of a slot];
-    lengths: int32 [R], with the new token. Rows of length 0 are padding: they write nothing, and their
-    result is undefined.
+    Row i is slot i. keys, values: [pages, kv_heads, positions, d]; table: int32 [slots,
+    pages of a slot]; lengths: int32 [R], with the new token. Rows of length 0 are
+    padding: they write nothing, and their result is undefined.
     """
     # Triton comes with torch for CUDA only.
     from asyncrl_servers.embedded.decode_kernel import attend
@@ -53,9 +63,15 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def fused_layer(
-    hidden_RH: Tensor, added_RH: Tensor, layer: Layer, rotation: list[Tensor], *read: Any
+    hidden_RH: Tensor,
+    added_RH: Tensor,
+    layer: Layer,
+    rotation: list[Tensor],
+    *read: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute layer_step over the cache. `read`: keys, values, table, lengths and scale."""
+    """Compute layer_step over the cache. `read`: keys, values, table, lengths and
+    scale.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts, logsums = decode_attention(query, key, value, *read)
@@ -66,7 +82,9 @@ def fused_layer(
 
 
 def merged(*maps: nn.Linear) -> Maps:
-    """Join the maps' weights in one tensor. The maps keep views of it, so pushes still write by name."""
+    """Join the maps' weights in one tensor. The maps keep views of it, so pushes still
+    write by name.
+    """
     sizes = [one.out_features for one in maps]
     if len(maps) == 1:
         return separate(*maps)
@@ -87,7 +105,9 @@ def why_not_fused(runner: Runner) -> str:
     """Return why the model's decode step cannot be fused; "" if it can."""
     device = runner.loaded.device.type
     if runner.plain is None:
-        return f"model type {runner.loaded.model.config.model_type} has no plain decoder"
+        return (
+            f"model type {runner.loaded.model.config.model_type} has no plain decoder"
+        )
     if runner.is_exact or device not in KERNEL_DEVICES:
         return f"the kernel needs CUDA and is not deterministic (device {device})"
     head_dim = runner.loaded.shape.layers[0].head_dim
@@ -97,11 +117,12 @@ def why_not_fused(runner: Runner) -> str:
 
 
 class FusedSteps(DecodeGraphs):
-    """Decode steps with merged weights and compiled layers; on CUDA one graph for each number of rows, which
-    is a power of two or `most_rows`.
+    """Decode steps with merged weights and compiled layers; on CUDA one graph for each
+    number of rows, which is a power of two or `most_rows`.
 
-    Weights that a push moved or that woke are merged again before the next step. In-place pushes keep the
-    graphs. A sleep that frees memory drops them; they are captured again on use.
+    Weights that a push moved or that woke are merged again before the next step.
+    In-place pushes keep the graphs. A sleep that frees memory drops them; they are
+    captured again on use.
     """
 
     min_steps = 0
@@ -112,7 +133,9 @@ class FusedSteps(DecodeGraphs):
         # One row counts as two: torch.compile would compile again for 1.
         super().__init__(runner, decoder, max(2, most_rows))
         is_cuda = runner.loaded.device.type == "cuda"
-        self.run_layer = torch.compile(fused_layer, fullgraph=True) if is_cuda else fused_layer
+        self.run_layer = (
+            torch.compile(fused_layer, fullgraph=True) if is_cuda else fused_layer
+        )
         self.is_refused = not is_cuda
 
     def drop(self) -> None:
@@ -121,7 +144,9 @@ class FusedSteps(DecodeGraphs):
 
     @torch.inference_mode(False)  # pushes write into merged weights from other threads
     def _prepare(self) -> None:
-        self._layers = [layer_of(one, merged) for one in self._runner.loaded.model.model.layers]
+        self._layers = [
+            layer_of(one, merged) for one in self._runner.loaded.model.model.layers
+        ]
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Rows after the last have length 0."""
@@ -141,6 +166,10 @@ class FusedSteps(DecodeGraphs):
         for one in (hidden_RH, added_RH, *rotation, int_lengths_R):
             torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001
         read = cache.table_on_device(), int_lengths_R, decoder.scaling
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
-            hidden_RH, added_RH = self.run_layer(hidden_RH, added_RH, layer, rotation, keys, values, *read)
+        for layer, keys, values in zip(
+            self._layers, cache.keys, cache.values, strict=True
+        ):
+            hidden_RH, added_RH = self.run_layer(
+                hidden_RH, added_RH, layer, rotation, keys, values, *read
+            )
         logits[:rows] = decoder.logits(hidden_RH + added_RH)

@@ -1,8 +1,9 @@
 """Attention over the slot cache, called from inside any Hugging Face model.
 
-A call has one row per token. On CPU, float32 rows are batch-invariant and decoding equals prefilling bit
-for bit. MKL changes the summation order of products below 4 rows and splits sums above 192, so both are
-avoided; masked probabilities are 0 and cached values finite.
+A call has one row per token. On CPU, float32 rows are batch-invariant and decoding
+equals prefilling bit for bit. MKL changes the summation order of products below 4 rows
+and splits sums above 192, so both are avoided; masked probabilities are 0 and cached
+values finite.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ SPLITS = 8
 CHUNK = 8
 """Rows per chunk when decoding slots are joined into stretches."""
 STRETCH_FLOATS = 30_000
-"""Keys read in the time of one more stretch (measured: 30 us per layer on one CPU thread)."""
+"""Keys read in the time of one more stretch (measured: 30 us per layer on one CPU
+thread).
+"""
 CUDA_STRETCH_FLOATS = 10_000_000
 """The same on CUDA (estimated: five 3 us kernels, 3 TB/s)."""
 
@@ -71,8 +74,8 @@ class LayerShape(NamedTuple):
 class CacheShape:
     """Shapes of the attention calls of a forward pass, in their order.
 
-    A call, not a layer, has a place in the cache: hybrids have layers without attention, and Zamba 2 calls
-    the same module in several layers.
+    A call, not a layer, has a place in the cache: hybrids have layers without
+    attention, and Zamba 2 calls the same module in several layers.
     """
 
     layers: tuple[LayerShape, ...]
@@ -87,18 +90,22 @@ class CacheShape:
 
     def stretch_worth(self, device: torch.device) -> float:
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
-        return floats / max((one.kv_heads * one.head_dim for one in self.layers), default=1)
+        return floats / max(
+            (one.kv_heads * one.head_dim for one in self.layers), default=1
+        )
 
 
 class SlotCache:
-    """Keys and values [pages, kv_heads, positions, head_dim] of each attention call; `routing`: ROUTED_TYPE
-    [slots, positions, experts]; `states`: what recurrent layers keep.
+    """Keys and values [pages, kv_heads, positions, head_dim] of each attention call;
+    `routing`: ROUTED_TYPE [slots, positions, experts]; `states`: what recurrent layers
+    keep.
 
-    Without a budget, page i is slot i and holds max_length tokens. A budget of tokens is cut into pages of
-    PAGE positions. A slot owns the pages that it reserved: `table` names them, in the order of positions.
+    Without a budget, page i is slot i and holds max_length tokens. A budget of tokens
+    is cut into pages of PAGE positions. A slot owns the pages that it reserved: `table`
+    names them, in the order of positions.
 
-    Example: a slot that reserved 200 tokens owns 4 pages, such as table[slot] = [7, 2, 9, 4, 0, ..]. Position
-    130 is position 2 of page 9.
+    Example: a slot that reserved 200 tokens owns 4 pages, such as table[slot] = [7, 2,
+    9, 4, 0, ..]. Position 130 is position 2 of page 9.
     """
 
     @torch.inference_mode(False)
@@ -119,8 +126,12 @@ class SlotCache:
         pages = num_pages if slots else 0
         # Unwritten values must be finite: they are multiplied by 0.
         zeros = partial(torch.zeros, dtype=dtype, device=device)
-        self.keys = [zeros(pages, one.kv_heads, self.page, one.head_dim) for one in shape.layers]
-        self.values = [zeros(pages, one.kv_heads, self.page, one.value_dim) for one in shape.layers]
+        self.keys = [
+            zeros(pages, one.kv_heads, self.page, one.head_dim) for one in shape.layers
+        ]
+        self.values = [
+            zeros(pages, one.kv_heads, self.page, one.value_dim) for one in shape.layers
+        ]
         self.states = SlotStates(shape.state, slots)
         routed = (slots, longest, shape.num_routed)
         self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
@@ -166,10 +177,14 @@ class SlotCache:
 
     def places_of(self, slots: Ints, positions: Ints) -> Ints:
         """Return pages [N] and positions in them [N]."""
-        return np.concatenate((self.table[slots, positions // self.page], positions % self.page))
+        return np.concatenate(
+            (self.table[slots, positions // self.page], positions % self.page)
+        )
 
     def read(self, layer: int, start: int, end: int, length: int) -> list[Tensor]:
-        """Return keys and values [slots * kv_heads, length, head_dim] of slots `start` to `end`."""
+        """Return keys and values [slots * kv_heads, length, head_dim] of slots `start`
+        to `end`.
+        """
         both = [self.keys[layer], self.values[layer]]
         if self.is_paged:
             pages = self.table_on_device()[start:end, : self.pages_of(length)]
@@ -183,7 +198,9 @@ class SlotCache:
         num_positions = length
         if self.is_paged:
             num_pages = self.pages_of(length)
-            places = [self.table[slot, :num_pages].tolist() for slot in (source, target)]
+            places = [
+                self.table[slot, :num_pages].tolist() for slot in (source, target)
+            ]
             num_positions = self.page
         sources, targets = places
         for one in (*self.keys, *self.values):
@@ -226,7 +243,9 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of a call: `tokens` queries per slot in [start, end) over `length` positions."""
+    """Rows of a call: `tokens` queries per slot in [start, end) over `length`
+    positions.
+    """
 
     start: int
     end: int
@@ -241,7 +260,8 @@ class Stretch:
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
     """Return stretches (start, end, length) covering rows [n].
 
-    Neighboring chunks are joined unless this wastes more positions than a stretch is `worth`.
+    Neighboring chunks are joined unless this wastes more positions than a stretch is
+    `worth`.
     """
     stretches: list[tuple[int, int, int]] = []
     for chunk_start in range(0, len(padded_lengths), CHUNK):
@@ -249,7 +269,9 @@ def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
         length = int(padded_lengths[chunk_start:chunk_end].max())
         start, end, joined = stretches[-1] if stretches else (0, 0, length)
         common = max(joined, length)
-        wasted = (end - start) * (common - joined) + (chunk_end - chunk_start) * (common - length)
+        wasted = (end - start) * (common - joined) + (chunk_end - chunk_start) * (
+            common - length
+        )
         if wasted > worth:
             stretches.append((chunk_start, chunk_end, length))
         else:
@@ -276,7 +298,8 @@ class Pass:
     """Rows with their states, if the model has any."""
     known: None = None
     _biases: dict[Any, Tensor] = field(default_factory=dict)
-    """Additive masks by stretch and kind: [slots * kv_heads, rows, length]; [1, rows, length] for one slot.
+    """Additive masks by stretch and kind: [slots * kv_heads, rows, length]; [1, rows,
+    length] for one slot.
     """
 
     def attend(
@@ -289,19 +312,28 @@ class Pass:
         kind: AttentionKind = AttentionKind(),
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Map queries [R, heads, d], keys [R, kv_heads, d] and values [R, kv_heads, v] to [R, heads, v].
+        """Map queries [R, heads, d], keys [R, kv_heads, d] and values [R, kv_heads, v]
+        to [R, heads, v].
 
         `place`: number of this call in the forward pass.
         """
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
         for cache, new in ((self.cache.keys, key), (self.cache.values, value)):
-            new = new[: len(self.pages)] if self.source is None else new.index_select(0, self.source)
+            new = (
+                new[: len(self.pages)]
+                if self.source is None
+                else new.index_select(0, self.source)
+            )
             cache[place][self.pages, :, self.offsets] = new
-        queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
+        queries = (query * scaling).view(
+            num_rows, kv_heads, heads // kv_heads, head_dim
+        )
         parts, row = [], 0
         for number, stretch in enumerate(self.stretches):
             end = row + (stretch.end - stretch.start) * stretch.tokens
-            keys, values = self.cache.read(place, stretch.start, stretch.end, stretch.length)
+            keys, values = self.cache.read(
+                place, stretch.start, stretch.end, stretch.length
+            )
             part = self._mix(number, queries[row:end], keys, values, kind, sinks_H)
             parts.append(part.reshape(end - row, heads, -1))
             row = end
@@ -318,10 +350,14 @@ class Pass:
         kind: AttentionKind,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Map queries [G slots * T tokens, kv_heads, heads per kv_head, d] to [G, T, kv_heads, .., v]."""
+        """Map queries [G slots * T tokens, kv_heads, heads per kv_head, d] to [G, T,
+        kv_heads, .., v].
+        """
         stretch, (_, kv_heads, repeat, head_dim) = self.stretches[number], queries.shape
         num_slots, tokens = stretch.end - stretch.start, stretch.tokens
-        grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
+        grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(
+            0, 2, 3, 1, 4
+        )
         copies = 1
         if self.is_exact and tokens * repeat < MIN_ROWS:
             copies = -(-MIN_ROWS // (tokens * repeat))
@@ -335,17 +371,30 @@ class Pass:
             scores = torch.bmm(flat, keys.transpose(1, 2)) / kind.softcap
             scores = torch.tanh(scores) * kind.softcap + bias
         if sinks_H is not None:
-            # A block of columns before the scores: rows of whole vectors keep their bits at any length.
-            block = scores.new_full((num_slots, kv_heads, copies, repeat, tokens, LENGTH_STEP), -torch.inf)
+            # A block of columns before the scores: rows of whole vectors keep their
+            # bits at any length.
+            block = scores.new_full(
+                (num_slots, kv_heads, copies, repeat, tokens, LENGTH_STEP), -torch.inf
+            )
             block[..., 0] = sinks_H.view(kv_heads, 1, repeat, 1)
             scores = torch.cat((block.view(*scores.shape[:2], -1), scores), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
         mixed = mix_values(weights[..., -stretch.length :], values, self.is_exact)
-        mixed = mixed.view(num_slots, kv_heads, -1, tokens, values.shape[2])[:, :, :repeat]
+        mixed = mixed.view(num_slots, kv_heads, -1, tokens, values.shape[2])[
+            :, :, :repeat
+        ]
         return mixed.permute(0, 3, 1, 2, 4)
 
-    def _bias(self, number: int, kind: AttentionKind, heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return the additive mask of a stretch for `heads`: key heads, and queries of each."""
+    def _bias(
+        self,
+        number: int,
+        kind: AttentionKind,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the additive mask of a stretch for `heads`: key heads, and queries of
+        each.
+        """
         key = number, kind.window, kind.chunk, heads
         if key not in self._biases:
             stretch, (kv_heads, queries) = self.stretches[number], heads
@@ -355,15 +404,27 @@ class Pass:
                 invalid |= positions <= own - kind.window
             if kind.chunk is not None:
                 invalid |= positions // kind.chunk != own // kind.chunk
-            bias = torch.zeros_like(invalid, dtype=dtype).masked_fill_(invalid, -torch.inf)
+            bias = torch.zeros_like(invalid, dtype=dtype).masked_fill_(
+                invalid, -torch.inf
+            )
             num_slots = stretch.end - stretch.start
-            shape = (num_slots, kv_heads if num_slots > 1 else 1, queries, stretch.tokens, stretch.length)
-            self._biases[key] = bias.expand(shape).reshape(-1, queries * stretch.tokens, stretch.length)
+            shape = (
+                num_slots,
+                kv_heads if num_slots > 1 else 1,
+                queries,
+                stretch.tokens,
+                stretch.length,
+            )
+            self._biases[key] = bias.expand(shape).reshape(
+                -1, queries * stretch.tokens, stretch.length
+            )
         return self._biases[key]
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
-    """Multiply probabilities [..., rows, length] by values [..., length, d]; in blocks if `is_exact`."""
+    """Multiply probabilities [..., rows, length] by values [..., length, d]; in blocks
+    if `is_exact`.
+    """
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)
@@ -416,7 +477,9 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Raises UnknownAttentionError."""
+    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Raises
+    UnknownAttentionError.
+    """
     if attention_mask is not None:
         raise UnknownAttentionError("it has an attention mask of its own")
     if running.mixer:
@@ -425,21 +488,36 @@ def _attention(
     place, running.place = running.place, running.place + 1
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     axis = 2 if query.shape[0] == 1 else 0
-    rows = [states[0].transpose(0, 1) if axis else states[:, :, 0] for states in (query, key, value)]
+    rows = [
+        states[0].transpose(0, 1) if axis else states[:, :, 0]
+        for states in (query, key, value)
+    ]
     positions_R = running.pass_.positions
-    counted_R = torch.arange(len(rows[0]), device=query.device) if axis else torch.zeros_like(positions_R)
+    counted_R = (
+        torch.arange(len(rows[0]), device=query.device)
+        if axis
+        else torch.zeros_like(positions_R)
+    )
     factors_R = temperature_correction(module, counted_R, positions_R)
     if factors_R is not None:
         rows[0] = (rows[0] * factors_R[:, None, None]).to(query.dtype)
-    mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux")).contiguous()
+    mixed = running.pass_.attend(
+        place, *rows, scaling, kind, options.get("s_aux")
+    ).contiguous()
     return (mixed[None] if axis else mixed[:, None]), None
 
 
 def reaching(kind: AttentionKind, max_length: int) -> AttentionKind:
-    """Return the kind without a window or chunk that no text up to `max_length` crosses."""
-    window, chunk = (size if size and size < max_length else None for size in (kind.window, kind.chunk))
+    """Return the kind without a window or chunk that no text up to `max_length`
+    crosses.
+    """
+    window, chunk = (
+        size if size and size < max_length else None
+        for size in (kind.window, kind.chunk)
+    )
     return kind._replace(window=window, chunk=chunk)
 
 
-# transformers builds no mask for unregistered names (masking_utils._preprocess_mask_arguments).
+# transformers builds no mask for unregistered names
+# (masking_utils._preprocess_mask_arguments).
 AttentionInterface.register(NAME, _attention)

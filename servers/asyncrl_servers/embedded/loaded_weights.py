@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, Loaded, PrepareRequest
+from asyncrl.messages.engine_api import (
+    GroupMember,
+    LoadChunkRequest,
+    Loaded,
+    PrepareRequest,
+)
 from asyncrl.weights.export import merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
@@ -22,7 +27,12 @@ from asyncrl.weights.tensor_files import (
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
-from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived, take_announced
+from asyncrl_servers.weight_state import (
+    Arrived,
+    WeightState,
+    check_arrived,
+    take_announced,
+)
 
 
 class Weights(WeightState):
@@ -39,8 +49,12 @@ class Weights(WeightState):
         super().__init__(self._stored_kinds.keys())
         self._device = loaded.device
         self._stays = spec.stays
-        self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
-        self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
+        self.num_bytes: int = sum(
+            parameter.nbytes for parameter in self._parameters.values()
+        )
+        self._base: dict[str, Tensor] | None = {
+            name: one.data for name, one in self._parameters.items()
+        }
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
         self.keeps_place = loaded.device.type == "cuda"
@@ -56,7 +70,11 @@ class Weights(WeightState):
     def prepare(self, request: PrepareRequest) -> Loaded:
         """Stage weights. A new group replaces a previous group that failed elsewhere."""
         group = self._group
-        if request.member is not None and group is not None and group.path != request.member.path:
+        if (
+            request.member is not None
+            and group is not None
+            and group.path != request.member.path
+        ):
             group.close()
         return super().prepare(request)
 
@@ -70,25 +88,35 @@ class Weights(WeightState):
                 places = pieces_of(tensors, self._pieces)
             else:
                 places = tensors = {
-                    name: torch.empty_like(one, device=self._device) for name, one in sent.items()
+                    name: torch.empty_like(one, device=self._device)
+                    for name, one in sent.items()
                 }
-            # Copied, because the next export may replace the file, and overwrites the trainer's memory.
+            # Copied, because the next export may replace the file, and overwrites the
+            # trainer's memory.
             copies = {name: places[name].copy_(one) for name, one in sent.items()}
             check_arrived(request.place, digest_and_size(copies), request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
             what = f"{request.path} has adapters, and the initial weights are no longer here"
-            raise Refused(409, what, way_out="start the server again, or push whole weights.")
-        own_names = {stored: name for name, stored in stored_names(self._pieces).items()}
+            raise Refused(
+                409, what, way_out="start the server again, or push whole weights."
+            )
+        own_names = {
+            stored: name for name, stored in stored_names(self._pieces).items()
+        }
         return merge_adapters(rename_adapters(tensors, own_names), self._base)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
         with self._memory.opened(request) as tensors:
             self._check_parameters(tensors, request.place, is_part=True)
-            parameters = {name: parameter.data for name, parameter in self._parameters.items()}
+            parameters = {
+                name: parameter.data for name, parameter in self._parameters.items()
+            }
             places = pieces_of(parameters, self._pieces)
-            return digest_and_size({name: places[name].copy_(tensor) for name, tensor in tensors.items()})
+            return digest_and_size(
+                {name: places[name].copy_(tensor) for name, tensor in tensors.items()}
+            )
 
     def swap(self) -> None:
         assert self.swapping is not None
@@ -97,7 +125,10 @@ class Weights(WeightState):
             self._base = None
         kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
-            is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
+            is_there = (
+                parameter.shape == tensors[name].shape
+                and parameter.data_ptr() not in kept
+            )
             if self.keeps_place and is_there:
                 parameter.data.copy_(tensors[name])
             else:
@@ -105,14 +136,18 @@ class Weights(WeightState):
         self.settle(request.version, request.digest)
 
     def free(self) -> int:
-        """Free all weights and return the parameters' bytes. With `stays` the memory remains."""
+        """Free all weights and return the parameters' bytes. With `stays` the memory
+        remains.
+        """
         num_bytes = 0
         with self.lock:
             self._base = None  # with `stays`, chunks overwrite it
             self.set_asleep()
             for parameter in () if self._stays else self._parameters.values():
                 num_bytes += parameter.nbytes
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
+                parameter.data = torch.empty(
+                    0, dtype=parameter.dtype, device=self._device
+                )
         return num_bytes
 
     def take(self) -> int:
@@ -123,23 +158,32 @@ class Weights(WeightState):
             self.set_awake("weights")
             return 0 if self._stays else self.num_bytes
 
-    def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
+    def _received(
+        self, request: PrepareRequest, member: GroupMember
+    ) -> dict[str, Tensor]:
         """Receive a broadcast. Raises Refused (409)."""
-        tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
+        tensors = self._empty()
+        place = f"the broadcast of policy_version {request.version}"
         places = pieces_of(tensors, self._pieces)
 
         def take(sent: Mapping[str, Tensor]) -> Arrived:
             self._check_parameters(sent, place, is_part=True)
-            return digest_and_size({name: places[name].copy_(one) for name, one in sent.items()})
+            return digest_and_size(
+                {name: places[name].copy_(one) for name, one in sent.items()}
+            )
 
         try:
-            digests = take_announced(self._joined(member).receive(), request, place, take)
+            digests = take_announced(
+                self._joined(member).receive(), request, place, take
+            )
             self._check_parameters({name: places[name] for name in digests}, place)
         except BaseException as error:
             self._leave()  # other members may still be in it
             if not isinstance(error, GroupBroken):
                 raise
-            raise Refused(409, f"policy_version {request.version} was not received: {error}") from error
+            raise Refused(
+                409, f"policy_version {request.version} was not received: {error}"
+            ) from error
         return tensors
 
     def _joined(self, member: GroupMember) -> WeightGroup:
@@ -158,17 +202,28 @@ class Weights(WeightState):
 
     def _empty(self) -> dict[str, Tensor]:
         kinds, device = self._kinds.items(), self._device
-        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
+        return {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in kinds
+        }
 
-    def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
+    def _check_parameters(
+        self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False
+    ) -> None:
         """Raise Refused (409) for wrong tensors; `is_part`: some suffice."""
         found, kinds = _kinds(tensors), self._stored_kinds
         missing = set() if is_part else kinds.keys() - found.keys()
-        wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
+        wrong = sorted(
+            missing | {name for name, kind in found.items() if kinds.get(name) != kind}
+        )
         if wrong:
             what = f"{place} does not fit the model in {len(wrong)} tensors, like {wrong[0]}, which is "
             what += f"{found.get(wrong[0], 'missing')}; the model has {kinds.get(wrong[0], 'none')}"
-            raise Refused(409, what, rule="trainer and engine hold the same model in the same dtype")
+            raise Refused(
+                409,
+                what,
+                rule="trainer and engine hold the same model in the same dtype",
+            )
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -1,4 +1,6 @@
-"""Forward passes over slots: prefill, decode (as CUDA graphs), and scores of given texts."""
+"""Forward passes over slots: prefill, decode (as CUDA graphs), and scores of given
+texts.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,13 @@ class Runner:
     """Runs the model over slots 0..n-1 of a cache, in one thread."""
 
     def __init__(
-        self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, cache_tokens: int = 0
+        self,
+        loaded: LoadedModel,
+        slots: int,
+        max_length: int,
+        *,
+        is_exact: bool,
+        cache_tokens: int = 0,
     ) -> None:
         """`cache_tokens`: budget of the KV cache (0: max_length for each slot)."""
         self.loaded = loaded
@@ -73,7 +81,9 @@ class Runner:
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
-        self.plain = PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
+        self.plain = (
+            PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
+        )
         is_cut = all(mixer.is_continuing for mixer in loaded.mixers)
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
@@ -84,11 +94,19 @@ class Runner:
         """Allocate a new KV cache; 0 slots frees it."""
         loaded = self.loaded
         self.cache = SlotCache(
-            loaded.shape, slots, self.max_length, loaded.dtype, loaded.device, budget=self._cache_tokens
+            loaded.shape,
+            slots,
+            self.max_length,
+            loaded.dtype,
+            loaded.device,
+            budget=self._cache_tokens,
         )
 
-    def step(self, jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS) -> Tensor:
-        """Decode slots 0..n-1 after `last_ids` [n] at position `lengths` - 1, and prefill slots.
+    def step(
+        self, jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS
+    ) -> Tensor:
+        """Decode slots 0..n-1 after `last_ids` [n] at position `lengths` - 1, and
+        prefill slots.
 
         Returns the next logits [n + jobs, V]. A call reads up to PREFILL_ROWS tokens.
         """
@@ -101,7 +119,9 @@ class Runner:
         logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _step_call(self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]) -> Tensor:
+    def _step_call(
+        self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]
+    ) -> Tensor:
         """Return logits [n + K, V] of n slots and K ending sequences."""
         device, num_decoded = self.loaded.device, len(last_ids)
         worth = self.loaded.shape.stretch_worth(device)
@@ -120,7 +140,9 @@ class Runner:
             keep = to_device(padded, device)
         return self._call(stretches, parts, keep, last_ids, lengths)[: len(kept)]
 
-    def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
+    def decode_stretches(
+        self, cuts: Sequence[Cut], positions_R: Tensor
+    ) -> list[Stretch]:
         own = positions_R[:, None, None, None, None]
         return [
             Stretch(start, end, 1, length, self._positions[:length], own[start:end])
@@ -133,7 +155,9 @@ class Runner:
             length = padded_length(end)
             own = self._positions[None, None, None, start:end, None]
             positions = self._positions[:length]
-            stretches.append(Stretch(slot, slot + 1, end - start, length, positions, own))
+            stretches.append(
+                Stretch(slot, slot + 1, end - start, length, positions, own)
+            )
         return stretches
 
     def _num_rows(self, needed: int) -> int:
@@ -150,22 +174,37 @@ class Runner:
         lengths: Ints = NO_INTS,
     ) -> Tensor:
         """Return logits [rows, V] of rows `keep` (None: all)."""
-        ids = np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)])
-        slots = np.concatenate(
-            [np.arange(len(lengths)), *(np.full(end - start, slot) for slot, _, start, end in parts)]
+        ids = np.concatenate(
+            [last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]
         )
-        positions = np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)])
+        slots = np.concatenate(
+            [
+                np.arange(len(lengths)),
+                *(np.full(end - start, slot) for slot, _, start, end in parts),
+            ]
+        )
+        positions = np.concatenate(
+            [lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)]
+        )
         device, rows = self.loaded.device, self._num_rows(len(ids))
         padded = np.zeros((2, rows), dtype=np.int64)
         padded[:, : len(ids)] = ids, positions
-        packed = np.concatenate((padded.reshape(-1), self.cache.places_of(slots, positions)))
+        packed = np.concatenate(
+            (padded.reshape(-1), self.cache.places_of(slots, positions))
+        )
         sizes = [rows, rows, len(ids), len(ids)]
-        ids_R, positions_R, pages, offsets = to_device(packed, device).split_with_sizes(sizes)
-        pass_ = Pass(self.cache, stretches, pages, offsets, self.is_exact, positions=positions_R)
+        ids_R, positions_R, pages, offsets = to_device(packed, device).split_with_sizes(
+            sizes
+        )
+        pass_ = Pass(
+            self.cache, stretches, pages, offsets, self.is_exact, positions=positions_R
+        )
         if self.plain is not None:
             return self.plain.forward(pass_, ids_R, positions_R, keep)
         spans: list[Span] = [(0, len(last_ids), 1, False)] if len(last_ids) else []
-        spans += [(slot, slot + 1, end - start, start == 0) for slot, _, start, end in parts]
+        spans += [
+            (slot, slot + 1, end - start, start == 0) for slot, _, start, end in parts
+        ]
         pass_.cuts = self.cache.states.cut(spans)
         # [R, 1] is faster, but logits_to_keep and cuts are along the other axis.
         axis = int(keep is None and not pass_.cuts)
@@ -201,8 +240,8 @@ def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
 class DecodeGraphs:
     """Decode steps of up to `most_rows` rows as CUDA graphs; not in exact mode.
 
-    Moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
-    is captured after min_steps steps.
+    Moved weights or caches drop all graphs. Rows and lengths are padded so that layouts
+    recur. A layout is captured after min_steps steps.
     """
 
     min_steps = MIN_STEPS
@@ -214,7 +253,9 @@ class DecodeGraphs:
         self._decoder = decoder
         self._most_rows = most_rows
         self._parameters = [*runner.loaded.model.parameters()]
-        self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
+        self._inputs = torch.zeros(
+            3, most_rows, dtype=torch.int64, device=runner.loaded.device
+        )
         """Per row: token id, position, and the source of its key."""
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
@@ -240,7 +281,9 @@ class DecodeGraphs:
 
     def _addresses_now(self) -> list[int]:
         cache = self._runner.cache
-        return [one.data_ptr() for one in (*self._parameters, *cache.keys, *cache.values)]
+        return [
+            one.data_ptr() for one in (*self._parameters, *cache.keys, *cache.values)
+        ]
 
     def _prepare(self) -> None:
         """Prepare for weights at other addresses."""
@@ -251,11 +294,12 @@ class DecodeGraphs:
         self._num_steps.clear()
         self._logits: Tensor | None = None
         self._capturing: tuple[Any, Any] | None = None
-        """Stream and memory of all graphs: a replay overwrites other graphs' results."""
+        """Stream and memory of all graphs: a replay overwrites other graphs' results.
+        """
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays `function`, which runs once before the capture, to initialize
-        libraries. Raises RuntimeError.
+        """Return a function that replays `function`, which runs once before the
+        capture, to initialize libraries. Raises RuntimeError.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
@@ -267,7 +311,9 @@ class DecodeGraphs:
                 function()
             here.wait_stream(stream)
             # Other threads may allocate memory during the capture.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 function()
         finally:
             torch.cuda.set_stream(here)  # a failed capture leaves its own stream
@@ -276,28 +322,43 @@ class DecodeGraphs:
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Padding rows repeat the first row's key; their slots may be in use."""
         num, most_length = len(last_ids), padded_length(self._runner.max_length)
-        rows = min(-(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows)
-        inputs, padded = np.zeros((3, self._most_rows), np.int64), np.ones(rows, np.int64)
+        rows = min(
+            -(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows
+        )
+        inputs, padded = (
+            np.zeros((3, self._most_rows), np.int64),
+            np.ones(rows, np.int64),
+        )
         inputs[:, :num] = last_ids, lengths - 1, np.arange(num)
         inputs[:, num:rows] = inputs[:, :1]
         padded[:num] = lengths
         self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
-        steps = np.maximum(GRAPH_STEP, 1 << np.maximum(np.log2(padded).astype(np.int64) - 2, 0))
+        steps = np.maximum(
+            GRAPH_STEP, 1 << np.maximum(np.log2(padded).astype(np.int64) - 2, 0)
+        )
         padded = np.minimum(-(-padded // steps) * steps, most_length)
-        return rows, tuple(cut_rows(padded, self._runner.loaded.shape.stretch_worth(self._inputs.device)))
+        return rows, tuple(
+            cut_rows(
+                padded, self._runner.loaded.shape.stretch_worth(self._inputs.device)
+            )
+        )
 
     @torch.inference_mode(False)
     def _take_logits(self) -> Tensor:
         if self._logits is None:
             head = self._runner.loaded.model.lm_head.weight
-            self._logits = torch.zeros(self._most_rows, len(head), dtype=head.dtype, device=head.device)
+            self._logits = torch.zeros(
+                self._most_rows, len(head), dtype=head.dtype, device=head.device
+            )
         return self._logits
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
         (rows, cuts), cache = layout, self._runner.cache
         ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
         stretches = self._runner.decode_stretches(cuts, positions_R)
-        pass_ = Pass(cache, stretches, slots_R, positions_R, is_exact=False, source=slots_R)
+        pass_ = Pass(
+            cache, stretches, slots_R, positions_R, is_exact=False, source=slots_R
+        )
         logits[:rows] = self._decoder.forward(pass_, ids_R, positions_R, None)
 
     def _replay_of(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
@@ -330,9 +391,13 @@ class ScoredText(NamedTuple):
 
 
 class Scorer(Runner):
-    """Logprobs of given tokens, for distillation: up to score_slots texts at once, in the engine loop."""
+    """Logprobs of given tokens, for distillation: up to score_slots texts at once, in
+    the engine loop.
+    """
 
-    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool
+    ) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
         self._waiting = deque[ScoredText]()
 
@@ -342,19 +407,28 @@ class Scorer(Runner):
         is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
         if is_unknown.any():
             rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
-            raise Refused(400, f"token id {ids[is_unknown][0]} cannot be scored", rule=rule)
+            raise Refused(
+                400, f"token id {ids[is_unknown][0]} cannot be scored", rule=rule
+            )
         self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:
         while self._waiting:
-            texts = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            texts = [
+                self._waiting.popleft()
+                for _ in range(min(self.slots, len(self._waiting)))
+            ]
             for text, logprobs in zip(texts, self._read(texts), strict=True):
                 found = logprobs[text.request.start - 1 :]
                 if not np.isfinite(found).all():
-                    raise FloatingPointError("the model gives logprobs that are not finite")
+                    raise FloatingPointError(
+                        "the model gives logprobs that are not finite"
+                    )
                 text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
 
-    def _read(self, texts: list[ScoredText]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    def _read(
+        self, texts: list[ScoredText]
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Return float32 [T - 1] per text."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
@@ -363,10 +437,17 @@ class Scorer(Runner):
             row = 0
             of_parts = list[Tensor]()
             for slot, _, start, end in parts:
-                of_part = logits[row : row + end - start].float() / texts[slot].request.temperature
+                of_part = (
+                    logits[row : row + end - start].float()
+                    / texts[slot].request.temperature
+                )
                 row += end - start
                 targets = to_device(texts[slot].ids[start + 1 : end + 1], logits.device)
-                of_parts.append(torch.log_softmax(of_part, dim=-1).gather(1, targets[:, None])[:, 0])
-            for (slot, _, start, end), logprobs_T in zip(parts, to_host(*of_parts), strict=True):
+                of_parts.append(
+                    torch.log_softmax(of_part, dim=-1).gather(1, targets[:, None])[:, 0]
+                )
+            for (slot, _, start, end), logprobs_T in zip(
+                parts, to_host(*of_parts), strict=True
+            ):
                 found[slot][start:end] = logprobs_T
         return found

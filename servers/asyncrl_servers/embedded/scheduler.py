@@ -1,4 +1,6 @@
-"""Sequences of an embedded engine: admission with prefix reuse, decoding, and interruption."""
+"""Sequences of an embedded engine: admission with prefix reuse, decoding, and
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from asyncrl.messages.tokens import (
     Tokens,
     Values,
 )
-from asyncrl_servers.embedded.decoder import EmbeddedSpec, TopTokens, grammar_refusal, mask, sample
+from asyncrl_servers.embedded.decoder import (
+    EmbeddedSpec,
+    TopTokens,
+    grammar_refusal,
+    mask,
+    sample,
+)
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
@@ -40,7 +48,8 @@ _HEAD = 64
 class Sequence(Run):
     """A request in the engine.
 
-    Life: queued -> running in a slot -> finished or aborted; an interrupted one keeps its slot.
+    Life: queued -> running in a slot -> finished or aborted; an interrupted one keeps
+        its slot.
     Invariant: `token_ids` int64 [T] holds all tokens unless it runs.
     """
 
@@ -72,8 +81,8 @@ class Sequence(Run):
 
 
 class Rows:
-    """Running sequences: row i is slot i of the KV cache. The last `num_kept` rows are kept for next
-    turns (LRU).
+    """Running sequences: row i is slot i of the KV cache. The last `num_kept` rows are
+    kept for next turns (LRU).
     """
 
     def __init__(self, slots: int, num_kept: int, max_length: int) -> None:
@@ -85,7 +94,9 @@ class Rows:
         """Tokens including the prompt; the newest is not cached yet."""
         self.limits = np.zeros(slots, np.int64)
         self.seeds = np.zeros(slots, np.uint64)
-        self.sampling = np.zeros(slots, [(name, np.float64) for name in SAMPLING_PARAMETERS])
+        self.sampling = np.zeros(
+            slots, [(name, np.float64) for name in SAMPLING_PARAMETERS]
+        )
         self.kept = OrderedDict.fromkeys(range(slots, num_rows))
 
     def __len__(self) -> int:
@@ -116,7 +127,9 @@ class Rows:
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
     def forget_kept(self, most: int | None = None) -> list[int]:
-        """Forget kept rows, the least recently used first; return at most `most` that had tokens."""
+        """Forget kept rows, the least recently used first; return at most `most` that
+        had tokens.
+        """
         forgotten = [row for row in self.kept if self.lengths[row]][:most]
         self.lengths[forgotten] = 0
         return forgotten
@@ -144,8 +157,9 @@ class Rows:
         self.lengths[rows] += 1
 
     def record_routing(self, rows: Iterable[int], routing_SPE: Tensor) -> None:
-        """Record the experts of tokens read since the last call, before other weights read them again.
-        `routing_SPE`: the KV cache's. One copy from the device for all rows.
+        """Record the experts of tokens read since the last call, before other weights
+        read them again. `routing_SPE`: the KV cache's. One copy from the device for all
+        rows.
         """
         num_experts = routing_SPE.shape[2]
         if not num_experts:
@@ -171,14 +185,20 @@ class Rows:
             start = end
 
     def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
-        """Return the unreported tokens and mark them as reported; with experts first the whole prompt."""
+        """Return the unreported tokens and mark them as reported; with experts first
+        the whole prompt.
+        """
         sequence = self.sequences[row]
         start, end = sequence.num_told, int(self.lengths[row])
         sequence.num_told = end
         columns: dict[str, Values] = {BEHAVIOUR: self.logprobs[row, start:end].copy()}
         if sequence.request.top_logprobs:
-            columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in sequence.top], "<i4")
-            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in sequence.top], "<f4")
+            columns[TOP_IDS] = Ragged.of(
+                [[token for token, _ in one] for one in sequence.top], "<i4"
+            )
+            columns[TOP_LOGPROBS] = Ragged.of(
+                [[value for _, value in one] for one in sequence.top], "<f4"
+            )
             sequence.top = []
         tokens = Tokens(
             self.token_ids[row, start:end].astype(np.int32),
@@ -200,8 +220,11 @@ class Rows:
         num = self.lengths[row] - 1
         return np.array_equal(self.token_ids[row, :num], token_ids[:-1][:num])
 
-    def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0).
+    def common_prefix(
+        self, token_ids: npt.NDArray[np.int64], among: list[int]
+    ) -> tuple[int, int]:
+        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or
+        (-1, 0).
 
         Example: the newest token of a row is not cached yet, and the last id is always computed.
             >>> rows = Rows(slots=2, num_kept=0, max_length=8)
@@ -223,19 +246,31 @@ class Rows:
         best = int(nums.argmax())
         best_row, longest = int(rows[best]), int(nums[best])
         if longest == head < len(token_ids):
-            for row, num in zip(rows[nums == head].tolist(), most[nums == head].tolist(), strict=True):
+            for row, num in zip(
+                rows[nums == head].tolist(), most[nums == head].tolist(), strict=True
+            ):
                 if num > longest and self.token_ids[row, longest] == token_ids[longest]:
-                    differs = np.flatnonzero(self.token_ids[row, :num] != token_ids[:num])
+                    differs = np.flatnonzero(
+                        self.token_ids[row, :num] != token_ids[:num]
+                    )
                     num = int(differs[0]) if len(differs) else num
-                    best_row, longest = (row, num) if num > longest else (best_row, longest)
+                    best_row, longest = (
+                        (row, num) if num > longest else (best_row, longest)
+                    )
         return (best_row, longest) if longest > 0 else (-1, 0)
 
 
 def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
-    """Return moves (source, target) that close the gap at `row`; similar lengths stay together."""
+    """Return moves (source, target) that close the gap at `row`; similar lengths stay
+    together.
+    """
     moves, gap, last = [], row, len(lengths) - 1
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
-    longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
+    longest = (
+        np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist()
+        if len(starts)
+        else []
+    )
     for number, start in enumerate(starts.tolist()):
         if longest[number] not in longest[number + 1 : number + 2]:
             source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
@@ -247,7 +282,9 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
 
 
 class Prefill(NamedTuple):
-    """Prefill of `ids` [T] in slot `row`, after copying `num_copied` tokens from slot `source`."""
+    """Prefill of `ids` [T] in slot `row`, after copying `num_copied` tokens from slot
+    `source`.
+    """
 
     row: int
     ids: Ints
@@ -295,8 +332,14 @@ class Scheduler(RunQueue[Sequence]):
         resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
         stop_watch = matcher = None
         if request.stop:
-            stop_ids = [loaded.special_ids[text] for text in request.stop if text in loaded.special_ids]
-            stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids, request.thinking)
+            stop_ids = [
+                loaded.special_ids[text]
+                for text in request.stop
+                if text in loaded.special_ids
+            ]
+            stop_watch = StopWatch(
+                request.stop, loaded.decode, resumed, stop_ids, request.thinking
+            )
         try:
             if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
@@ -328,7 +371,9 @@ class Scheduler(RunQueue[Sequence]):
         return num_interrupted
 
     def weights_changed(self, version: int, *, rereads: bool) -> None:
-        """Continue under other weights. `rereads`: recompute the KV cache without the newest tokens."""
+        """Continue under other weights. `rereads`: recompute the KV cache without the
+        newest tokens.
+        """
         rows, runner = self.rows, self._runner
         self.forget_kept()
         rows.record_routing(range(len(rows)), runner.cache.routing)
@@ -362,8 +407,12 @@ class Scheduler(RunQueue[Sequence]):
         for one in reads:
             if one.is_whole:
                 runner.cache.copy_slot(one.source, one.row, one.num_copied)
-                rows.sequences[one.row].next_logits_V = rows.sequences[one.source].next_logits_V
-        first = [cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads]
+                rows.sequences[one.row].next_logits_V = rows.sequences[
+                    one.source
+                ].next_logits_V
+        first = [
+            cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads
+        ]
         self._sample(torch.cat([computed[:num_running], *first]) if reads else computed)
 
     def report_streams(self) -> None:
@@ -378,8 +427,8 @@ class Scheduler(RunQueue[Sequence]):
             self._report(row, "more")
 
     def _take(self) -> list[Sequence]:
-        """Remove sequences from the queue, in order, while the cache has pages for all their tokens. Kept
-        rows are forgotten if their pages are needed.
+        """Remove sequences from the queue, in order, while the cache has pages for all
+        their tokens. Kept rows are forgotten if their pages are needed.
         """
         cache = self._runner.cache
         taken = list[Sequence]()
@@ -397,15 +446,17 @@ class Scheduler(RunQueue[Sequence]):
         return taken
 
     def _admit(self) -> list[Prefill]:
-        """Assign rows to queued sequences. A prompt that continues another prompt of this step waits for the
-        next step.
+        """Assign rows to queued sequences. A prompt that continues another prompt of
+        this step waits for the next step.
         """
         rows = self.rows
         if not self._may_admit:
             return []
         taken = self._take()
         whole = {
-            one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None
+            one.admitted_ids: row
+            for row, one in enumerate(rows.sequences)
+            if one.next_logits_V is not None
         }
         standing = [*whole.values(), *rows.kept]
         has_states = bool(self._runner.loaded.mixers)
@@ -420,7 +471,11 @@ class Scheduler(RunQueue[Sequence]):
                 source, num_copied = whole[key], len(ids)
             else:
                 # A state cannot be rewound.
-                usable = [one for one in (*standing, *reads) if not has_states or rows.begins(one, ids)]
+                usable = [
+                    one
+                    for one in (*standing, *reads)
+                    if not has_states or rows.begins(one, ids)
+                ]
                 source, num_copied = rows.common_prefix(ids, usable)
                 if num_copied < MIN_COPIED:
                     source, num_copied = row, 0
@@ -440,9 +495,17 @@ class Scheduler(RunQueue[Sequence]):
     def _sample(self, logits_NV: Tensor) -> None:
         rows = self.rows
         running = slice(len(rows))
-        allowed = {row: one.allowed for row, one in enumerate(rows.sequences) if one.allowed is not None}
+        allowed = {
+            row: one.allowed
+            for row, one in enumerate(rows.sequences)
+            if one.allowed is not None
+        }
         mask(allowed, logits_NV)
-        num_top = {row: num for row, one in enumerate(rows.sequences) if (num := one.request.top_logprobs)}
+        num_top = {
+            row: num
+            for row, one in enumerate(rows.sequences)
+            if (num := one.request.top_logprobs)
+        }
         token_ids, logprobs, top = sample(
             logits_NV,
             rows.sampling[running],
@@ -451,13 +514,17 @@ class Scheduler(RunQueue[Sequence]):
             num_top,
         )
         if not np.isfinite(logprobs).all():
-            raise FloatingPointError(f"policy_version {self._weights.version} gives non-finite logits")
+            raise FloatingPointError(
+                f"policy_version {self._weights.version} gives non-finite logits"
+            )
         rows.append(token_ids, logprobs, top)
         self.num_generated += len(token_ids)
         failed = dict[int, GrammarError]()
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
         for row, sequence in enumerate(rows.sequences):
-            if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[row])):
+            if sequence.stop_watch is not None and sequence.stop_watch.is_complete(
+                int(token_ids[row])
+            ):
                 is_stop[row] = True
             if sequence.matcher is not None:
                 try:
@@ -467,11 +534,14 @@ class Scheduler(RunQueue[Sequence]):
                     failed[row] = error
         is_over = is_stop | (rows.lengths[running] >= rows.limits[running])
         is_over[[*failed]] = True
-        for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed row move
+        # only rows above a removed row move
+        for row in np.flatnonzero(is_over)[::-1].tolist():
             sequence = rows.sequences[row]
             if row in failed:
                 self.hand_over()  # results precede the refusal
-                sequence.listener.refused(sequence.number, grammar_refusal(sequence.request, failed[row]))
+                sequence.listener.refused(
+                    sequence.number, grammar_refusal(sequence.request, failed[row])
+                )
             else:
                 self._report(row, "stop" if is_stop[row] else "length")
             if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:
@@ -479,7 +549,10 @@ class Scheduler(RunQueue[Sequence]):
             self._remove(row)
 
     def _report(self, row: int, then: str) -> None:
-        self.report(self.rows.sequences[row], self.rows.untold(row, then, self._runner.cache.routing))
+        self.report(
+            self.rows.sequences[row],
+            self.rows.untold(row, then, self._runner.cache.routing),
+        )
 
     def _remove(self, row: int) -> None:
         rows = self.rows

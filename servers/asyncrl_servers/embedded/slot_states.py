@@ -1,7 +1,8 @@
 """States of layers that mix tokens by a recurrence or a convolution: one for each slot.
 
-The model's own modules compute them, with transformers' cache. A call's rows are cut by slot, and each slot's
-rows go through the module with the state of that slot. Decoded slots go through it together.
+The model's own modules compute them, with transformers' cache. A call's rows are cut by
+slot, and each slot's rows go through the module with the state of that slot. Decoded
+slots go through it together.
 """
 
 from __future__ import annotations
@@ -50,9 +51,22 @@ class Cut(NamedTuple):
 
 def states_of(cache: Any) -> list[tuple[dict[int, Tensor], int]]:
     """Return where a cache holds states, as (dictionary, key)."""
-    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "recurrent_states")]
-    held = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
-    return [(states, key) for states in held for key, state in states.items() if state is not None]
+    layers = [
+        layer
+        for layer in getattr(cache, "layers", ())
+        if hasattr(layer, "recurrent_states")
+    ]
+    held = [
+        states
+        for layer in layers
+        for states in (layer.conv_states, layer.recurrent_states)
+    ]
+    return [
+        (states, key)
+        for states in held
+        for key, state in states.items()
+        if state is not None
+    ]
 
 
 class SlotStates:
@@ -65,7 +79,9 @@ class SlotStates:
         """`example`: the cache of one text, or None."""
         self._example = example
         self._originals = [states[key] for states, key in states_of(example)]
-        self.tensors = [one.new_zeros((slots, *one.shape[1:])) for one in self._originals]
+        self.tensors = [
+            one.new_zeros((slots, *one.shape[1:])) for one in self._originals
+        ]
         self._views = dict[tuple[int, int], Any]()
 
     def cut(self, spans: Sequence[Span]) -> list[Cut]:
@@ -73,14 +89,19 @@ class SlotStates:
         cuts, row = list[Cut](), 0
         for start, end, tokens, is_first in spans if self.tensors else ():
             last = row + (end - start) * tokens
-            place_SL = torch.arange(row, last, device=self.tensors[0].device).view(-1, tokens)
+            place_SL = torch.arange(row, last, device=self.tensors[0].device).view(
+                -1, tokens
+            )
             cuts.append(Cut(place_SL, self._view(start, end, is_first), is_first))
             row = last
         return cuts
 
     def _view(self, start: int, end: int, is_first: bool) -> Any:
         if (start, end) not in self._views:
-            parts = {id(old): new[start:end] for old, new in zip(self._originals, self.tensors, strict=True)}
+            parts = {
+                id(old): new[start:end]
+                for old, new in zip(self._originals, self.tensors, strict=True)
+            }
             self._views[start, end] = copy.deepcopy(self._example, parts)
         cache = self._views[start, end]
         if is_first:
@@ -101,10 +122,14 @@ class Mixer:
         self._signature = inspect.signature(module.forward)
         names = [one for one in CACHE_NAMES if one in self._signature.parameters]
         if not names:
-            raise UnknownAttentionError(f"{name} mixes tokens, and its state is not in transformers' cache")
+            raise UnknownAttentionError(
+                f"{name} mixes tokens, and its state is not in transformers' cache"
+            )
         self._cache_name = names[0]
         self.is_continuing = True
-        """Whether it reads several tokens after others at once; if not, it takes them one by one."""
+        """Whether it reads several tokens after others at once; if not, it takes them
+        one by one.
+        """
         for part in module.modules():
             if hasattr(part, "time_step_limit"):
                 limit_time_steps(part)
@@ -129,32 +154,54 @@ class Mixer:
 
     def _read(self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any) -> Any:
         """Compute rows of a call, and change their states."""
-        num_rows = next(one.shape[1] for one in bound.arguments.values() if isinstance(one, Tensor))
+        num_rows = next(
+            one.shape[1] for one in bound.arguments.values() if isinstance(one, Tensor)
+        )
         arguments = by_row(dict(bound.arguments), RowCall(place_SL, ALL, ALL), num_rows)
-        call = inspect.BoundArguments(self._signature, arguments | {self._cache_name: cache})
+        call = inspect.BoundArguments(
+            self._signature, arguments | {self._cache_name: cache}
+        )
         return self._forward(*call.args, **call.kwargs)
 
-    def _probe(self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any) -> None:
-        """Look whether later tokens depend on each state of a first text. NaN in a state reaches the output
-        however small weights are. Raises UnknownAttentionError.
+    def _probe(
+        self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any
+    ) -> None:
+        """Look whether later tokens depend on each state of a first text. NaN in a
+        state reaches the output however small weights are. Raises
+        UnknownAttentionError.
         """
-        own = [(states, key) for states, key in states_of(cache) if id(states) not in running.pass_.known]
+        own = [
+            (states, key)
+            for states, key in states_of(cache)
+            if id(states) not in running.pass_.known
+        ]
         if not own:
-            raise UnknownAttentionError(f"{self._name} mixes tokens, and has no state in transformers' cache")
+            raise UnknownAttentionError(
+                f"{self._name} mixes tokens, and has no state in transformers' cache"
+            )
         for states, key in own:
             running.pass_.known.add(id(states))
             poison = torch.full_like(states[key], torch.nan)
             for rows_SL in (place_SL[:, :1], place_SL):
-                output = self._read(bound, rows_SL, copy.deepcopy(cache, {id(states[key]): poison.clone()}))
-                is_read = bool((output[0] if isinstance(output, tuple) else output).isnan().any())
+                output = self._read(
+                    bound,
+                    rows_SL,
+                    copy.deepcopy(cache, {id(states[key]): poison.clone()}),
+                )
+                is_read = bool(
+                    (output[0] if isinstance(output, tuple) else output).isnan().any()
+                )
                 if not is_read and rows_SL.shape[1] == 1:
-                    raise UnknownAttentionError(f"{self._name} does not continue from its state")
+                    raise UnknownAttentionError(
+                        f"{self._name} does not continue from its state"
+                    )
                 self.is_continuing &= is_read
 
 
 def limit_time_steps(module: Any) -> None:
-    """Apply a Mamba 2 module's limits of time steps to decoded tokens too: transformers applies them to
-    several tokens only. A step is softplus(projected + bias) of the last columns of in_proj.
+    """Apply a Mamba 2 module's limits of time steps to decoded tokens too: transformers
+    applies them to several tokens only. A step is softplus(projected + bias) of the
+    last columns of in_proj.
     """
     low, high = module.time_step_limit
     if (low, high) == (0.0, float("inf")):
@@ -163,9 +210,14 @@ def limit_time_steps(module: Any) -> None:
     def limited(in_proj: nn.Module, inputs: Any, projected: Tensor) -> Tensor:
         bias_H = module.dt_bias.float()
         # The inverse of softplus.
-        limits = [bias_H.new_tensor(limit, dtype=torch.float64).expm1().log() for limit in (low, high)]
+        limits = [
+            bias_H.new_tensor(limit, dtype=torch.float64).expm1().log()
+            for limit in (low, high)
+        ]
         rest = projected.shape[-1] - len(bias_H)
-        steps = projected[..., rest:].clamp(*((limit - bias_H).to(projected.dtype) for limit in limits))
+        steps = projected[..., rest:].clamp(
+            *((limit - bias_H).to(projected.dtype) for limit in limits)
+        )
         return torch.cat((projected[..., :rest], steps), dim=-1)
 
     module.in_proj.register_forward_hook(limited)

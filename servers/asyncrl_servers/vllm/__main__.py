@@ -1,6 +1,8 @@
-"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: vLLM's OpenAI server with our arguments and socket.
+"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: vLLM's OpenAI server with our
+arguments and socket.
 
-vLLM's workers outlive a killed API server, so a forked process ends the group after the leader.
+vLLM's workers outlive a killed API server, so a forked process ends the group after the
+leader.
 """
 
 from __future__ import annotations
@@ -56,20 +58,30 @@ def main() -> None:
 
 
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
-    """Serve until SIGTERM. Raises Refused if the engine cannot start or dies. Imports vLLM."""
+    """Serve until SIGTERM. Raises Refused if the engine cannot start or dies. Imports
+    vLLM.
+    """
     import uvloop
 
     try:
-        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.common.cli_args import (
+            make_arg_parser,
+            validate_parsed_serve_args,
+        )
     except ImportError:  # its place until vLLM 0.32
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.launchers.cli_args import (
+            make_arg_parser,
+            validate_parsed_serve_args,
+        )
     from vllm.entrypoints.serve.dev.server_info import api_router as server_info
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from asyncrl_servers.vllm.monkeypatches import BearerOnly, patch_spawn
 
     BearerOnly.expected = f"Bearer {secret}".encode()
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        build_arguments(spec, is_cpu=is_cpu_build())
+    )
     validate_parsed_serve_args(args)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
@@ -89,11 +101,16 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
 
 async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
     """Serve like vLLM's run_server_worker; return whether the engine died."""
-    from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
+    from vllm.entrypoints.launchers.api_server.entry import (
+        build_and_serve,
+        build_async_engine_client,
+    )
 
     try:
         async with build_async_engine_client(args) as engine:
-            ending = await build_and_serve(engine, f"http://{args.host}:{args.port}", listener, args)
+            ending = await build_and_serve(
+                engine, f"http://{args.host}:{args.port}", listener, args
+            )
         await ending
     finally:
         listener.close()
@@ -102,8 +119,8 @@ async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
 
 
 def start_reaper(scratch: Path) -> None:
-    """Fork a process that ends the group and removes `scratch` after the caller. Call it before starting
-    threads.
+    """Fork a process that ends the group and removes `scratch` after the caller. Call
+    it before starting threads.
     """
     leader = os.getpid()
     if os.fork():
@@ -123,14 +140,22 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int) -> None:
-    """SIGTERM, then SIGKILL after GRACE_S. The resource tracker ends itself, after its cleanup."""
+    """SIGTERM, then SIGKILL after GRACE_S. The resource tracker ends itself, after its
+    cleanup.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         members = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
-                is_other = process.pid != os.getpid() and os.getpgid(process.pid) == leader
+                is_other = (
+                    process.pid != os.getpid() and os.getpgid(process.pid) == leader
+                )
                 is_live = process.status() != psutil.STATUS_ZOMBIE
-                if is_other and is_live and "resource_tracker" not in " ".join(process.cmdline()):
+                if (
+                    is_other
+                    and is_live
+                    and "resource_tracker" not in " ".join(process.cmdline())
+                ):
                     process.send_signal(number)
                     members.append(process)
         psutil.wait_procs(members, GRACE_S)

@@ -1,4 +1,6 @@
-"""vLLM's arguments and environment from the spec, and failures from its log. Imports no vLLM."""
+"""vLLM's arguments and environment from the spec, and failures from its log. Imports no
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int
     kv_heads = config.get("num_key_value_heads") or heads
     floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
     blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
-    return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)))
+    return max(
+        MIN_BYTES,
+        int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)),
+    )
 
 
 OWN = frozenset(
@@ -73,22 +78,42 @@ OWN = frozenset(
 )
 """vLLM's arguments that the run sets itself."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
-KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+)
+KV_CACHE = {
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "num_gpu_blocks_override",
+}
 
 
 def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
-    """Raises Refused for arguments that the run sets itself; vLLM's parser refuses unknown ones."""
-    given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
+    """Raises Refused for arguments that the run sets itself; vLLM's parser refuses
+    unknown ones.
+    """
+    given = {
+        name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()
+    }
     for name in given:
         if name.partition(".")[0].removesuffix("+").removeprefix("no_") in OWN:
             way_out = "remove it; docs/configuration.md has the settings of asyncrl."
-            raise Refused(400, f"rollout.vllm has {name}, which asyncrl sets by itself", way_out=way_out)
+            raise Refused(
+                400,
+                f"rollout.vllm has {name}, which asyncrl sets by itself",
+                way_out=way_out,
+            )
     folder = Path(spec.model_path)
     ours: dict[str, Any] = {
         "model": spec.model_path,
         "served_model_name": "policy",
-        "dtype": ("float32" if is_cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype,
+        "dtype": ("float32" if is_cpu else "bfloat16")
+        if spec.dtype == "auto"
+        else spec.dtype,
         "max_model_len": spec.max_length,
         "max_num_seqs": spec.slots,
         "seed": spec.seed,
@@ -97,7 +122,10 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "logprobs_mode": "processed_logprobs",
         # the sampled token takes a place
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
-        "structured_outputs_config": {"backend": "guidance", "reasoning_parser_plugin": GRAMMARS},
+        "structured_outputs_config": {
+            "backend": "guidance",
+            "reasoning_parser_plugin": GRAMMARS,
+        },
         "enable_scale_out": True,
         "worker_extension_cls": spec.worker_extension,
         "tensor_parallel_size": spec.tensor_parallel,
@@ -106,7 +134,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "disable_fastapi_docs": True,
     }
     if spec.has_adapters:
-        rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
+        rank = next(
+            (most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank
+        )
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if has_own_head(folder):  # vLLM would tie it by config.json
         untied: dict[str, Any] = {"tie_word_embeddings": False}
@@ -121,12 +151,15 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     if is_cpu:
         executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
         defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
-        # vLLM 0.32's engine dies if a seeded prompt is split: CPU generators have no offset.
+        # vLLM 0.32's engine dies if a seeded prompt is split: CPU generators have no
+        # offset.
         most = max(_PREFILL_TOKENS, spec.max_length)
         defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
         # By default vLLM takes 92 % of the machine's memory.
         if not given.keys() & KV_CACHE:
-            num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
+            num_bytes = kv_cache_bytes(
+                folder, ours["dtype"], spec.slots, spec.max_length
+            )
             defaults["kv_cache_memory_bytes"] = num_bytes
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
@@ -181,38 +214,53 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     elif spec.deterministic:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # on CPU the first request would end the engine
+        # on CPU the first request would end the engine
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def can_fork(spec: VllmSpec) -> bool:
-    """Return true on CPU with one unbound thread: OpenMP threads do not survive a fork. Call it after
-    set_environment.
+    """Return true on CPU with one unbound thread: OpenMP threads do not survive a fork.
+    Call it after set_environment.
     """
     is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
     is_bound |= not spec.args.keys().isdisjoint({"numa-bind", "numa_bind"})
     return is_cpu_build() and spec.threads == 1 and not is_bound
 
 
-_ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
+_ERROR_LINE = re.compile(
+    r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)"
+)
 
 
 def failure(what: str, said: str) -> Refused:
     """Name the first error of this process's log: `said` often only points there."""
-    said = first_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
+    said = (
+        first_error(_own_log())
+        or said
+        or "SIGKILL perhaps, often by the kernel when memory runs out"
+    )
     way_out = "read this server's log, correct the cause, and start the run again."
     if "memory" in said.lower():
-        way_out = "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."
+        way_out = (
+            "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."
+        )
     return Refused(500, f"{what}: {' '.join(said.split())[:1500]}", way_out=way_out)
 
 
 def first_error(log: str) -> str:
-    found = (_ERROR_LINE.search(line) for line in log.splitlines() if " WARNING " not in line)
+    found = (
+        _ERROR_LINE.search(line) for line in log.splitlines() if " WARNING " not in line
+    )
     return next((line[1] for line in found if line), "")
 
 
 def _own_log() -> str:
     try:
         log = Path("/proc/self/fd/2").readlink()
-        return log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace") if log.is_file() else ""
+        return (
+            log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace")
+            if log.is_file()
+            else ""
+        )
     except OSError:
         return ""

@@ -1,6 +1,8 @@
-"""Monkeypatches of vLLM: resumable grammars within our limits, its CPU engine, and the bearer check.
+"""Monkeypatches of vLLM: resumable grammars within our limits, its CPU engine, and the
+bearer check.
 
-vLLM imports it in the engine's process, as a reasoning-parser plugin and for CpuExecutor.
+vLLM imports it in the engine's process, as a reasoning-parser plugin and for
+CpuExecutor.
 """
 
 from __future__ import annotations
@@ -31,20 +33,26 @@ from asyncrl.messages.token_grammars import compile_grammar
 
 
 def patch_grammars() -> None:
-    """Advance a grammar by the prompt's last `num_resumed` ids (`extra_args`); vLLM 0.32 begins after the
-    prompt. Compile within asyncrl/messages/token_grammars.py; in vLLM 0.32 a schema may take half a gigabyte.
+    """Advance a grammar by the prompt's last `num_resumed` ids (`extra_args`); vLLM
+    0.32 begins after the prompt. Compile within asyncrl/messages/token_grammars.py; in
+    vLLM 0.32 a schema may take half a gigabyte.
     """
     create = StructuredOutputManager._create_grammar
 
     def create_and_resume(manager: Any, request: Any) -> Any:
-        grammar, given = create(manager, request), request.sampling_params.extra_args or {}
+        grammar = create(manager, request)
+        given = request.sampling_params.extra_args or {}
         if num_resumed := given.get("num_resumed", 0):
             resumed = list(request.prompt_token_ids[-num_resumed:])
             if not grammar.accept_tokens(request.request_id, resumed):
-                raise ValueError(f"request {request.request_id}: its resumed tokens break its grammar")
+                raise ValueError(
+                    f"request {request.request_id}: its resumed tokens break its grammar"
+                )
         return grammar
 
-    def compile_within(backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any) -> Any:
+    def compile_within(
+        backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any
+    ) -> Any:
         text = serialize_guidance_grammar(request_type, grammar_spec)
         return GuidanceGrammar(
             ll_matcher=compile_grammar(backend.ll_tokenizer, text),
@@ -65,8 +73,9 @@ def patch_worker() -> None:
 def patch_waits() -> None:
     """Sleep 20 us between polls of the shared memory between engine and workers.
 
-    vLLM spins there with sched_yield, on two cores. On Linux 6.18 with two cores other processes starved
-    for up to 9 s; with this patch 5 ms, at the same tokens per second.
+    vLLM spins there with sched_yield, on two cores. On Linux 6.18 with two cores other
+    processes starved for up to 9 s; with this patch 5 ms, at the same tokens per
+    second.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -77,13 +86,16 @@ def patch_waits() -> None:
 def patch_compiled() -> None:
     """Count ranks and draw tokens without torch.compile.
 
-    vLLM compiles both even with --enforce-eager, which takes 9 s on CPU and crashes without a C++
-    compiler.
+    vLLM compiles both even with --enforce-eager, which takes 9 s on CPU and crashes
+    without a C++ compiler.
     """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    patched = ((sampler, "batched_count_greater_than"), (topk_topp_sampler, "compiled_random_sample"))
+    patched = (
+        (sampler, "batched_count_greater_than"),
+        (topk_topp_sampler, "compiled_random_sample"),
+    )
     for module, name in patched:
         compiled = getattr(module, name)
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
@@ -99,14 +111,19 @@ def patch_routing_check() -> None:
 def patch_routing() -> None:
     """Return each token's experts from the CPU runner.
 
-    vLLM 0.32 requires model runner V2, which needs Triton. Remove it once V2 runs on CPU.
+    vLLM 0.32 requires model runner V2, which needs Triton. Remove it once V2 runs on
+    CPU.
     """
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
-    initialize, execute, sample = Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens
+    initialize = Runner.initialize_kv_cache
+    execute = Runner.execute_model
+    sample = Runner.sample_tokens
 
-    def initialize_and_listen(runner: Any, kv_cache_config: Any, *args: Any, **named: Any) -> None:
+    def initialize_and_listen(
+        runner: Any, kv_cache_config: Any, *args: Any, **named: Any
+    ) -> None:
         initialize(runner, kv_cache_config, *args, **named)
         if runner.vllm_config.aux_output_config.enabled:
             runner.asyncrl_routing = get_aux_output_connector(
@@ -136,14 +153,16 @@ def patch_routing() -> None:
             output.aux_output_connector_output = pending.process_output()
         return output
 
-    Runner.initialize_kv_cache, Runner.execute_model = initialize_and_listen, begin_and_execute
+    Runner.initialize_kv_cache = initialize_and_listen
+    Runner.execute_model = begin_and_execute
     Runner.sample_tokens = sample_and_tell
 
 
 def patch_spawn(listener: socket.socket) -> None:
     """Fork the engine and workers from the API process.
 
-    vLLM's CPU build spawns them; imports take 11 of a start's 21 s of CPU time. See arguments.can_fork.
+    vLLM's CPU build spawns them; imports take 11 of a start's 21 s of CPU time. See
+    arguments.can_fork.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401  (for forked processes)
     from vllm.v1.engine import utils
@@ -170,8 +189,8 @@ class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not insta
 
 
 class BearerOnly:
-    """Middleware that checks the bearer token on every route. vLLM's --api-key leaves /pause and
-    /collective_rpc open, and shows in argv.
+    """Middleware that checks the bearer token on every route. vLLM's --api-key leaves
+    /pause and /collective_rpc open, and shows in argv.
     """
 
     expected = b""

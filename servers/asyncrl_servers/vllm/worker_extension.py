@@ -1,7 +1,7 @@
 """Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc.
 
-Importing it patches vLLM on CPU. Methods take one JSON text and return `ok` or `error` (plus rule and
-way_out). Raising would end the engine.
+Importing it patches vLLM on CPU. Methods take one JSON text and return `ok` or `error`
+(plus rule and way_out). Raising would end the engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
@@ -50,8 +56,9 @@ if current_platform.is_cpu():
 
 
 class Loader:
-    """Weights of one worker, by vLLM's layerwise reload: it restores a layer, buffers its tensors, and packs
-    it when complete. Plain `model.load_weights` fails after packing.
+    """Weights of one worker, by vLLM's layerwise reload: it restores a layer, buffers
+    its tensors, and packs it when complete. Plain `model.load_weights` fails after
+    packing.
 
     Life: idle -> staging (checked in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
         finished -> idle; or a whole broadcast. The model cannot compute while an update is open.
@@ -60,22 +67,28 @@ class Loader:
     """
 
     pins: bool | None = None
-    """Stage weights in pinned host memory: 4B load in an estimated 0.3 s instead of 1.6 s. Set at the first
-    stage: on CUDA, if the memory of all workers is at most half of the available host memory.
+    """Stage weights in pinned host memory: 4B load in an estimated 0.3 s instead of 1.6
+    s. Set at the first stage: on CUDA, if the memory of all workers is at most half of
+    the available host memory.
     """
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
         self._host = HostMemory(worker.device)
-        workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        workers = (
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+        )
         self.parts = LoadedParts(self.model, *workers)
         self._expected: Expected = {}
         """Parts that this worker must hold when the open update ends."""
         self._push = ChunkedPush()
         self._group: WeightGroup | None = None
         self._staging = ThreadPoolExecutor(1, "stage weights")
-        self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = Future()
+        self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = (
+            Future()
+        )
         self._adapters: list[str] = []
         """Folders of the last two versions."""
         self._staged: Staged | None = None
@@ -96,8 +109,8 @@ class Loader:
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
     def stage(self, *, is_new: bool, **fields: Any) -> dict[str, Any]:
-        """Begin to stage a PrepareRequest's file or memory, or report progress; call again until the state is
-        `staged`. Raises Refused.
+        """Begin to stage a PrepareRequest's file or memory, or report progress; call
+        again until the state is `staged`. Raises Refused.
         """
         if is_new:
             self._staged = None
@@ -108,8 +121,12 @@ class Loader:
             return {"state": "staging"}
         return {"state": "staged", **self._checked.result()[0]}
 
-    def _check(self, staged: Staged) -> tuple[dict[str, str], Mapping[str, Tensor], Expected]:
-        """Return the answer, and the tensors to load with what the parameters must hold then."""
+    def _check(
+        self, staged: Staged
+    ) -> tuple[dict[str, str], Mapping[str, Tensor], Expected]:
+        """Return the answer, and the tensors to load with what the parameters must hold
+        then.
+        """
         request, tensors = staged.request, staged.tensors
         is_whole = request.kind == "weights"
         # Memory of the trainer is on this device already.
@@ -127,10 +144,14 @@ class Loader:
         return {"digest": digest, "folder": self._adapters[-1]}, tensors, {}
 
     def _pinned(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy the tensors to host memory that later pushes use again. A device reads it at full speed; from
-        a file's pages the driver first copies to pinned memory of its own, while no token is sampled.
+        """Copy the tensors to host memory that later pushes use again. A device reads
+        it at full speed; from a file's pages the driver first copies to pinned memory
+        of its own, while no token is sampled.
         """
-        entries = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in tensors.items()]
+        entries = [
+            (name, dtype_name(one.dtype), list(one.shape))
+            for name, one in tensors.items()
+        ]
         placed, num_bytes = lay_out(entries)
         if self.pins is None:
             num_workers = self.worker.vllm_config.parallel_config.world_size
@@ -167,7 +188,8 @@ class Loader:
         digests: dict[str, bytes] = {}
 
         def read(request: LoadChunkRequest) -> Arrived:
-            # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
+            # Copy: vLLM keeps tensors until their layer is complete, and the next chunk
+            # may overwrite them.
             with self._memory.opened(request) as found:
                 tensors.update({name: view.clone() for name, view in found.items()})
             arrived = digest_and_size(tensors)
@@ -186,7 +208,12 @@ class Loader:
         """Close the update, which must be the whole push. Raises Refused."""
         if self._open_version != version:
             rule = "chunk 0 opens an update"
-            raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
+            raise Refused(
+                409,
+                f"no update of version {version} is open",
+                rule=rule,
+                way_out=PUSH_AGAIN,
+            )
         with self._changing():
             self._push.take(version, digest)
             self._finish()
@@ -200,8 +227,14 @@ class Loader:
             if self._group is not None:
                 self._group.close()
             config = self.worker.vllm_config.parallel_config
-            rank = member.rank + config.data_parallel_index * config.world_size + config.rank
-            self._group = WeightGroup(member.model_copy(update={"rank": rank}), self.worker.device)
+            rank = (
+                member.rank
+                + config.data_parallel_index * config.world_size
+                + config.rank
+            )
+            self._group = WeightGroup(
+                member.model_copy(update={"rank": rank}), self.worker.device
+            )
         assert self._group is not None, "the first broadcast forms the group"
 
         def take(sent: dict[str, Tensor]) -> Arrived:
@@ -216,7 +249,9 @@ class Loader:
             self._finish()
 
     def check_adapter(self, version: int) -> None:
-        """Raise Refused if vLLM ignores layers of the loaded adapter, as it does without a word."""
+        """Raise Refused if vLLM ignores layers of the loaded adapter, as it does
+        without a word.
+        """
         manager = self.worker.model_runner.lora_manager._adapter_manager
         [adapter] = manager.list_adapters().values()
         if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
@@ -233,8 +268,11 @@ class Loader:
             self._close()
         self._open_version = version
         self._expected = {}
-        # A tied parameter is listed once. Layers without parameters compute their buffers.
-        self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
+        # A tied parameter is listed once. Layers without parameters compute their
+        # buffers.
+        self._owners = {
+            name.rpartition(".")[0] for name, _ in self.model.named_parameters()
+        }
         with self._changing(), self._loading():
             initialize_layerwise_reload(self.model)
             for layer in self.model.modules() if current_platform.is_cpu() else ():
@@ -249,7 +287,9 @@ class Loader:
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
 
     def _finish(self) -> None:
-        """Raise Refused if a parameter is incomplete, or holds other bytes than were sent."""
+        """Raise Refused if a parameter is incomplete, or holds other bytes than were
+        sent.
+        """
         version = self._open_version
         rule = "the weights of this server are of no version until a load succeeds"
         way_out = "load a whole set again, or restart it."
@@ -258,33 +298,41 @@ class Loader:
             raise Refused(409, what, rule=rule, way_out=way_out)
         self._close()
         if wrong := self.parts.wrong(self._expected):
-            what = (
-                f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} as they "
-            )
-            what += f"were sent: {wrong[:5]}"
+            what = f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} "
+            what += f"as they were sent: {wrong[:5]}"
             raise Refused(409, what, rule=rule, way_out=way_out)
 
     def incomplete(self) -> list[str]:
         missing = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if name not in self._owners or not info.can_load() or is_deferred_attention_layer(layer):
+            if (
+                name not in self._owners
+                or not info.can_load()
+                or is_deferred_attention_layer(layer)
+            ):
                 continue  # nothing to load, or complete (then it is packed already)
             # Vocabulary padding is in no file.
             is_padded = hasattr(layer, "num_embeddings_padded")
             if info.load_numel == 0 or not is_padded:
-                missing.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
+                missing.append(
+                    f"{name} ({info.load_numel} of {info.load_numel_total} elements)"
+                )
         return missing
 
     def repack_tied(self) -> None:
-        """Repack an output layer that shares the embedding's weight: the load packs only the embedding."""
+        """Repack an output layer that shares the embedding's weight: the load packs
+        only the embedding.
+        """
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         for name, layer in self.model.named_modules():
             if name in self._owners:
                 continue
             weight = getattr(layer, "weight", None)
-            is_matrix = isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
+            is_matrix = (
+                isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
+            )
             if hasattr(layer, "cpu_linear") and is_matrix:
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
@@ -304,7 +352,11 @@ class Loader:
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
         worker = self.worker
-        with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+        with (
+            torch.no_grad(),
+            set_current_vllm_config(worker.vllm_config),
+            torch.device(worker.device),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -318,11 +370,16 @@ class Loader:
 
 
 def _rpc(name: str) -> Callable[..., dict[str, Any]]:
-    """Return a worker's method that calls a method of its Loader with the fields of a JSON text."""
+    """Return a worker's method that calls a method of its Loader with the fields of a
+    JSON text.
+    """
 
     def call(worker: WeightLoader, request: str) -> dict[str, Any]:
         try:
-            return {"ok": True, **(getattr(worker.asyncrl_loader, name)(**json.loads(request)) or {})}
+            return {
+                "ok": True,
+                **(getattr(worker.asyncrl_loader, name)(**json.loads(request)) or {}),
+            }
         except Refused as refusal:
             return refusal.body.model_dump()
         except Exception as error:
