@@ -48,16 +48,46 @@ collect_ignore = [
 
 
 THIRD = int(os.environ.get("ASYNCRL_THIRD", "0"))
-"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the commit; 0
-runs all.
-"""
-
+"""1, 2 or 3 runs that third of the slow tests, as CI does by the commit; 0 runs all."""
+IN_EACH_THIRD = ["test_job_resume.py", "test_job_faults.py"]
+"""Files that hold the promises of a run that is killed and resumed."""
 LONGEST = [
+    "test_tutorial.py",
     "test_several_hosts.py",
     "test_job_resume.py",
     "test_frameworks.py",
-    "test_tutorial.py",
+    "test_gpu_acceptance.py",
+    "test_experts.py",
 ]
+SLOW = ("slow", "vllm", "gpu", "extras", "long")
+
+
+def is_marked(item: pytest.Item, *names: str) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in names)
+
+
+def of_other_thirds(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the slow tests that this third leaves out.
+
+    Tests of a file share runs and servers, so whole files rotate. Tests marked rotated
+    share nothing and rotate one by one.
+    """
+    alone = [item for item in items if is_marked(item, "rotated")]
+    alone.sort(key=lambda item: item.nodeid)
+    others = {*alone} - {*alone[THIRD - 1 :: 3]}
+    slow = [
+        item
+        for item in items
+        if is_marked(item, *SLOW)
+        and not is_marked(item, "rotated")
+        and item.path.name not in IN_EACH_THIRD
+    ]
+    # The longest files go to different thirds.
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    names = {item.path.name for item in slow}
+    files = sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
+    own_files = files[THIRD - 1 :: 3]
+    return others | {item for item in slow if item.path.name not in own_files}
 
 
 def pytest_collection_modifyitems(
@@ -68,11 +98,7 @@ def pytest_collection_modifyitems(
     device. Those marked vllm see to it themselves: vllm_process.vllm_python.
     """
     if THIRD:
-        rotated = sorted(
-            (item for item in items if item.get_closest_marker("rotated")),
-            key=lambda item: item.nodeid,
-        )
-        others = {*rotated} - {*rotated[THIRD - 1 :: 3]}
+        others = of_other_thirds(items)
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     long = {item.path for item in items if item.get_closest_marker("slow")}

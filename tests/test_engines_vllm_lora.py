@@ -41,7 +41,6 @@ def stage(
     return answer.model_copy(update={"kind": "lora", **changes})
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_adapters_give_what_merged_weights_give(house: House) -> None:

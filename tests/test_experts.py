@@ -390,7 +390,6 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
         build_engine(engine_spec(tiny_model_dir, returns_routing=True))
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
@@ -484,7 +483,6 @@ WIDE |= {"moe_intermediate_size": 32}
 """vLLM's kernels for the CPU know no smaller heads and experts."""
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)

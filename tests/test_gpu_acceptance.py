@@ -125,7 +125,6 @@ def test_failed_rows_are_reported_and_other_rows_run(
     assert "1.0  (2.0)  ok" in text
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
@@ -144,7 +143,6 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)

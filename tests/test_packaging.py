@@ -110,7 +110,6 @@ def run_python(*arguments: str, **environ: str) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | environ, timeout=500, check=True)
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
@@ -132,7 +131,6 @@ def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
             assert "Traceback" not in done.stderr
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_base_install_reads_runs_without_torch(

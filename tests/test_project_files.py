@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+import conftest
+import pytest
 
 from asyncrl import __version__
 
@@ -47,3 +52,34 @@ def test_files_of_the_host_name_version_and_commands() -> None:
     assert f"version: {version}\ndate-released: {date}\n" in text_of("CITATION.cff")
     for entry in re.findall("entry: .venv/bin(.*)", text_of(".pre-commit-config.yaml")):
         assert f"$(BIN){entry}" in text_of("Makefile")
+
+
+class Item:
+    """The parts of a pytest item that the choice of a third reads."""
+
+    def __init__(self, file: str, name: str, *marks: str) -> None:
+        self.path = Path(file)
+        self.nodeid = f"{file}::{name}"
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+def test_each_slow_test_is_in_one_third_and_others_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = [Item("test_buffer.py", "a"), Item("test_slow_0.py", "quick")]
+    quick += [Item(file, "a", "slow") for file in conftest.IN_EACH_THIRD]
+    slow = [Item(f"test_slow_{number}.py", "a", "slow") for number in range(8)]
+    slow += [Item(f"test_slow_{number}.py", "b", "vllm") for number in range(8)]
+    slow += [Item("test_table.py", str(n), "long", "rotated") for n in range(8)]
+    items: Any = quick + slow
+    left_out = Counter[str]()
+    for third in (1, 2, 3):
+        monkeypatch.setattr(conftest, "THIRD", third)
+        others: Any = conftest.of_other_thirds(items)
+        left_out.update(item.nodeid for item in others)
+        for file in {item.path for item in slow[:16]}:
+            assert sum(item.path == file for item in others) in (0, 2)
+    assert left_out == {item.nodeid: 2 for item in slow}

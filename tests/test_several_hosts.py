@@ -52,7 +52,6 @@ def cluster(needs_hosts: None) -> Iterator[Cluster]:
         yield hosts, address
 
 
-@pytest.mark.rotated
 def test_two_hosts_equal_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     config = write_config(
         tmp_path, trainer={"num_steps": 3, "world_size": 2}, rollout={"num_engines": 2}
@@ -129,7 +128,6 @@ def test_run_continues_when_a_host_is_killed_and_returns(tmp_path: Path) -> None
     assert violations(read_evidence(run_dir), promise_of(config)) == []
 
 
-@pytest.mark.rotated
 def test_ray_keeps_the_contract_of_launchers_and_names_what_is_lost(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -221,7 +221,6 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
 
 
 @GUARDED
-@pytest.mark.rotated
 @pytest.mark.slow
 def test_activation_budget_saves_memory_and_changes_no_bit(
     compiler: CompileCounterWithBackend,

@@ -32,7 +32,6 @@ def block(language: str, index: int) -> str:
     return [text for kind, text in BLOCKS if kind == language][index]
 
 
-@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tutorial_commands_run_on_the_files_it_shows(tmp_path: Path) -> None:

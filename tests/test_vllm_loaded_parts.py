@@ -94,7 +94,6 @@ async def push(server: VllmServer, house: House, seed: int) -> None:
 
 
 @of_vllm
-@pytest.mark.rotated
 def test_every_tensor_of_both_workers_is_compared(pair: House) -> None:
     async def story(server: VllmServer) -> None:
         pair.process.rpc("asyncrl_plant", fault="", pins=True)
