@@ -70,6 +70,7 @@ def run(
 
     def on_start(lifecycle: Lifecycle) -> None:
         lifecycles.append(lifecycle)
+        # A signal that came before still ends the run.
         for number in early:
             lifecycle.interrupt_soon(number)
 
@@ -85,6 +86,7 @@ def run(
                 on_start=on_start,
             )
 
+    # A notebook's own loop is running, and a thread can run only one loop.
     if _is_in_loop():
         _run_in_thread(train, lifecycles, early)
     else:
@@ -106,6 +108,8 @@ def _run_in_thread(
     """Call `train` in a thread, and forward the main thread's signals."""
 
     def forward(number: int, frame: object) -> None:
+        # The run's thread gets no signals. So this handler passes them on, also those
+        # that come before there is a Lifecycle.
         if not lifecycles:
             early.append(number)
         for lifecycle in lifecycles:

@@ -89,6 +89,8 @@ def init(
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent:
     a model calls a tool.
     """
+    # Imports are within the commands: `asyncrl --help` and `asyncrl status` must not
+    # load the packages that only a run needs, and that may not be installed.
     from asyncrl.templates import write_template
 
     for line in write_template(kind, folder):
@@ -150,6 +152,7 @@ def check(
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.machine import described_nodes
 
+    # Described devices need no launcher, so a laptop can plan for a cluster.
     nodes = described_nodes(devices, cores, memory)
     settings = load_config(config, overrides or [])
     with contextlib.ExitStack() as stack:
@@ -187,6 +190,7 @@ def _or_newest(run_dir: Path | None) -> Path:
     from asyncrl.observe.show import newest_run
 
     newest = newest_run()
+    # On stderr: stdout may be JSON for another program.
     typer.echo(f"the newest run: {newest}", err=True)
     return newest
 
@@ -461,6 +465,8 @@ def _exit(exit_code: int) -> None:
     stuck tracker.
     """
     trackers = sys.modules.get("asyncrl.observe.trackers")
+    # A normal exit joins the threads. os._exit does not, but writes no buffers either,
+    # hence the flush.
     if exit_code > 128 or (trackers is not None and trackers.LEFT):
         for file in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
@@ -472,11 +478,15 @@ def _exit(exit_code: int) -> None:
 def main() -> None:
     """Run the CLI; print an AsyncrlError in two or three lines, without traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
+        # Samples have any characters. A terminal that cannot show one must not end the
+        # command.
         sys.stdout.reconfigure(errors="backslashreplace")  # PYTHONIOENCODING=ascii
     try:
         try:
             app()
         except SystemExit as ended:
+            # typer has printed click's error and only SystemExit is left, but its
+            # context still names the option.
             option = getattr(ended.__context__, "option_name", None)  # of click's error
             if ended.code == 2 and (hint := usage_hint(option, sys.argv[1:])):
                 print(f"  Way out: {hint}", file=sys.stderr)

@@ -36,6 +36,8 @@ def install_extra(name: str) -> str:
     return f"pip install 'asyncrl[{name}]'"
 
 
+# Packages of the extra `train`. If an import of one of them fails, the error names the
+# extra.
 OF_TRAIN = frozenset(
     "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
     + ["accelerate", "regex", "tokenizers", "torch", "transformers"]
@@ -161,6 +163,8 @@ class WouldWait(Exception):  # noqa: N818  no failure
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error that is no group, preferring AsyncrlError."""
+    # The other errors of a group are mostly consequences, such as a connection that
+    # broke with the process.
     cause: BaseException = errors.subgroup(AsyncrlError) or errors
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

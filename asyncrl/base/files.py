@@ -22,6 +22,8 @@ _BLOCK = 2**16
 
 
 def sync(path: Path) -> None:
+    # fsync works on any descriptor of the file, and a directory can only be opened for
+    # reading.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,6 +42,8 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
+            # Blocks grow with the unfinished line: with a fixed size, one line of n
+            # bytes would be copied n / _BLOCK times.
             size = min(begin, max(_BLOCK, len(held)))
             begin -= size
             file.seek(begin)
@@ -76,14 +80,20 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     try:
         if is_private:
             unfinished.unlink(missing_ok=True)
+            # Created with its final mode: a chmod after the write would leave a moment
+            # in which others can read it. A leftover keeps its old mode, so it is
+            # removed first.
             unfinished.touch(mode=0o600)
         unfinished.write_text(text, encoding="utf-8")
         sync(unfinished)
+        # After the sync: otherwise a power cut can leave the new name with an empty
+        # file.
         unfinished.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    # The new name is durable only with its directory.
     sync(path.parent)
 
 
@@ -107,6 +117,9 @@ def replace_folder(new: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
+        # A folder cannot be replaced in one step, since rename needs an empty target.
+        # If the process dies between the two renames, settle_folder() can take the old
+        # one back.
         folder.rename(old)
     new.rename(folder)
     sync(folder.parent)
@@ -134,6 +147,8 @@ def run_lock(path: Path) -> Iterator[None]:
     The file stays: a waiting run may have it open.
     """
     try:
+        # flock, not a pid in the file: a pid means nothing in another container, or
+        # after a restart. The kernel releases the lock when the process dies.
         file = keep_private(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
         if not _take(file):
             holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -143,6 +158,7 @@ def run_lock(path: Path) -> Iterator[None]:
                 way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
             )
         os.ftruncate(file, 0)
+        # Only for the message above. The lock decides.
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
         raise JournalError(
@@ -240,6 +256,8 @@ def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
         with contextlib.suppress(OSError):  # another user's, or being removed
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if _take(lock):
+                # We hold the lock while we remove, so that two starting runs do not
+                # remove at once.
                 shutil.rmtree(path.parent, ignore_errors=True)
                 removed.append(path.parent)
             os.close(lock)
@@ -253,4 +271,6 @@ def clear_own_staging() -> None:
 
 def _pattern(disk_dir: Path | None) -> str:
     host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    # A disk folder may be shared by hosts, and a lock of another host may be invisible
+    # here: only our own host's folders are cleared.
     return "asyncrl-*" if disk_dir is None else f"asyncrl-{host}-*"

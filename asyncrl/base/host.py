@@ -18,6 +18,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 def available_memory() -> int:
     """Return available bytes, within the control groups' limit."""
     left = [psutil.virtual_memory().available]
+    # A container's limit is in its control group; the other numbers are of the whole
+    # machine.
     for group in _groups():
         limit, used = (_text(group / name) for name in ("memory.max", "memory.current"))
         if limit.isdigit() and used.isdigit():

@@ -136,6 +136,8 @@ class Caller:
         answer: type[Answer],
         timeout_s: float | None,
     ) -> Answer:
+        # The limit is outside of _lost(): asyncio.timeout raises a TimeoutError, which
+        # is an OSError, and _lost() would report it as a broken connection.
         async with within(
             timeout_s,
             lambda: CallLost(self.name, path, f"no answer within {timeout_s} s"),
@@ -144,6 +146,8 @@ class Caller:
                 async with await self._begin(method, path, body) as response:
                     text = await response.read()
         if response.status < 400:
+            # A body that does not parse becomes CallGarbled below, with the beginning
+            # of its text.
             with contextlib.suppress(ValidationError):
                 return answer.model_validate_json(text)
         raise self._refusal(path, response.status, text, answer)
@@ -167,6 +171,7 @@ class Caller:
     async def connect(self, path: str) -> FrameSocket:
         """Open a WebSocket. Raises CallLost."""
         with _lost(self.name, path):
+            # 0: no limit. Otherwise aiohttp closes the link at a frame above 4 MiB.
             socket = await self._open().ws_connect(self.url + path, max_msg_size=0)
         return FrameSocket(self.name, path, socket)
 
@@ -196,6 +201,10 @@ class Caller:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self.secret}"},
+                # Limits are the callers', by within(): aiohttp's default would end each
+                # call after five minutes, for example a long optimizer step. limit=0:
+                # by default only 100 requests run at once, and the others would wait
+                # here, invisible to the engines.
                 timeout=aiohttp.ClientTimeout(total=None),
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
                 trust_env=False,
@@ -240,8 +249,11 @@ def secret_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _secrets_from_parent() -> dict[str, str]:
+    # Started by hand: standard input may be a terminal.
     if SECRET_ENV in os.environ:
         return {}
+    # Unbuffered, and only to the end of the line: the pipe stays open, and its
+    # end-of-file belongs to the thread of die_with_parent().
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -264,6 +276,7 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
     import.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Before the thread starts, which would swallow the line. The result is cached.
     _secrets_from_parent()
 
     def watch() -> None:
@@ -272,6 +285,8 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
         try:
             on_orphaned()
         finally:
+            # SystemExit would end only this thread. os._exit also works while the main
+            # thread is in a CUDA call or a collective that never returns.
             os._exit(3)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -294,6 +309,8 @@ def make_app(
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("authorization", "").encode(errors="replace")
+        # In constant time: the duration of == shows how many first characters are
+        # right.
         if not hmac.compare_digest(given, expected):
             body = ErrorBody(
                 error="wrong or missing bearer token", rule="it is the run's own server"
@@ -311,6 +328,8 @@ def make_app(
             log.exception("%s %s", request.method, request.path)
             return json_answer(words(error), 500)
 
+    # aiohttp refuses bodies above 1 MiB by default. A batch is larger, and callers have
+    # the secret.
     return web.Application(middlewares=[guard], client_max_size=2**40)
 
 
@@ -362,9 +381,14 @@ def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     web.run_app(
         app,
+        # A socket object detects its family. If the server took the descriptor for a
+        # Unix socket, Nagle's algorithm would stay on, and each answer would wait 40 ms
+        # for a delayed acknowledgement (docs/decisions/0003).
         sock=socket.socket(fileno=fd),
         handle_signals=handles_signals,
         shutdown_timeout=1.0,
+        # Longer than the caller's 30 s, so that the caller closes idle connections. If
+        # the server did, a request could meet the closing connection and be lost.
         keepalive_timeout=75.0,
         access_log=None,
         print=None,

@@ -183,6 +183,9 @@ class UserCalls:
         """Return the call's result. Raises its error, and RolloutFailure if it cancels
         itself.
         """
+        # In its own task, awaited by asyncio.wait: when we are cancelled, the wait ends
+        # at once, while `await call` would last as long as user code that catches
+        # CancelledError.
         task = asyncio.ensure_future(_catch(call))
         try:
             await asyncio.wait({task})
@@ -192,9 +195,11 @@ class UserCalls:
                 await asyncio.wait({task}, timeout=self._grace_s)
             finally:
                 if not task.done():
+                    # Also if a second cancellation ended the wait above.
                     abandon(task)
                     self.left_running(task)
             raise
+        # Nothing of ours has cancelled it: our own cancellation is raised again above.
         if task.cancelled():
             raise RolloutFailure(
                 f"{self.name} raised CancelledError",
@@ -231,9 +236,15 @@ def abandon(task: asyncio.Task[Any]) -> None:
     """Unregister a task, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
+    # At its end asyncio.run() cancels all registered tasks and waits for them without
+    # limit: one task that ignores its cancellation would hang the process. The set
+    # above keeps the reference that asyncio no longer counts.
     asyncio.tasks._unregister_task(task)
 
 
+# The standard executor has at most 32 threads, so hung rewards would block every other
+# to_thread(). At exit it also joins its threads. Here each call without an idle thread
+# gets a new one, which is a daemon and not registered for the join.
 class DaemonThreads(ThreadPoolExecutor):
     """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor
     the process's end.
@@ -259,6 +270,7 @@ async def _cancel_remaining(main: Awaitable[Result]) -> Result:
     """Await `main`, then cancel other tasks and abandon those still running after
     GRACE_S.
     """
+    # Before `main`: its first to_thread() would create the standard executor.
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
@@ -281,6 +293,8 @@ async def _cancel_remaining(main: Awaitable[Result]) -> Result:
 def _leak_abandoned() -> None:
     """Leak abandoned tasks: Python's final cleanup would resume their coroutines."""
     for task in _abandoned:
+        # Destroying a suspended coroutine throws GeneratorExit into it. User code that
+        # catches it runs again, in an interpreter whose modules are already cleared.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 

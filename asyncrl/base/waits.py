@@ -28,6 +28,8 @@ async def within(
         async with limit:
             yield limit
     except TimeoutError:
+        # The block raised its own TimeoutError, for example of a socket: not ours to
+        # rename.
         if not limit.expired():
             raise
         raise late() from None
@@ -45,6 +47,8 @@ async def uncut(
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
         try:
+            # wait() leaves the task running when we are cancelled; `await doing` would
+            # cancel it too.
             await asyncio.wait({doing})
         except asyncio.CancelledError as error:
             cancelled = error
@@ -137,6 +141,8 @@ class OpenWait:
 
     def _named(self) -> str:
         name = self.task.get_name() if self.task is not None else "Task-0"
+        # Thousands of rollouts wait for the same thing: one line in the report, with
+        # their number.
         if name.startswith("rollout "):
             return "rollouts"
         return self.where.partition(".")[0] if name.startswith("Task-") else name
@@ -168,8 +174,14 @@ class OpenWaits:
             del self._by_kind[wait.kind]
 
     def told(self) -> list[tuple[OpenWait, int]]:
+        """Return the oldest innermost wait of each kind, and how many waits of its kind
+        are open; the oldest of all first.
+        """
         found = []
         for waits in self._by_kind.values():
+            # A wait counts if it is its task's innermost: an outer one only says why
+            # the inner one exists. The bound keeps a report short with 100,000 tasks,
+            # all in an inner wait.
             asked = islice(waits, self.MAX_ASKED)  # oldest first
             if (
                 wait := next(
@@ -180,6 +192,7 @@ class OpenWaits:
         return sorted(found, key=lambda one: one[0].since_s)
 
 
+# By loop: tests run many loops in one process, and a table ends with its loop.
 _OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
@@ -205,6 +218,8 @@ def waits_of_tasks() -> dict[str, OpenWait]:
     }
 
 
+# The virtual clock of tests refuses threads: their duration would be real. A
+# Computation has no wait, so it takes no virtual time.
 class Computation(functools.partial[T]):
     """A call without waits, which a virtual clock may run inline."""
 
@@ -222,6 +237,8 @@ _TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 @contextlib.asynccontextmanager
 async def loop_turn() -> AsyncIterator[None]:
     """Run a block that wakes many tasks in its own loop iteration."""
+    # The lock is held until the next iteration of the loop. So blocks of several links
+    # share no iteration, and timers and other connections run between them.
     lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         yield
@@ -229,6 +246,10 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
+    """Yield the frames from a task's coroutine down to its innermost await.
+
+    Task.get_stack() shows only the outermost frame of a suspended coroutine.
+    """
     names = (
         ("cr_frame", "cr_await"),
         ("gi_frame", "gi_yieldfrom"),
@@ -263,6 +284,7 @@ def task_stacks() -> str:
     return "\n".join(lines)
 
 
+# Seconds. Shorter spans would be invisible in the timeline, and fill it.
 SHORTEST_S = 0.0005
 
 

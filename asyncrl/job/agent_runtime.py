@@ -90,6 +90,8 @@ def make_gateway(
     seed = lifecycle.config.seed
     rollout = lifecycle.config.rollout
     override = config.gateway.on_sampling_override
+    # A person who tries an agent may choose its temperature. A run must sample at the
+    # one at which the trainer computes logprobs.
     if override == "auto":
         override = "honour" if is_for_users else "use_config"
     queue = RolloutQueue(
@@ -193,6 +195,8 @@ class AgentRuntime:
             "slots": -(-num_slots // config.generator.workers),
             "harness": config.generator.model_dump(mode="json"),
         }
+        # The agent's code runs in the worker and can read what the worker knows. The
+        # run's secret would open the engines and the trainer to it.
         secret = secrets.token_hex(24)
         keys = {WORKER_KEY_ENV: self.worker_key}
         module = "asyncrl.agents.worker"
@@ -212,6 +216,7 @@ class AgentRuntime:
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway and start the workers."""
         job.log.activity("starting the gateway and its workers")
+        # Registered before the start, so a start that fails halfway is cleaned up, too.
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
@@ -248,6 +253,7 @@ class AgentRuntime:
                     await self.queue.wait_no_workers()
         for worker in self.workers:
             await worker.aclose()
+        # Last: through its port the workers learn that the run has ended.
         await self.gateway.aclose()
 
 

@@ -99,6 +99,7 @@ async def build(
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
     rollout = config.rollout
+    # First, so that it is closed after every component that writes to it.
     journal, staging_dir = await _open_journal(lifecycle)
     found = await check_everything(lifecycle)
     tasks = found.tasks
@@ -122,6 +123,8 @@ async def build(
     )
     lifecycle.closes("rewards", scorer.aclose)
 
+    # A closure, because scheduler and trainer need each other. It is called only when a
+    # running trainer restarts, long after both exist.
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
@@ -137,6 +140,7 @@ async def build(
         role_models=role_models,
         mps=mps,
     )
+    # Before the fleet, whose specs contain the addresses that this reserves.
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
     fleet = Fleet(
@@ -146,6 +150,8 @@ async def build(
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
         or rollout.engine_range.min
     )
+    # Hashing reads the whole model once more, so a new run does it while processes
+    # load. A resumed run compares first: a changed model refuses the start.
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -153,6 +159,7 @@ async def build(
         await hash_model  # may refuse
         await fleet.start(num_engines)
 
+    # Buffer and producers need each other; groups are requeued only during the run.
     def requeued(*group: Any) -> None:
         producers.requeued(*group)
 
@@ -215,6 +222,8 @@ async def build(
 async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
     given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
+    # Exports of a killed run fill shared memory (None) or disk_dir until the next start
+    # removes them. A lock protects those of a run that still works.
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
@@ -265,6 +274,8 @@ def _make_evaluation(
     engine = fleet.engines.counted_apart()
     if target is not None:
         engine = EnginePool([target], slots=config.eval_slots)
+    # A resumed run does not evaluate these versions again, but checkpoint.keep_best
+    # must still know their rewards.
     earlier = by_evaluation(read_evaluations(lifecycle.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(
@@ -275,8 +286,12 @@ def _make_evaluation(
         sampling: SamplingParameters, scorers: Scorers, broken: list[ComponentError]
     ) -> Generator:
         if agents is None or not config.evaluates_agent:
+            # The same draws at every version and in every run: evaluations then differ
+            # by their weights only.
             seeded = config.model_copy(update={"seed": EVAL_SEED})
             return make_generator(seeded, engine, tokenizer, scorers, None, sampling)
+        # A separate route, with other sampling and seeds. An engine that breaks here
+        # must fail this evaluation; the main route ends the run.
         host = agents.gateway.add_route(
             engine,
             sampling=sampling,
@@ -370,6 +385,7 @@ def _make_scheduler(
         if evaluation is not None and evaluation.wants(version):
             manifest = await fleet.trainer.export()
             await evaluate(manifest)
+            # The evaluation has its own hard link or download of the file.
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240
 
     make: Callable[..., WeightScheduler] = partial(

@@ -99,6 +99,7 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"
     if is_here and (needed := plan.needed_bytes(DISK)) > shutil.disk_usage(".").free:
         yield f"warning: this disk has less than {size_text(needed)} free: choose a --run-dir on another one"
+    # Last: the printed plan shows what does not fit.
     refuse_over_capacity(plan, config)
 
 
@@ -123,6 +124,8 @@ def _try_prompt(
     faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
     if len(rewards) < len(texts):
         yield f"warning: {source} takes more than {TRIAL_S:g} s; it is not checked"
+    # Only a wrong return value is surely a fault. An exception may be meant: it fails
+    # the rollout, for example without an answer.
     elif len(faults) == len(texts) and all(
         fault.startswith("returned") for fault in faults
     ):
@@ -154,6 +157,8 @@ def try_reward(
             except UserCodeFailed as failure:
                 rewards.append(failure)
 
+    # A reward that never returns cannot be stopped. A daemon thread does not keep the
+    # command from ending.
     thread = threading.Thread(target=score, daemon=True)
     thread.start()
     thread.join(TRIAL_S)
@@ -315,6 +320,7 @@ def _refuse_beyond_positions(
     )
     if (
         positions is not None
+        # A scaling factor extends the positions beyond max_position_embeddings.
         and "factor" not in scaling
         and rollout.max_length > positions
     ):
@@ -331,6 +337,7 @@ def _check_prompts(
 ) -> None:
     by_task = dict[str, list[Prompt]]()
     if len(found.tasks) == len(config.tasks):
+        # A separate source: the run's own must still begin with its first prompt.
         source = make_prompt_source(config, found.tasks)
         for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
             prompt = source.next_nowait()

@@ -54,6 +54,8 @@ class Checkpointer:
         self._writing = self.lifecycle.spawn(
             self._make(begun), name=f"checkpoint {version}"
         )
+        # The next step may begin during the copy. The trainer itself finishes the copy
+        # before it changes a weight (docs/decisions/0021).
         await begun.wait()
 
     async def make_last(self, version: int) -> None:
@@ -62,6 +64,7 @@ class Checkpointer:
         if self._writing is not None:
             with waiting("the previous checkpoint", on="checkpoint"):
                 await asyncio.wait({self._writing})
+        # If the last step was a multiple of checkpoint.every, its checkpoint exists.
         if version not in self.checkpoints.versions():
             await self._make(asyncio.Event())
 
@@ -71,11 +74,16 @@ class Checkpointer:
         try:
             pending = await asyncio.to_thread(self.checkpoints.begin)
             version = await self.trainer.begin_save_state(pending / TRAINER)
+            # Before begun.set(): the train loop still waits for it and takes no batch,
+            # so this state belongs to `version`.
             controller = self.controller_state()
+            # From here on, training continues while the files are written.
             begun.set()
             began_s = asyncio.get_running_loop().time()
+            # Not under the lock below: a trainer that dies now must be able to recover.
             await self.trainer.wait_save_state()
-            # a dead trainer goes back first
+            # A trainer that recovers holds this lock and goes first: finish() may prune
+            # the checkpoint that it loads.
             async with self.checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     await asyncio.to_thread(
@@ -89,8 +97,12 @@ class Checkpointer:
                     asyncio.get_running_loop().time(),
                     version,
                 )
+                # Still under the lock: a recovery needs the batches since its
+                # checkpoint.
                 if self.lifecycle.config.journal.keep == "checkpoint":
                     await self.journal.compact(self.checkpoints.oldest_version())
+        # The previous checkpoint and the journal are enough for a resume, so a full
+        # disk or a dead trainer costs this checkpoint and not the run.
         except (CheckpointError, TrainerLost) as error:
             if pending is not None:
                 await asyncio.to_thread(self.checkpoints.abandon, pending)

@@ -33,7 +33,10 @@ class Disaggregated(PushLoop):
     are_ours: bool = True
 
     async def start(self, version: int) -> None:
+        # The run's own engines load version 0 when they start.
         must_push = version > 0 or not self.are_ours
+        # Before the task starts. External engines need a push of version 0, too, and an
+        # engine that restarts before the first push must wait for it.
         if must_push:
             self.start_before_nowait(version)
         self.spawn(self.run(), name="publisher")
@@ -47,6 +50,9 @@ class Disaggregated(PushLoop):
         self, version: int, *, is_for_evaluation: bool = False
     ) -> None:
         """Return once the copy of the weights has begun."""
+        # The export must begin between two steps. If the train loop sent the next batch
+        # first, this version would be skipped, and the engines would lag a step more.
+        # Nobody waits for a push of the last version.
         if version < self.num_steps:
             await self.wait_exported_or_busy(version)
 
@@ -125,12 +131,16 @@ class Colocated(ColocatedPush):
     async def start(self, version: int) -> None:
         """Begin with the engines' turn."""
         async with self._handover:
+            # A resumed run goes by way of the trainer, because only to_engines()
+            # announces the version. Version 0 is never announced.
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer. Raises ComponentError with the failed phase."""
+        # Before the lock is taken: an engine that evaluates may have to restart, and
+        # room_for_engine() needs the lock for that.
         await self.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
@@ -143,6 +153,8 @@ class Colocated(ColocatedPush):
         """Hand the devices to the engines and announce the weights."""
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
+                # Before the handover, which may take the weights off the devices. The
+                # eval engine reads them from a file.
                 await self.export_for_evaluation(version)
                 if version < self.num_steps or is_for_evaluation:
                     self._last["engines"] = await self.lease.hand_to("engines")
@@ -158,6 +170,10 @@ class Colocated(ColocatedPush):
                     raise ComponentError(
                         "placement", what, way_out="start the run again to resume it."
                     )
+                # The lock is held until the engine serves. A handover during the start
+                # would bring the trainer's state to devices where a process is loading
+                # its weights. bring_up() runs within this block, so it must not take
+                # the lock.
                 if self.lease.state == "generating":
                     yield
                     return
@@ -172,10 +188,15 @@ class Colocated(ColocatedPush):
         """Let all engines sleep and get the served weights again."""
         self.up_nowait(name)
 
+        # Chunks go to all engines at once, into weights that sleeping has emptied. So
+        # the others give up theirs too, and get the same version back.
         async def empty_turn() -> None:
             await self._hand_to_trainer()
             await self.lease.hand_to("engines")
 
+        # The new process may die here, which cancels this call. Between the two
+        # handovers all engines sleep, and the train loop would wait for their batch
+        # forever.
         _, cancelled = await uncut(empty_turn())
         if cancelled is not None:
             raise cancelled
@@ -194,6 +215,9 @@ class Colocated(ColocatedPush):
             )
 
     async def _hand_to_trainer(self) -> TransferStats:
+        # A new trainer process needs the memory that the engines hold, and its restart
+        # may take longer than the lease allows for a call. So both come before the
+        # handover. The lease's own sleep then finds them asleep.
         if not self.trainer.is_up:
             await asyncio.gather(
                 *self._calls(Call("engines", "sleep", ("kv", "weights"))).values()
@@ -211,6 +235,8 @@ class Colocated(ColocatedPush):
 
     async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
         """Call an engine; a lost one is skipped."""
+        # The turn continues with the other engines. The supervisor of a lost one starts
+        # it again, and bring_up() gives it the weights.
         try:
             if not self.is_down(engine.name):
                 return await (
@@ -221,6 +247,8 @@ class Colocated(ColocatedPush):
         return TransferStats(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
+        # Also within a handover, whose answer the trainer may owe: it must be allowed
+        # to restart (wait_room_for_trainer), or the handover would run into its limit.
         self._num_needing += 1
         self._changed.notify()
         try:

@@ -92,7 +92,11 @@ class Lifecycle:
         self._early_signal: int | None = None
         self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
+        # Weak: a run has a task per rollout, and only the unfinished ones, which the
+        # group holds, can be cancelled.
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()
+        # Of concurrent.futures, since an asyncio one needs the loop, which starts
+        # later.
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
@@ -119,6 +123,8 @@ class Lifecycle:
                 if self.signal is None:
                     self.on_end("interrupted", "its task was cancelled", True)
                     raise
+                # The request to cancel is served; on_exit must not run as a cancelled
+                # task.
                 self._main.uncancel()
                 code = 128 + self.signal
             if code > 128:
@@ -145,9 +151,12 @@ class Lifecycle:
         async with self.stack:
             self.closes("launcher", self.launcher.aclose)
             try:
+                # Within the stack: all tasks have ended before the first component is
+                # closed.
                 async with asyncio.TaskGroup() as self._group:
                     self.spawn(self._wait_broken(), name="watch gateway")
                     code = await live()
+                    # Guards run forever, and the group waits for all tasks.
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
                 # a broken call may mean that its process just died: give the kernel
@@ -188,6 +197,7 @@ class Lifecycle:
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, BaseExceptionGroup):
             error = first_cause(error)
+        # The user's disk or permissions. Any other OSError is a bug in asyncrl.
         if isinstance(error, OSError) and (
             error.filename or error.errno in DISK_ERRORS
         ):
@@ -223,6 +233,7 @@ class Lifecycle:
                 self.stop.set()
             else:
                 self._main.cancel()
+        # In the main thread, _on_signal decides about a second signal.
         elif not _is_in_main_thread():
             self._main.cancel()
 
@@ -257,6 +268,8 @@ class Lifecycle:
     def _exit(self, number: int) -> None:
         for server in self.servers:  # other processes end with our pipe
             server.child.kill_nowait()
+        # Exports in shared memory would outlive the process. os._exit, because a normal
+        # exit joins threads and so might wait for the code that blocks.
         clear_own_staging()
         os._exit(128 + number)
 
@@ -305,6 +318,8 @@ async def close_within(
     afterwards.
     """
     closing = asyncio.ensure_future(close())
+    # A signal during the shutdown must not leave a half-closed resource, such as a
+    # process, behind. The limit bounds the delay.
     _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
     if not closing.done():
         closing.cancel()
@@ -327,6 +342,8 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
     changed.
     """
     try:
+        # mkdir subtracts the umask from its mode, so chmod sets the final one. Until
+        # then nobody else may read the directory.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not any(folder.iterdir()):
             # a mounted volume of another user
@@ -383,6 +400,7 @@ def refuse_few_files(config: RunConfig) -> None:
     num_rollouts = rollout.slots * rollout.max_engines
     if config.generator.concurrency != "auto":
         num_rollouts = config.generator.concurrency
+    # An agent has its own connection to the endpoint.
     needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(

@@ -24,6 +24,8 @@ async def follow_live(
     """Apply the number in RUN_DIR/wanted.json, each second."""
     while True:
         await asyncio.sleep(LOOK_PERIOD_S)
+        # Polled: a file needs no port or key, and the number survives the process, so
+        # that a resumed run starts with it.
         num = read_wanted(run_dir, allowed)
         if num is not None:
             apply(num)
@@ -33,6 +35,7 @@ def read_wanted(run_dir: Path, allowed: range) -> int | None:
     """Return the number in RUN_DIR/wanted.json, if there is one in range."""
     try:
         num = json.loads((run_dir / WANTED_FILE).read_text(encoding="utf-8"))[ENGINES]
+    # A broken file, or a number from a wider range before a resume, changes nothing.
     except (OSError, ValueError, TypeError, LookupError):
         return None
     return num if isinstance(num, int) and num in allowed else None

@@ -128,6 +128,8 @@ def _opened_run_dir(
     with locked_run_dir(folder, config.observe.dir_mode):
         is_ours = settle_saved(folder)  # before any refusal
         point = find_resume(folder, config, resume, allow_change)
+        # The next start may use another model or other data, and the pins of the failed
+        # one would refuse it.
         if is_ours and point is None:  # a failed start
             shutil.rmtree(folder / "model", ignore_errors=True)
             for name in (MODEL_PIN, DATA_PIN, CODE_PIN):
@@ -161,8 +163,12 @@ class Job:
             lifecycle.log.warn(text)
         run = await build(lifecycle, self.placement, self.reporter, self.point)
         lifecycle.servers = run.fleet.servers
+        # After the build: freeze() exempts what exists now, such as modules and
+        # components, from every later collection.
         lifecycle.stack.enter_context(rare_collections())
         lifecycle.closes("producers", run.producers.aclose)
+        # Before the journaled batches are trained on again: a trainer that dies during
+        # that is restarted by its guard, while recover() waits.
         self._start_guards(run)
         unfinished = await self._catch_up(run)
         step = run.trainer.policy_version + 1
@@ -195,6 +201,7 @@ class Job:
 
         async def ask_children() -> dict[str, bool]:
             servers = processes(run)
+            # A signal, not a request: a process that hangs answers no request.
             for server in servers:
                 server.child.dump_stacks_nowait()
             states = await asyncio.gather(*(server.state() for server in servers))
@@ -257,12 +264,18 @@ class Job:
             )
         if version > 0:
             self.lifecycle.log.activity("bringing the weights to the engines")
+        # Before any rollout: the engines of a resumed run still have the initial
+        # weights, but its groups continue at `version`.
         await run.scheduler.start(version)
+        # The run's own engines start with version 0, so nothing announces it to the
+        # evaluation.
         if on_rollout_engines is not None and version == 0:
             on_rollout_engines.served_nowait(version)
         self.lifecycle.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
+            # One group per loop iteration: a resume of thousands must not hold up
+            # heartbeats.
             await asyncio.sleep(0)
         self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
@@ -272,6 +285,8 @@ class Job:
         self.lifecycle.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
+        # While rollout engines evaluate, the next push or handover waits. A stopped run
+        # must not wait for a whole evaluation before it makes its checkpoint.
         await self.lifecycle.stop.wait()
         evaluation.stop_nowait()
 
@@ -281,16 +296,24 @@ class Job:
             batch = await self._next_batch(run)
             if batch is None:
                 return
+            # Durable before it is trained on. If the process dies from here on, a
+            # resume trains on the same groups as the same version, so no group is in
+            # two batches.
             with span("trainer", "journal", batch.version):
                 await run.journal.batch_taken(batch)
             with span("trainer", "to trainer", batch.version):
                 await run.scheduler.to_trainer()
             with span("trainer", "train", batch.version):
                 report = await run.trainer.train(batch)
+            # Not awaited: if this record is lost, the resume trains on the batch again,
+            # as it does with every batch since the checkpoint.
             run.journal.trained_nowait(batch.version, report.metrics)
             counted = self.reporter.counted_before_publish(run, batch)
             with span("trainer", "to engines", batch.version):
                 await run.scheduler.to_engines(report.policy_version)
+            # After the handover, so that the engines sample while the metrics are
+            # computed. Before the checkpoint, which makes the line durable: a resume
+            # from that version does not write the line again.
             with span("trainer", "record", batch.version):
                 found = counted | await computed(
                     batch_metrics, batch, run.special_tokens
@@ -306,6 +329,8 @@ class Job:
         stopping = asyncio.ensure_future(self.lifecycle.stop.wait())
         try:
             await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            # A batch that forms as the stop arrives is still trained on: its groups
+            # have left the buffer.
             return waiting.result() if waiting.done() else None
         finally:
             waiting.cancel()
@@ -313,6 +338,7 @@ class Job:
 
     async def _end(self, run: Components) -> None:
         is_interrupted = self.lifecycle.signal is not None
+        # `stop` is looked at only in the train loop, which is over.
         self.lifecycle.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted
         self.lifecycle.cancel_tasks(
@@ -321,6 +347,7 @@ class Job:
         # colocated: the host may lack memory for a second copy of the trainer's state
         self.lifecycle.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
+        # A stopped run writes no final/, even after its last step; a resume does.
         if is_interrupted:
             return
         await run.scheduler.to_trainer()
@@ -335,6 +362,8 @@ class Job:
                 )
             await run.evaluation.wait_last()
         if run.agents is not None:
+            # Remote workers exit with code 0 when they read this. Otherwise they wait
+            # for the run to resume.
             run.agents.queue.is_over = True
 
     async def _report_status(self, run: Components, watchdog: Watchdog) -> None:

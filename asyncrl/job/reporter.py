@@ -127,7 +127,9 @@ class Reporter:
         self._console.start()
 
     def status_server(self) -> WebServer | None:
-        """Raises ConfigError if the port is unavailable."""
+        """Return the server of /metrics and /status, not started; None: not wanted.
+        Raises ConfigError if its port is unavailable.
+        """
         observe = self.config.observe
         if observe.status_port is None:
             return None
@@ -183,6 +185,8 @@ class Reporter:
         self._console.say(f"resuming from policy_version {version}")
 
     def training_starts(self) -> None:
+        # time_s continues from the last step's line: time spent down, loading, or
+        # catching up is not training time.
         self._count_on()
         note_span("restarts", "start", self._opened_s, time.monotonic())
         for totals in (*self._before.values(), self._journaled):
@@ -209,10 +213,13 @@ class Reporter:
         found: Mapping[str, float],
     ) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
+        # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
         metrics = self._metrics(run, batch, report, found) | evaluated
         self._new_evaluations = {}
         self._last = metrics
+        # The trainer's answer has no nan, it names these metrics instead. Their line
+        # has nan again, so that a skipped step is not taken for a step without them.
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
@@ -323,6 +330,8 @@ class Reporter:
             "num_steps": self.config.trainer.num_steps,
             "why": why,
         }
+        # The resume was refused or failed. Summary, plot and timeline still describe
+        # the run before it.
         if self._is_to_resume:
             self._recorder.write_status(status)
             return
@@ -361,6 +370,8 @@ class Reporter:
                 self._console.say(
                     f"weights: {final}; with a model card: asyncrl export {folder} OUT"
                 )
+        # The summary is written last: readers take its state `done` to mean that all
+        # records, and final/, are complete.
         sync_records(self.run_dir)
         write_trace(self.run_dir)
         write_whole(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
@@ -432,6 +443,8 @@ def processes(run: Components) -> tuple[Server, ...]:
     return (
         *(
             server
+            # A parked engine has no process to ask, and the watchdog must not call it
+            # ill.
             for server in servers
             if run.scale.states.get(server.name) != "parked"
         ),

@@ -66,6 +66,8 @@ def has_begun(run_dir: Path) -> bool:
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
     journal = journal_path(run_dir)
+    # The user may have moved a damaged journal away. A start that failed has trained no
+    # step, so it leaves no metrics.
     if not journal.exists():
         return (run_dir / "metrics.jsonl").exists() and (
             run_dir / "metrics.jsonl"
@@ -90,6 +92,7 @@ def find_resume(
             raise _refused(
                 run_dir, "no run", "pass the directory of a run, or omit --resume."
             )
+        # A run writes run.id before its config.
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
         if (run_dir / "final").exists():
@@ -107,6 +110,8 @@ def find_resume(
             run_dir, "a run already", "choose another --run-dir, or omit --resume."
         )
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
+    # Compares every file with its digest here, before any process is started from a
+    # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
     return ResumePoint(
@@ -141,6 +146,7 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
 def _keys(config: RunConfig) -> dict[str, Any]:
     sections = config.model_dump(mode="json")
     for name, several in (("task", config.tasks), ("eval", config.evals)):
+        # Entries are compared by name, so their order in the file does not matter.
         if isinstance(sections[name], list):
             entries = sections.pop(name)
             sections |= {
@@ -179,6 +185,7 @@ def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
     # with lora, vLLM computes with unmerged adapters
     if key == "weight_sync.transport":
         return "lora" not in values
+    # A schedule that ends at num_steps would have had other rates from the start.
     if key == "trainer.num_steps":
         return not config.trainer.rate_needs_end
     section, _, name = key.partition(".")  # seed, task.KEY or task.NAME.KEY
@@ -196,10 +203,13 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
     num_trained = num_saved
     if (journal := journal_path(run_dir)).exists():
         with reading(journal) as connection:
+            # A journal that was begun after a checkpoint has no batches before that
+            # version.
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
     num_steps = config.trainer.num_steps
     is_done = read_object(run_dir / SUMMARY_FILE, []).get("state") == "done"
+    # A run that ended after its last step, but is not done, may lack final/.
     if num_steps < num_trained or (is_done and num_steps == num_trained):
         longer = f"trainer.num_steps={2 * num_trained}"
         command = run_again(run_dir, longer, "--allow-change", "trainer.num_steps")
@@ -227,6 +237,9 @@ async def restore(
         feed.check_order(state.order)
     unfinished, ended = _from_journal(run, state)
 
+    # Runs once: at the first step that is trained again, or below if there is none. By
+    # then the trainer has loaded its state, so nothing refuses anymore, and
+    # reporter.resumes() may cut metrics.jsonl.
     @functools.cache
     def restored() -> None:
         journal.note_nowait("order", feed.order)
@@ -243,6 +256,7 @@ async def restore(
     with span("trainer", "train again", point.version):
         await run.trainer.recover(folder, missed, trained_again)
     restored()
+    # In the journal only now, since a refused resume must not change its groups.
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(
             group_id, "requeued", why, requeued=prompt.num_requeued
@@ -255,6 +269,8 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
+    # The prompts in `returning` failed at the newest version. They come back with the
+    # next one, as in a run that was not killed (see Producers).
     first = {
         name: count
         for name, count in state.requeued.items()
@@ -267,6 +283,8 @@ def _from_journal(
         group_id, prompt = found.ticket.group_id, found.prompt
         # only the task has its answer
         made = feed.make_again(prompt.prompt_id, prompt.num_requeued)
+        # Tokens sampled so far continue the old messages, and the reward would compare
+        # them with the answer to the new ones.
         if tuple(map(dict, made.messages)) != prompt.messages:
             ended[group_id] = (prompt, "the task now makes a different prompt")
             continue
@@ -285,6 +303,7 @@ def _from_journal(
     for prompt, _ in ended.values():
         feed.requeue_nowait(prompt)
     for prompt_id in state.returning:
+        # Without messages: the task makes them when the prompt is drawn again.
         prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
         run.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended

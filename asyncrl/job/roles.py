@@ -102,6 +102,8 @@ def _engine_client(order: ServerOrder, caller: Caller) -> EngineClient:
 def _eval_placement(config: RunConfig) -> ExtraServer | None:
     if config.eval_engine == "rollout":
         return None
+    # An agent's next turn finds the cache of its last one: a kept cache for each slot
+    # (num_kept in engines/kinds.py).
     caches = 2 if config.keeps_turns else 1
     return ExtraServer(
         key="eval",
@@ -115,6 +117,7 @@ def _eval_placement(config: RunConfig) -> ExtraServer | None:
 
 
 def _eval_order(order: ServerOrder) -> ServerOrder:
+    # It reads weights from a file at its own times, so it joins no broadcast.
     return replace(order, is_rollout=False, slots=order.config.eval_slots, group=None)
 
 

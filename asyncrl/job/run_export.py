@@ -134,6 +134,8 @@ def _load(
         folder = run_dir / "model"
         if model.path is not None:
             folder = find_model(model.path, model.revision, commit=pin.revision)
+        # Refuses other files under the same name: the checkpoint's weights, and
+        # adapters even more, belong to the base model that was trained.
         pin.read(folder)
         if adapter_of is None:
             save_model(

@@ -65,6 +65,7 @@ class EngineSupervisor(Supervisor):
         """Move the requests with their tokens, let the push end, and end the process.
         Call after run().
         """
+        # If the process dies during that, its requests move as with any loss.
         if self.is_up:
             await self._until_lost(self._hand_over())
         self._disconnect_nowait()
@@ -86,6 +87,7 @@ class EngineSupervisor(Supervisor):
         self._scheduler.down_nowait(self.name)
 
     def _is_dispensable(self) -> bool:
+        # While another engine works, the run can wait for this one's lost node.
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
     def _down(self, lost: ComponentError) -> None:
@@ -166,6 +168,8 @@ class EngineScale:
     async def follow(self) -> None:
         """Keep `wanted` engines working."""
         while True:
+            # Also each second: an engine that comes up, or fails to, sets no event, but
+            # changes the number of rollouts.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):
                     await self._changed.wait()
@@ -174,9 +178,13 @@ class EngineScale:
             for engine in reversed(self.engines[self.wanted :]):
                 if engine.state == "parked":
                     continue
+                # First the supervisor, which would take the end of the process for a
+                # loss.
                 if (task := self._watching.pop(engine.name, None)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
+                # Fewer rollouts before the engine leaves, so none starts that it would
+                # have to hand over.
                 engine.state = "leaving"
                 self.on_change(self.num_working)
                 await engine.park()
@@ -186,6 +194,9 @@ class EngineScale:
         try:
             await engine.run()
         except (ComponentError, ConfigError) as error:
+            # A working engine has used up its restarts: the run ends, as without
+            # scaling. Any other was added by `asyncrl scale`, and the run has done
+            # without it so far.
             if engine.state == "working" or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)
@@ -193,6 +204,8 @@ class EngineScale:
                 self.log.warn(
                     f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines"
                 )
+                # Into the file too: otherwise follow_live() would ask for the old
+                # number again within a second, and the start would fail again.
                 write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()

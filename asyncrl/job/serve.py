@@ -95,6 +95,7 @@ def _opened_lifecycle(
 ) -> Iterator[Lifecycle]:
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
+        # Nothing scales here, so devices for more engines would stay unused.
         num_engines = config.rollout.engine_range.min
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
         config, settled = resolve_auto(
@@ -258,6 +259,8 @@ class UserKey:
         """
         reward = own_reward(outcome)
         session = self._session
+        # First, since an outcome that does not fit raises here. Then the session is
+        # still open, and the user can post a corrected one.
         rollout = session.rollout(0, outcome, reward or 0.0)
         session.end_nowait(
             "an outcome was posted: it ended this rollout, and the key starts a new one"

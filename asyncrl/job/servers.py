@@ -84,6 +84,7 @@ class RoleServer:
         Raises the ComponentError that ends the run.
         """
         if self.supervisor is not None:
+            # run() ends only by an error; the rest is for servers without a supervisor.
             await self.supervisor.run()
         try:
             await self.server.watch(heartbeat_s)
@@ -132,6 +133,8 @@ class Servers:
         servers = list[Server]()
         for rank, place in enumerate(self.placement.trainer):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
+            # Each rank gets all of the trainer's devices on its node, and takes the one
+            # with the number local_rank.
             of_node = [
                 other for other in self.placement.trainer if other.node == place.node
             ]
@@ -330,6 +333,8 @@ class Servers:
         if staging_dir is None:
             return
         first = placement.trainer[0].node
+        # The staging folder is on the controller's node. Ranks elsewhere cannot meet in
+        # a file there, so they need an address.
         if {device.node for device in placement.trainer} != {0}:
             self.rank_store = await self._free_address(first)
         if placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective:
@@ -357,6 +362,8 @@ class Servers:
             if path.is_file()
         }
         if staging_dir is not None and self.config.weight_sync.disk_dir is not None:
+            # An empty file that only this run has: a node that sees it has the same
+            # disk_dir.
             files[str((staging_dir / LOCK).absolute())] = ""
         return files
 
@@ -402,6 +409,9 @@ class Fleet:
         self.ranks = servers.trainers(staging_dir)
 
         async def before_start() -> None:
+            # Before each restart, not the first start. New ranks must not find each
+            # other in the file where the dead ones met, and the next broadcast must not
+            # use the dead ones' group.
             await wait_for_devices()
             (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
             if servers.group is not None:
@@ -428,6 +438,7 @@ class Fleet:
                 wait_up=self.trainer.wait_up,
                 store=lambda: servers.weights_store,
             )
+        # Orders copy this and the group above, so both are set before engines are made.
         servers.on_lost = self.on_lost
         engines = servers.engines()
         self.engine_servers = [engine.server for engine in engines]
@@ -441,6 +452,8 @@ class Fleet:
             name: self._extra(servers.make(ROLES[name], [device]))
             for name, device in servers.placement.extra.items()
         }
+        # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
+        # failure: a run may go on without these.
         self.side_servers = [extra.server for extra in self.extra.values()]
 
     def _extra(self, extra: RoleServer) -> RoleServer:

@@ -43,7 +43,8 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         before_start: Callable[[], Awaitable[None]],
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
     ) -> None:
-        """`before_start` returns when new ranks may start; `bring_back` catches up to a
+        """Supervise ranks that are not started yet; the first takes the calls.
+        `before_start` returns when new ranks may start; `bring_back` catches up to a
         version.
         """
         Supervisor.__init__(self, ranks, supervision)
@@ -62,7 +63,9 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         }
 
     async def wait_up(self) -> None:
-        """Raises ComponentError if the processes never come back."""
+        """Return once the trainer takes calls. Raises the ComponentError that ends the
+        run if it never does.
+        """
         with waiting("the trainer to be back", on="watch trainer"):
             await self._up_changed.wait_for(
                 lambda: self.is_up or self._over is not None
@@ -121,11 +124,16 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         await self._may_start()
 
     async def _bring_back(self) -> None:
+        # Calls of this client wait until the trainer is up, which it is only after this
+        # method. A plain client raises TrainerLost at once, and the supervisor starts
+        # over.
         client = TrainerClient(
             self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s
         )
         await self._catches_up(client, self.policy_version)
         self._reached(client.policy_version)
+        # A new process has everything on the devices. Before it counts as up, it must
+        # give back what the engines' turn expects to be free.
         if self._offloaded:
             await client.offload(sorted(self._offloaded))
 
@@ -145,14 +153,19 @@ async def recover_trainer(
     # A checkpoint that completes during recovery would prune this one and its journaled
     # batches.
     async with checkpoints.in_use:
+        # keep_unfinished: this process may be writing a checkpoint at this moment. Only
+        # a new process can know that unfinished folders are leftovers.
         whole, damaged = await asyncio.to_thread(
             checkpoints.newest_whole, keep_unfinished=True
         )
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
         journal.event_nowait("restored", {"version": start})
+        # `version` is still 0 if the trainer dies while a resume catches up. Then only
+        # the checkpoint is loaded here, and recover() trains on the batches again.
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
+        # No callback: the steps were reported when they were trained the first time.
         await client.catch_up(
             folder, load_batches(state, start, stop), lambda _batch, _report: None
         )

@@ -58,6 +58,9 @@ def set_aside(damaged: Iterable[CheckpointDamaged]) -> list[str]:
     """Rename damaged checkpoints; return a sentence about each. Raises OSError."""
     sentences = []
     for folder in (found.folder for found in damaged):
+        # Renamed, not deleted: somebody may still repair it. Under its old name it
+        # would count for keep_last, and the next checkpoint would prune the last whole
+        # one.
         aside = folder.with_name(f"damaged_{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -78,6 +81,8 @@ class Checkpoints:
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         self.root = run_dir / "checkpoints"
         self.config = config
+        # finish() prunes checkpoints, and compaction then deletes journaled batches. A
+        # trainer that recovers needs both until it has caught up.
         self.in_use = asyncio.Lock()
         self._rewards: dict[int, float] = {}
 
@@ -107,6 +112,8 @@ class Checkpoints:
         try:
             text = json.dumps(controller, indent=1) + "\n"
             (pending / CONTROLLER).write_text(text, encoding="utf-8")
+            # In this order: files and manifest are on disk, then the records, then the
+            # name. At any moment of a power cut a folder named step_N is whole.
             write_manifest(pending, version)
             sync_records(self.root.parent)
             replace_folder(pending, final)
@@ -128,6 +135,8 @@ class Checkpoints:
         passed_over: list[CheckpointDamaged] = []
         if not self.root.exists():
             return None, passed_over
+        # At a start of the run: leftovers of a killed one. While it runs, the
+        # unfinished folder may be the one that the trainer is writing.
         for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
             settle_folder(self.root / left.name.split(".")[1])
         for version in reversed(_versions_in(self.root.iterdir())):
@@ -141,6 +150,9 @@ class Checkpoints:
         """Return the oldest version from which resumes may need the journal."""
         versions = self.versions()
         return (
+            # Not the oldest folder: checkpoints that keep_every and keep_best hold are
+            # for export. A resume starts from one of the keep_last newest. With fewer
+            # of them, the initial weights (0) are the fallback.
             versions[-self.config.keep_last]
             if len(versions) >= self.config.keep_last
             else 0
@@ -153,6 +165,7 @@ class Checkpoints:
             stay |= {
                 version for version in versions if version % self.config.keep_every == 0
             }
+        # The best of all evaluated versions may have no checkpoint.
         evaluated = [version for version in versions if version in self._rewards]
         if self.config.keep_best and evaluated:
             stay.add(
@@ -189,6 +202,8 @@ def write_manifest(folder: Path, version: int) -> None:
         for path in folder.rglob("*")
         if path.is_file()
     )
+    # The manifest is written last. Without it, or with a torn one, the folder is not
+    # whole.
     manifest = Manifest(version=version, files=_digests(folder, names))
     path = folder / MANIFEST
     path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -207,6 +222,9 @@ def read_whole(folder: Path, version: int) -> Whole:
         digests = _digests(folder, manifest.files)
         controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
     except (
+        # These say that the content is wrong. Other OSErrors, such as too many open
+        # files or missing rights, do not: a good checkpoint must not be renamed because
+        # of them.
         FileNotFoundError,
         NotADirectoryError,
         IsADirectoryError,

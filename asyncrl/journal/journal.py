@@ -41,7 +41,11 @@ Ended = Literal["ready", "failed", "filtered", "requeued"]
 
 GATHER_S = 0.02
 """Seconds to gather decisions for one commit."""
+# Bounds how long one step of compact() holds the writer's thread and its transaction,
+# so that decisions of running rollouts are committed between two steps.
 _GROUPS_A_STEP = 200
+# Set by the writer's thread before each decision. Decisions record when they were made,
+# not when they were written, which is later.
 _decided_s: ContextVar[float] = ContextVar("decided_s")
 
 
@@ -53,6 +57,10 @@ class _Job(NamedTuple):
     decided_s: float
 
 
+# Each decision is a module function that takes the connection, so that it cannot touch
+# a journal's queue or thread. `_later` makes it a method: calling
+# `journal.admitted_nowait(ticket, prompt)` only queues `_admitted(connection, ticket,
+# prompt)`.
 def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
@@ -104,8 +112,12 @@ def _segment(
     attempt: int,
     partial: Completion,
 ) -> None:
+    # Late segments change nothing: a task that samples for a requeued group notices its
+    # cancellation only at its next wait.
     if _rollout(connection, group_id, sample_index) == ("running", False):
         blob = encode_partial(group_id, sample_index, partial)
+        # `partial` is the whole completion so far, so the newest row replaces the older
+        # ones. Tokens that a new attempt discards are counted by _tokens_lost.
         row = (group_id, sample_index, attempt, partial.tokens.num_sampled, blob)
         connection.execute(
             "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row
@@ -141,6 +153,8 @@ def _rollout_finished(
             group_id,
         ),
     )
+    # Not _lose(): the tokens of the partial completion are in the trajectory now, and
+    # would be counted twice.
     key = (group_id, sample_index)
     connection.execute(
         "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", key
@@ -187,7 +201,10 @@ def _group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
+    # Any sample index gives the group's state.
     found, _ = _rollout(connection, group_id, 0)
+    # A group in the buffer can still become too old. A taken group never changes: its
+    # batch is trained again unchanged by every resume.
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
@@ -200,6 +217,7 @@ def _group_ended(
 def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
     version = batch.version
     group_ids = [group.group_id for group in batch.groups]
+    # Read before the INSERT below, which makes `version` the newest.
     (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
@@ -215,10 +233,15 @@ def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
         (version, position, group_id) for position, group_id in enumerate(group_ids)
     ]
     connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
+    # The condition on the state counts the groups that really were ready. A group that
+    # is listed twice is refused by the UNIQUE column of batch_groups.
     taken = "UPDATE groups SET state = 'taken' WHERE group_id = ? AND state = 'ready'"
     num_ready = connection.executemany(
         taken, [(group_id,) for group_id in group_ids]
     ).rowcount
+    # The rows above may be written before this check: the error rolls the transaction
+    # back. None: the first batch of this journal. Its version is above 0 if an older
+    # journal was moved away.
     if num_ready != len(group_ids) or newest not in (None, version - 1):
         raise JournalError(
             f"batch {version} cannot be taken after batch {newest}: of {group_ids}, {num_ready} are ready",
@@ -232,6 +255,8 @@ def _trained(
 ) -> None:
     """Record that the batch became policy_version version + 1. Repeatable."""
     loss = metrics.get("policy/loss")
+    # A resume trains batches again, and overwrites the time and the loss of the first
+    # try.
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
         (_decided_s.get(), None if loss is None else float(loss), version),
@@ -240,6 +265,7 @@ def _trained(
 
 
 def _published(connection: sqlite3.Connection, version: int, digest: str) -> None:
+    # A resumed run may publish a version again.
     row = (version, digest, _decided_s.get())
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
 
@@ -256,6 +282,8 @@ def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
     """Delete messages and tokens that no resume needs. Return the number of groups, 0
     when done.
     """
+    # The partial index skips groups that were compacted before, so that a step costs
+    # the same late in a long run. Without INDEXED BY, SQLite may scan the whole table.
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
         " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
@@ -276,6 +304,7 @@ def _lose(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int | None = None
 ) -> None:
     """Count a group's unfinished completions, or a single one, as lost."""
+    # coalesce(NULL, sample_index) is true for every row: the whole group.
     them = "segments WHERE group_id = :group AND sample_index = coalesce(:sample, sample_index)"
     values = {"group": group_id, "sample": sample_index}
     num_tokens = f"(SELECT coalesce(sum(num_tokens), 0) FROM {them})"
@@ -334,9 +363,12 @@ class Journal:
         self.start_date = date.fromisoformat(start_date)
         """Chat templates write it, so that a resumed run renders the same prompts."""
         self._connection = connection
+        # Not asyncio's Future: the writer's thread sets it, and _put() asks it without
+        # an event loop.
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        # Ends the gathering early: a caller waits for the commit.
         self._is_awaited = threading.Event()
         # daemon: a crashing run must not hang on it
         self._thread = threading.Thread(
@@ -377,12 +409,19 @@ class Journal:
         await self._durable(lambda connection: None, "the journal to be durable")
 
     async def wait_failed(self) -> None:
+        """Raise the first error of the writer's thread; else wait forever. Decisions
+        that nobody awaits would fail silently without a task that waits here.
+        """
+        # Cancelling this task must not cancel the shared future: wrap_future passes a
+        # cancellation on, and then no later error could be set.
         raise await asyncio.shield(asyncio.wrap_future(self._failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
         """Return the state for a resume from this checkpoint (0: the initial weights)."""
         await self.flush()
         with waiting("the state to resume from", on="the journal's file"):
+            # In its own connection and snapshot, so that the writer can
+            # commit during the read.
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:
@@ -394,11 +433,15 @@ class Journal:
             pass
 
     async def aclose(self) -> None:
-        """Write the queue and close. Idempotent. Raises JournalError."""
+        """Write the queue, close the file, and wait for both. A second call waits
+        too. Raises the JournalError that ended the journal.
+        """
         if not self._is_closed:
             self._is_closed = True
+            # The end mark is queued behind all decisions, so that none is dropped.
             self._queue.put(None)
             self._is_awaited.set()
+        # Also at a second call: it must not return before the file is closed.
         await asyncio.to_thread(self._thread.join)
         if self._failed.done():
             raise self._failed.result()
@@ -417,6 +460,8 @@ class Journal:
             self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
+        # A cancelled caller only stops waiting. Its decision stays queued and takes
+        # effect in its order.
         answer: Future[T] = Future()
         self._put(decide, answer)
         with waiting(what, on="the journal's thread"):
@@ -426,12 +471,21 @@ class Journal:
         """Thread: apply decisions in order, commit once, answer; end at None."""
         job = self._queue.get()
         while job is not None:
+            # Gather: one commit, and one fsync, for all decisions of these GATHER_S
+            # seconds. The event is cleared before the queue is emptied. So a caller
+            # that queues its decision in between is either in this commit, or finds the
+            # event set for the next one.
             self._is_awaited.wait(GATHER_S)
             self._is_awaited.clear()
             jobs = [job]
+            # Only this thread takes from the queue, so a queue that is not empty cannot
+            # block get().
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)
             for (_, answer, _), outcome in zip(jobs, self._write(jobs), strict=True):
+                # Answers are given after the COMMIT. set_running_or_notify_cancel is
+                # False if the caller was cancelled, and prevents a cancellation between
+                # here and set_result, which would raise in this thread.
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue
                 if isinstance(outcome, JournalError):
@@ -446,14 +500,19 @@ class Journal:
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         try:
+            # IMMEDIATE takes the write lock now. A deferred transaction that has read
+            # first fails at its first write, without waiting, if another connection
+            # wrote in between.
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = []
             for job in jobs:
+                # One refused decision rolls back all of this commit. None has been
+                # answered yet.
                 _decided_s.set(job.decided_s)
                 outcomes.append(job.decide(self._connection))
             self._connection.execute("COMMIT")
         except Exception as error:  # a thread cannot raise; the waiters must
-            # if the disk is gone, nothing was written
+            # If the disk is gone, the rollback fails too; nothing was written.
             with contextlib.suppress(sqlite3.Error):
                 self._connection.rollback()
             self._failed.set_result(self._refusal(error))
@@ -463,6 +522,8 @@ class Journal:
     def _refusal(self, error: Exception) -> JournalError:
         if isinstance(error, JournalError):
             return error
+        # A violated constraint is a fault of this program, not of the disk: freeing
+        # space would not help.
         if isinstance(error, DISK_ERRORS) and not isinstance(
             error, sqlite3.IntegrityError
         ):

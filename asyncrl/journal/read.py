@@ -53,6 +53,7 @@ _COUNTED = {
     "rollout/filtered": "total(state = 'filtered')",
     "rollout/filtered_tokens": "total(iif(state = 'filtered', num_sampled, 0))",
     "rollout/dropped": "total(state = 'requeued' AND reason IN ('dropped', 'all_masked'))",
+    # No requeued value: the prompt does not come back.
     "rollout/given_up": "total(state IN ('requeued', 'failed') AND requeued IS NULL)",
 }
 """Run-wide counters, by the names of observe/metrics.py."""
@@ -98,6 +99,9 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         with closing(connect(path, is_read_only=True)) as connection:
             connection.create_function("local_time", 1, _local_time)
+            # All queries of the block see one state, although the writer commits
+            # during it. A resume would otherwise see a group that is ready in one query
+            # and taken in the next.
             connection.execute("BEGIN")
             yield connection
     except DISK_ERRORS as error:
@@ -107,7 +111,9 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
-    """Return everything except batches. Raises JournalError."""
+    """Return everything that a resume needs except its batches, which are loaded one by
+    one: together they may not fit into memory. Raises JournalError.
+    """
     with reading(path) as connection:
         rows = connection.execute(
             "SELECT key, value FROM meta WHERE key IN ('began_at', 'order')"
@@ -117,6 +123,8 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         next_version = _next_version(
             connection, checkpoint_version, began_at["version"]
         )
+        # Prompts, not groups: a requeued prompt has several groups, and was drawn once
+        # from the data.
         prompt_ids = {
             row[0]
             for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")
@@ -124,6 +132,8 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         (num_issued,) = connection.execute(
             "SELECT coalesce(max(group_id) + 1, 0) FROM groups"
         ).fetchone()
+        # `began_at` is written when the old journal was moved away: then the
+        # checkpoint's position in the data is the beginning of this journal.
         epochs = (*map(tuple, began_at["epochs"]), *_epochs(connection))
         requeued = _requeued(connection)
         ready, running = _alive(connection)
@@ -133,15 +143,21 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             next_version=next_version,
             ready=ready,
             running=running,
+            # Prompts that were outstanding in the checkpoint return, unless this
+            # journal has admitted them since. The journal's own entries are newer.
             requeued={
                 name: count
                 for name, count in began_at["out"].items()
                 if name not in prompt_ids
             }
             | {name: count for name, (count, _) in requeued.items()},
+            # Engines serve next_version after a resume, so that prompts which failed at
+            # an earlier version need not wait.
             returning=frozenset(
                 name for name, (_, at) in requeued.items() if at == next_version
             ),
+            # Prompts that the checkpoint counts as outstanding were drawn before this
+            # journal began.
             num_drawn=began_at["num_drawn"]
             + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
@@ -164,6 +180,7 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
         " JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
+    # compact() sets the messages to NULL when it deletes the tokens of a group.
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
     return Batch(
@@ -178,6 +195,7 @@ def _counted(connection: sqlite3.Connection) -> dict[str, int]:
     (num_partial,) = connection.execute(
         "SELECT total(num_tokens) FROM segments"
     ).fetchone()
+    # Tokens of unfinished completions are in no group's row yet.
     counted = Counter(
         dict.fromkeys(_COUNTED, 0) | {"tokens/generated": int(num_partial)}
     )
@@ -213,6 +231,9 @@ def _next_version(
 ) -> int:
     """Return the version after the newest batch. Raises for a batch that cannot be
     trained again.
+
+    Example: a checkpoint of version 40, batches 0 to 43 in the journal. The result is
+    44; batches 40 to 43 are trained again, and their tokens must still be stored.
     """
     if checkpoint_version < began_at:
         raise JournalError(
@@ -230,6 +251,8 @@ def _next_version(
         )
     if newest is None:
         return checkpoint_version
+    # A checkpoint of version v contains batches 0 to v - 1, and each was journaled
+    # before it was trained.
     if newest + 1 < checkpoint_version:
         raise ValueError(
             f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}"
@@ -289,6 +312,8 @@ def _prompt(prompt_id: str, num_requeued: int, messages: str) -> Prompt:
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
     """Return (num_requeued, version of the failure if any) by prompt id."""
+    # Only the newest group of a prompt decides. An older one that was requeued has been
+    # admitted again since.
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END FROM groups h"
         " WHERE h.requeued IS NOT NULL AND NOT EXISTS"

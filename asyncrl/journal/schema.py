@@ -27,9 +27,13 @@ from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
+# A new column or another blob needs another number: there is no migration, and an old
+# run resumes only with the asyncrl that wrote it.
 SCHEMA_VERSION = 8
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
+# Seconds that SQLite waits for another program's lock, such as a backup or a browser of
+# the file.
 BUSY_S = 10.0
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
@@ -42,6 +46,9 @@ MOVE_ASIDE = (
 )
 
 
+# The tables refuse what must never happen, even if a caller is wrong:
+# a_prompt_lives_once refuses a second active group of a prompt (ids contain the epoch),
+# and batch_groups refuses a group in two batches.
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
@@ -124,6 +131,8 @@ def create(path: Path, run_id: str) -> None:
             rule=f"{path.name} and its -wal file are one journal",
             way_out=f"restore {path.name}, or move {log} to where the journal is.",
         )
+    # A process that dies here leaves only this hidden file, which the next start
+    # replaces. A half-made journal.sqlite would look like a damaged one.
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
@@ -134,6 +143,8 @@ def create(path: Path, run_id: str) -> None:
         connection.execute(
             "INSERT INTO meta VALUES ('run_id', ?), ('start_date', ?)", values
         )
+        # Write-ahead logging is stored in the file. Readers then never block the
+        # writer.
         connection.execute("PRAGMA journal_mode = WAL")
     sync(beside)
     beside.rename(path)
@@ -150,6 +161,7 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
     if path.stat().st_size == 0:
         # SQLite would treat it as new and delete its log
         raise damaged(path, "it is empty")
+    # Without mode=rw SQLite would create a file that was removed after the stat above.
     uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rw'}"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
     if (
@@ -172,6 +184,8 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
         if not is_read_only:
             connection.execute("PRAGMA synchronous = FULL")  # durable on return
             connection.execute("PRAGMA foreign_keys = ON")
+            # Else the log keeps its largest size: after a checkpoint SQLite overwrites
+            # it, and does not truncate it.
             connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
     except BaseException:
         connection.close()
@@ -187,6 +201,7 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
     try:
         if not path.exists():
             create(path, run_id)
+        # Counted before a connection that writes can restart the log.
         commits = _commits_in(log)
         # closed last, to keep a refused log
         with closing(connect(path, is_read_only=True)) as connection:
@@ -204,9 +219,13 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
                     way_out="move it elsewhere, or give this run another --run-dir.",
                 )
             writing = connect(path, is_read_only=False)
+            # The number of the log's frames that SQLite can read.
             num_whole = max(
                 0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
             )
+            # Every commit is synced before its caller is answered (synchronous = FULL),
+            # so only the last one can be torn. Of two or more, one was answered: it was
+            # whole on the disk, and was damaged later.
             lost = [number for number in commits if number > num_whole]
             if len(lost) > 1:  # a power cut tears at most one unanswered commit
                 writing.close()
@@ -236,8 +255,11 @@ def _commits_in(log: Path) -> list[int]:
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
             return []
+        # Each restart of the log gets new salts. Frames with other salts are leftovers
+        # of an earlier round.
         _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
-        # SQLite reads nothing, so the lost commits are unknown
+        # SQLite reads nothing behind a broken header. How many commits are lost is
+        # unknown: report two, which the caller refuses.
         if not _is_whole(header):
             return [1, 2] if file.read(1) else []
         frames = []
@@ -252,6 +274,7 @@ def _commits_in(log: Path) -> list[int]:
 
 
 def _is_whole(header: bytes) -> bool:
+    # Bit 0 of the magic number says in which byte order the checksums are computed.
     words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
     one = two = 0
     for first, second in zip(words[::2], words[1::2], strict=True):
@@ -313,7 +336,7 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
     for name, array in tokens.arrays().items():
         assert array.dtype == dtype_of(name), f"{name} of {array.dtype}"
         # The high bytes of neighbours are alike, so bytes of one rank compress better
-        # together.
+        # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
     grammars = [astuple(span) for span in tokens.grammars]
     whole = write_frame(
@@ -326,6 +349,7 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
     try:
         frame = read_frame(zlib.decompress(blob))
         head = frame.text
+        # SQLite's page checks do not find a blob that was stored in another row.
         if head.pop("place") != [*place]:
             raise ValueError("they are of another rollout")
         arrays = {}

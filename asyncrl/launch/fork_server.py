@@ -49,19 +49,31 @@ def run(
 
     The first three `files` become standard streams; the others keep their numbers.
     """
+    # Own session and process group, as with start_new_session: signals to the group end
+    # this child's descendants, and Ctrl-C in the terminal reaches only the controller.
     os.setsid()
     gc.freeze()  # keep shared pages unwritten
+    # The fork server ends when all copies of this pipe are closed, and so does
+    # multiprocessing's resource tracker. A child that kept them would keep both running
+    # after the controller's death.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.close(resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    # Descriptors arrive with other numbers. The arguments, such as --fd 7, were written
+    # with the parent's numbers, so each moves to the parent's number.
     numbers = (0, 1, 2, *files[3:])
     for fd, number in zip(forkserver.get_inherited_fds() or (), numbers, strict=True):
         os.dup2(fd, number)
         if fd not in numbers:
             os.close(fd)
+    # Python reads PYTHONUNBUFFERED at its start, which was the fork server's start.
+    # Lines must reach the log at once, also the last ones before a crash.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    # The fork server's environment is from its own start. A child gets the environment
+    # of now.
     os.environ.clear()
     os.environ.update(env)
+    # Python has read PYTHONPATH at the fork server's start only.
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = [module, *arguments]
     set_title("\0".join([sys.executable, "-m", *sys.argv]))
@@ -71,6 +83,8 @@ def run(
 
 def set_title(title: str) -> None:
     """Replace the command line, whose arguments end in null characters."""
+    # arg_start and arg_end, fields 48 and 49 of proc(5). The split begins with field 3,
+    # behind the name, which may contain spaces and brackets.
     start, end = map(
         int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[45:47]
     )
@@ -88,6 +102,8 @@ class ForkedProcess:
         self.pid = pid
         self._status = status
         self._ended = asyncio.Event()
+        # The child belongs to the fork server: only its parent can wait for it. The
+        # server writes the exit code into this pipe.
         asyncio.get_running_loop().add_reader(status, self._read_status)
 
     async def wait(self) -> None:
@@ -103,6 +119,8 @@ class ForkedProcess:
         try:
             self.returncode = forkserver.read_signed(self._status.fileno())
         except EOFError:  # only the fork server knows the exit code
+            # The server is dead, and with it the only reporter of exit codes: a child
+            # that nobody can watch must not live on.
             self.kill()
             self.returncode = -signal.SIGKILL
         self._status.close()
@@ -117,6 +135,8 @@ class ForkServer(forkserver.ForkServer):
         self.modules = {name.removesuffix(".__main__"): name for name in modules}
         self.set_forkserver_preload([*modules])
         environ = dict(os.environ)
+        # Empty instead of removed: update() below cannot remove a name. /proc shows the
+        # environment of an exec.
         hidden = dict.fromkeys(filter(SECRETS.fullmatch, environ), "")
         os.environ.update(IMPORT_ENV | environ | hidden)
         try:
@@ -132,6 +152,8 @@ class ForkServer(forkserver.ForkServer):
         self, child: context.ForkServerProcess, files: list[int]
     ) -> ForkedProcess:
         """Raises EOFError or OSError if the server has died."""
+        # A cancelled call may already have forked a child, whose pid only this answer
+        # contains.
         started, cancelled = await uncut(asyncio.to_thread(self.start, child, files))
         process = ForkedProcess(*started)
         if cancelled is not None:
@@ -153,12 +175,16 @@ class ForkServer(forkserver.ForkServer):
         status = connection.Connection(status_fd, writable=False)
         with os.fdopen(data, "wb") as pipe:
             pipe.write(message)
+        # A stopped or hung server: killed, the read below ends with EOFError, and the
+        # child starts plainly.
         if not status.poll(TIMEOUT_S):
             os.kill(self._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return forkserver.read_signed(status.fileno()), status
 
     def close(self) -> None:
         os.kill(self._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        # _stop() waits for the server's end, which may be in an import: the SIGKILL
+        # first.
         self._stop()  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,9 @@ from asyncrl.launch.processes import ChildProcess, Launcher, ProcessSpec, free_p
 
 
 def opened(name: str) -> contextlib.closing[Launcher]:
-    """Raises ConfigError."""
+    """Return the launcher of config `launcher` (local, ray, ray:HOST:PORT), as a
+    context that closes it. Raises ConfigError.
+    """
     return contextlib.closing(
         LocalLauncher() if name == "local" else _ray_launcher(name)
     )
@@ -25,6 +27,7 @@ def opened(name: str) -> contextlib.closing[Launcher]:
 
 def _ray_launcher(name: str) -> Launcher:
     try:
+        # Here, because ray is an optional package.
         from asyncrl.launch.ray_launcher import RayLauncher
     except ImportError as error:
         raise ConfigError(

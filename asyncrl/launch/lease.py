@@ -42,16 +42,24 @@ class Call:
 SLEEP = Call("engines", "sleep", ("kv", "weights"))
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 TO_TRAINER = (SLEEP, Call("trainer", "onload", ("weights", "optimizer")))
+# The order bounds the memory. Engines get their weights' memory first, because a push
+# writes into it. The trainer's weights must still be on the device to be sent. Only
+# then do they leave, and the KV cache takes their place.
 SERVE_AGAIN = (
     Call("engines", "wake"),
     Call("publisher", "push"),
     Call("trainer", "offload"),
     Call("engines", "wake", ("kv",)),
 )
+# Gradients and optimizer leave before the engines wake: the device holds the weights
+# twice, and nothing else.
 TO_ENGINES = (OFFLOAD_REST, *SERVE_AGAIN)
 """From the trainer, which has its weights on the devices."""
 WAY: dict[Side, tuple[Call, ...]] = {
     "trainer": TO_TRAINER,
+    # SLEEP even if the engines are awake: a handover may have failed after some of them
+    # woke or got new weights, and asleep all are in one state. The trainer then needs
+    # its weights on the device to send them.
     "engines": (OFFLOAD_REST, SLEEP, Call("trainer", "onload"), *SERVE_AGAIN),
 }
 """From any state."""
@@ -129,11 +137,16 @@ class Lease:
         calls = WAY[to]
         if self.owner == "trainer":
             calls = TO_ENGINES  # the trainer has its weights on the devices already
+        # One call after the other, never two at once: each relies on the memory that
+        # the previous one has released.
         for call in self._kept(calls):
             phase_began_s = clock()
             self.phase = str(call)
             try:
                 num_bytes, error = await self._make(call)
+            # The server may still carry out the call that was cancelled here. The undo
+            # repeats calls that may have been done, which is why every call must be
+            # repeatable.
             except asyncio.CancelledError as cancelled:
                 raise await self._undo("it was cancelled", cancelled) from None
             if error is not None:
@@ -160,6 +173,8 @@ class Lease:
         works = []
         for name, work in self._calls(call).items():
             works.append(self._one(name, call.verb, work))
+        # Wait for all answers, even after an error: the undo must not begin while an
+        # engine still works on this call.
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         num_bytes = 0
         error: BaseException | None = None
@@ -169,6 +184,8 @@ class Lease:
             elif error is None:
                 error = outcome
         if isinstance(error, asyncio.CancelledError):
+            # Only a cancellation of this handover may look like one. Unchanged, this
+            # error would end the train loop's task without a message.
             error = ComponentError("placement", "a call was cancelled from outside")
         return num_bytes, error
 
@@ -186,12 +203,16 @@ class Lease:
     async def _undo(self, why: str, error: BaseException) -> BaseException:
         """Bring the owner back despite cancellation; return the error to raise."""
         phase = self.phase
+        # Half undone, nobody could use the devices. Each of its calls has a limit, so
+        # that a Ctrl-C waits for a bounded time.
         _, cancelled = await uncut(self._bring_back(why))
         self._on_change()
         outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if self.broken:
             outcome = f"the lease is broken: {self.broken}"
         if cancelled is not None or isinstance(error, asyncio.CancelledError):
+            # A cancelled task must end with its CancelledError, or asyncio's timeouts
+            # and groups lose count.
             return cancelled or error
         if not isinstance(error, AsyncrlError):
             error.add_note(f"in a handover, while {phase!r}; {outcome}")
@@ -209,6 +230,8 @@ class Lease:
 
     async def _bring_back(self, why: str) -> None:
         """A failure breaks the lease and skips the rest."""
+        # Before the first turn nobody owns the devices, so nothing is to be brought
+        # back.
         calls = () if self.owner is None else WAY[self.owner]
         for call in self._kept(calls):
             _, error = await self._make(call)

@@ -81,6 +81,7 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
         index, uuid, *sizes, compute_mode, mig_mode = map(str.strip, line.split(","))
         free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
         mode = "MIG" if mig_mode == "Enabled" else compute_mode
+        # CUDA_VISIBLE_DEVICES may name devices by number or by UUID.
         found |= {
             name: CudaDevice(name, free, total, uuid, mode) for name in (index, uuid)
         }
@@ -109,6 +110,7 @@ def ask_nvidia_smi() -> str:
 @functools.cache
 def torch_has_cuda() -> bool:
     """Read torch's version file. Without torch, True: pip installs a CUDA build."""
+    # Importing torch takes seconds, and the controller never needs it.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return spec is None
@@ -122,6 +124,8 @@ def child_environ(
     if not devices[0].startswith("cuda:"):
         return {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]
+    # nvidia-smi numbers devices by their bus, CUDA by speed unless this is set: on a
+    # machine with two kinds of cards, number 0 would be another card.
     order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": order}
 
@@ -218,6 +222,8 @@ def find_python(rollout: RolloutConfig) -> Path:
 
 @functools.cache
 def has_package(python: Path, package: str) -> bool:
+    # PYTHONPATH and PYTHONHOME belong to our Python, and would make the other one find
+    # our packages.
     environ = {
         name: value
         for name, value in os.environ.items()

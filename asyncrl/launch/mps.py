@@ -98,6 +98,8 @@ class Mps:
             start_new_session=True,
         )
         assert self._shell.stdout is not None
+        # KEEP_DAEMON prints one line if the daemon works; end-of-file or silence mean
+        # that it does not.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 if await self._shell.stdout.readline():
@@ -107,5 +109,6 @@ class Mps:
     async def aclose(self) -> None:
         """Stop the daemon. Idempotent."""
         if self._shell is not None and self._shell.stdin is not None:
+            # End-of-file ends `cat`, and the shell's trap stops the daemon.
             self._shell.stdin.close()
             await self._shell.wait()

@@ -136,6 +136,7 @@ class Placement:
         return device.name if device.name == "cpu" else self.label(device)
 
     def memory_fraction_of(self, engine: int) -> float | None:
+        # Engines that share a device share its fraction too.
         num = sum(self.engines[engine][0] in devices for devices in self.engines)
         return None if self.memory_fraction is None else self.memory_fraction / num
 
@@ -167,6 +168,8 @@ def place(
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
+    # With max_staleness=0 the trainer waits for the whole batch and the engines for its
+    # weights: working at once would gain nothing.
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
     takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
     _refuse_sides(config, trainer, rollout)
@@ -176,6 +179,8 @@ def place(
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
     split = config.rollout.devices_per_engine
+    # Round robin: with more engines than devices, each device gets the same number, or
+    # one more.
     dealt = tuple(
         rollout[index % len(rollout)]
         for index in range(config.rollout.max_engines * split)
@@ -187,6 +192,8 @@ def place(
         engines = ((NodeDevice(0, NO_DEVICE),),) * config.rollout.max_engines
     placement = Placement(
         nodes=tuple(nodes),
+        # CPUs of nodes: 4 ranks on 2 nodes become 0, 0, 1, 1, so that neighbors share a
+        # node.
         trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
         engines=engines,
         mode="colocated" if takes_turns else "apart",
@@ -342,6 +349,8 @@ def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]
         forms = {
             side: "cpu" if form == "auto" else form for side, form in forms.items()
         }
+    # A side that names its devices leaves the others to the side that takes free ones.
+    # `rollout: trainer` refers to the trainer's choice, so it is the most open form.
     if _openness(forms["trainer"]) <= _openness(forms["rollout"]):
         trainer = _select("trainer", forms["trainer"], nodes, (), num_ranks, 1)
         return trainer, _select(
@@ -368,6 +377,7 @@ def _select(
         case "cpu":
             return (CPU,)
         case "auto":
+            # Nothing is free: both sides share the devices.
             return _free(cuda, taken, num, split) or taken
         case NodesConfig():
             return _of_nodes(side, form, nodes, taken)
@@ -380,7 +390,11 @@ def _free(cuda: Sequence[Side], taken: Side, num: int, split: int) -> Side:
     """Take whole processes per node, from the smallest sufficient node."""
     left = [[device for device in devices if device not in taken] for devices in cuda]
     whole = [devices[: len(devices) // split * split] for devices in left]
+    # No node has enough for one process: _refuse_counts names the numbers.
     whole = whole if any(whole) else left
+    # Nodes with enough devices first, the smallest of them before larger ones; then the
+    # rest, largest first. Example for 4: nodes with 8, 4 and 2 free devices are taken
+    # in the order 4, 8, 2.
     whole.sort(key=lambda devices: (len(devices) < num, abs(len(devices) - num)))
     found = [device for devices in whole for device in devices][:num]
     return tuple(sorted(found, key=lambda device: device.node))
@@ -401,6 +415,8 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     sizes = [max(1, wanted or len(devices)) for devices in every]
     fitting = [node for node, devices in enumerate(left) if len(devices) >= sizes[node]]
     used = {device.node for device in taken}
+    # Nodes that the other side uses come last: each side has its own nodes if there are
+    # enough.
     fitting.sort(key=lambda node: (node in used, len(left[node]) - sizes[node]))
     num = max(1, sum(map(bool, left))) if form.nodes == "all" else form.nodes
     if len(fitting) < num:

@@ -104,6 +104,10 @@ class Plan:
     def needed_bytes(self, device: str) -> int:
         """Return a device's peak: all, or with moving sides the larger side or both
         sides' weights.
+
+        Example, in GiB: a trainer with 12 for weights, 36 for the optimizer and 10 for
+        a micro-batch, and an engine with 6 for weights and 50 for its KV cache. If the
+        sides move, the device needs max(58, 56, 12 + 6) = 58; if both stay, 114.
         """
         sizes = Counter[str]()
         pushed = 0
@@ -111,7 +115,11 @@ class Plan:
             if one.device == device:
                 sizes[one.side] += one.memory.total
                 if one.side in ("trainer", "engine"):
+                    # During the push of a handover both sides have their weights on the
+                    # device, and nothing else.
                     pushed += one.memory.parameters + one.memory.copies
+        # Loading ends before the first checkpoint is written, so a host holds the
+        # larger of the two.
         sizes["host"] += max(sizes.pop("loading", 0), sizes.pop("saving", 0))
         if not self.placement.moves:
             return sizes.total()
@@ -288,6 +296,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
     steps = trainer.num_steps
     # one is written before one is removed
     num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
+    # Without keep_every the divisor is above `steps`: 0.
     num_kept += steps // (checkpoint.keep_every or steps + 1)
     if config.journal.keep == "checkpoint":
         steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
@@ -323,6 +332,8 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     num = shape.num_parameters
     trained = num_trained(config, shape)
     is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
+    # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
+    # float32 copy.
     has_masters = item == 2 and lora is None and not is_sharded
     parameters = 4 * trained + (item * num if has_masters or lora is not None else 0)
     copied = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
@@ -364,6 +375,8 @@ def engine_memory(
         return Memory()
     item = item_bytes(config.model.dtype, device)
     length = config.rollout.max_length
+    # With pages, sequences wait while the cache is full, so only one must fit. Without
+    # pages each slot holds its full length from the start.
     sequences = 1 if engine.pages_kv and device != "cpu" else slots
     tokens = min(engine.forward_tokens, slots * length)
     cached = cache_tokens or sequences * engine.kv_length(length)
@@ -506,8 +519,11 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
             if one.device == device and one.threads and one.memory.total:
                 sizes[one.side == "engine"] += one.memory.total + OWN_BYTES
         others = TRAINER_FACTOR * sizes[False]
+        # They do not fit, or nobody knows: both sides move, which needs less memory.
         if free is None or total is None or others + ENGINE_FACTOR * sizes[True] > free:
             return plan
+        # Engines get one fraction for all devices, so the fullest device decides. It is
+        # a fraction of the total memory, as engines count it.
         fraction = min(fraction, (free - others) / total)
     if resident.is_on_cuda:
         resident = replace(resident, memory_fraction=round(fraction, 3))

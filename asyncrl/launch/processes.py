@@ -36,6 +36,7 @@ GROUP_TIMEOUT_S = 12.0
 TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 """SIGKILL limit, for processes held by a driver or network file system."""
+# die_with_parent() (base/http.py) registers faulthandler for it in each child.
 STACKS = signal.SIGUSR1
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Huge pages cut the allocation time of large CPU tensors to a third."""
@@ -77,6 +78,8 @@ class Process:
     returncode: int | None = None
     place = ""
     """Process and node; empty before the start."""
+    # A restarted process appends to the same log. An error of its predecessor is not
+    # its own.
     _log_start = 0
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
@@ -112,6 +115,7 @@ class Process:
             return ComponentError(
                 self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out
             )
+        # Negative: minus the signal's number, as in subprocess.
         code = self.returncode or 0
         how = (
             f"was killed by {signal.Signals(-code).name}"
@@ -139,7 +143,9 @@ class Process:
         return ""
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """End the process. A server that the run has not started keeps running.
+        Idempotent.
+        """
 
     def kill_nowait(self) -> None:
         """Send SIGKILL without waiting."""
@@ -179,7 +185,9 @@ class ChildProcess(Process):
         return super().seen()
 
     async def start(self) -> None:
-        """Raises ConfigError if its Python is missing."""
+        """Start the process with its log, its socket and a pipe for its secrets. Raises
+        ConfigError if its Python is missing.
+        """
         spec = self.spec
         specs = spec.run_dir / "specs"
         env = {
@@ -195,10 +203,19 @@ class ChildProcess(Process):
             folder.mkdir(parents=True, exist_ok=True)
         spec_path = specs / f"{spec.name}.json"
         spec_path.write_text(spec.spec, encoding="utf-8")
+        # The parent binds and listens, then passes the socket. There is no race for a
+        # free port, and calls wait in the backlog while the child loads its model
+        # (docs/decisions/0003).
         with bind_socket(self._host) as listener, spec.log_path.open("ab") as log:
+            # Opened for appending: the position is the log's size.
             self._log_start = log.tell()
             arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
+            # We keep the writing end open and never close it before aclose(). If we
+            # die, even by SIGKILL, the kernel closes it, the child reads end-of-file
+            # and exits.
             stdin, self._stdin = os.pipe()
+            # A forked copy of this end in a reward's child would keep our children
+            # running after our death.
             keep_private(self._stdin)
             files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
             env |= spec.env
@@ -215,6 +232,8 @@ class ChildProcess(Process):
         with contextlib.suppress(BrokenPipeError):  # it has already ended
             os.write(
                 self._stdin,
+                # One line, smaller than the pipe's buffer: the write does not block
+                # although the child reads later.
                 json.dumps({**spec.secrets, SECRET_ENV: spec.secret}).encode() + b"\n",
             )
 
@@ -226,13 +245,19 @@ class ChildProcess(Process):
         await self._process.wait()
 
     async def aclose(self) -> None:
-        """SIGTERM, then SIGKILL after TERM_TIMEOUT_S; a survivor is logged. Idempotent."""
+        """Send SIGTERM, then SIGKILL after TERM_TIMEOUT_S; wait for the group; log a
+        survivor. Idempotent.
+        """
         process = self._process
         if process is not None:
             if process.returncode is None:
+                # Signal the whole group: vLLM's workers are in it.
                 _signal_group(process.pid, signal.SIGTERM)
                 await self._ends_within(TERM_TIMEOUT_S)
             self.kill_nowait()
+            # Members clean up after their leader: vLLM's reaper removes scratch files
+            # and shared memory. They are killed only after GROUP_TIMEOUT_S. In a
+            # thread, because psutil reads all of /proc.
             members = await asyncio.to_thread(group_members, process.pid)
             await asyncio.to_thread(psutil.wait_procs, members, GROUP_TIMEOUT_S)
             _signal_group(process.pid, signal.SIGKILL)
@@ -243,6 +268,7 @@ class ChildProcess(Process):
                     self.name,
                 )
         if self._stdin is not None:
+            # Last: end-of-file would start the child's own cleanup during ours.
             os.close(self._stdin)
             self._stdin = None
 
@@ -256,6 +282,7 @@ class ChildProcess(Process):
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            # A stopped member cannot react to its leader's death, nor clean up.
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
@@ -302,6 +329,8 @@ def import_folder(folder: Path) -> Path:
     for name in PACKAGES:
         link = folder / name
         target = Path(str(files_of(name))).resolve()
+        # Links to two packages: with our whole site-packages on its PYTHONPATH, vLLM's
+        # Python would import our torch.
         if not link.is_symlink() or link.readlink() != target:
             link.unlink(missing_ok=True)  # of a moved installation
             link.symlink_to(target)
@@ -330,11 +359,14 @@ async def start_process(
 
     The first three `files` become standard streams; `env` is added to ours.
     """
+    # Our own environment wins over ONE_THREAD: a user may set OMP_NUM_THREADS.
     environ = {
         **({} if python else fork_server.ONE_THREAD),
         **os.environ,
         **(env or {}),
     }
+    # Every process of this user can read /proc/PID/environ. Secrets go through standard
+    # input.
     environ = {
         name: value for name, value in environ.items() if not SECRETS.fullmatch(name)
     }
@@ -344,6 +376,8 @@ async def start_process(
             target=fork_server.run,
             args=(server.modules[module], arguments, environ, files),
         )
+        # A plain start takes longer but works as well. Children that the dead server
+        # forked are lost, and their supervisors restart them this way.
         with contextlib.suppress(EOFError, OSError):  # the server has died
             return await server.fork(child, [*files])
     return await asyncio.create_subprocess_exec(
@@ -383,6 +417,8 @@ def group_members(leader: int) -> list[psutil.Process]:
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
+            # A group's id is its leader's pid, and stays valid after the leader's end
+            # while a member exists.
             is_other = member.pid != leader and os.getpgid(member.pid) == leader
             if is_other and member.status() != psutil.STATUS_ZOMBIE:
                 found.append(member)

@@ -71,6 +71,7 @@ class RayLauncher(Launcher):
         self._held = dict[int, RayNode]()
         self._group: Any = None
         self._join()
+        # The controller's node must be the first: other parts use number 0 for it.
         own = ray.get_runtime_context().get_node_id()
         found = sorted(
             _alive(),
@@ -125,6 +126,7 @@ class RayLauncher(Launcher):
     ) -> None:
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
+            # Engines may share a device: it counts once.
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
             wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
             for name, value in wanted.items():
@@ -135,6 +137,8 @@ class RayLauncher(Launcher):
                         rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
                         way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
                     )
+            # Each node has 1.0 of this resource, which no other node has. So the bundle
+            # cannot be placed elsewhere.
             pin = {f"node:{self.nodes[number].address}": PIN}
             bundles.append(
                 {name: value for name, value in wanted.items() if value} | pin
@@ -172,6 +176,8 @@ class RayLauncher(Launcher):
         actor = ray.remote(Host).options(
             num_cpus=len(devices),
             num_gpus=len(numbers),
+            # A restarted actor would have no processes: RayNode.open() makes a new one,
+            # with its checks.
             max_restarts=0,
             scheduling_strategy=place,
             runtime_env=RUNTIME_ENV,
@@ -197,6 +203,7 @@ class RayLauncher(Launcher):
             self._group = None
 
     def close(self) -> None:
+        # ray.shutdown() may wait long for a lost head, and the process must end.
         leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
         leaving.start()
         leaving.join(CLOSE_S)
@@ -216,7 +223,10 @@ POLL_S = 5.0
 RETRY_S = 0.5
 LOST_S = 15.0
 ACTOR_S = 120.0
+# Longer than fork_server.TIMEOUT_S, which a node's first start may need for its
+# imports.
 START_S = 180.0
+# As long as ChildProcess.aclose() may take on the node, and the call to it.
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
 LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
 _keys = itertools.count()
@@ -248,6 +258,7 @@ class RayNode:
 
     async def open(self) -> None:
         """Start an actor unless one answers. Raises NodeLost or ConfigError."""
+        # Several processes of a node restart at once: the first one opens it for all.
         async with self._turn:
             if not self._lost:
                 return
@@ -265,6 +276,7 @@ class RayNode:
             self._lost = ""
 
     def lose_nowait(self, actor: Any, error: Exception) -> None:
+        # A late error of an old actor says nothing about the new one.
         if actor is self.actor and not self._lost:
             self._lost = _reason(error)
             logger.warning("the node %s is lost: %s", self.node.name, error)
@@ -325,6 +337,8 @@ class RayProcess(Process):
         """Raises NodeLost, ConfigError or ComponentError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
+        # As for children on this machine, where start_process reads the controller's
+        # environment.
         threads = {
             name: os.environ.get(name, number) for name, number in ONE_THREAD.items()
         }
@@ -335,6 +349,8 @@ class RayProcess(Process):
             self._starting = asyncio.ensure_future(
                 self._on.call("start", self.key, spec, timeout_s=START_S)
             )
+            # A start that is cancelled still happens on the node: aclose() waits for
+            # it, then ends its process.
             self.url, pid = await asyncio.shield(self._starting)
         except ComponentError as error:
             raise type(error)(
@@ -351,6 +367,8 @@ class RayProcess(Process):
         heard_s = clock()
         while self.returncode is None and self._gone is None:
             try:
+                # A long poll: the actor answers after POLL_S while the process runs,
+                # and at once when it ends.
                 self.returncode = await _within(
                     POLL_S + LOST_S, self._actor.call, self.key, "wait", POLL_S
                 )
@@ -419,6 +437,9 @@ class Host:
         self._address = address
         self._numbers = numbers
         self._files = FetchedFiles()
+        # The actor may be killed before it can clean up: its files would stay in shared
+        # memory. This shell is in another session, waits for the end of its standard
+        # input, which the kernel closes at the actor's death, and removes them.
         remover = ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)]
         self._remover = subprocess.Popen(
             remover, stdin=subprocess.PIPE, start_new_session=True
@@ -431,6 +452,8 @@ class Host:
     ) -> ConfigError | None:
         import ray
 
+        # Ray chooses which devices of the node the bundle gets. Placement numbers only
+        # count them.
         names = map(str, ray.get_gpu_ids())
         self._cuda = {
             number: CudaDevice(name)
@@ -440,6 +463,8 @@ class Host:
 
     async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None]:
         """Return (URL, process id)."""
+        # One per actor: torch is imported once for all processes of the node
+        # (docs/decisions/0024).
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(

@@ -113,6 +113,8 @@ class Supervisor:
         self._warn = supervision.warn
         self._on_event = supervision.on_event
         self._worked_s = 0.0
+        # Shared by name: restarts while the run starts (FirstStart) and later ones
+        # count together.
         self._restarts_s = supervision.restarts_s[processes[0].name]
         self._num_failed_starts = 0
         """In a row."""
@@ -133,10 +135,21 @@ class Supervisor:
             self._lost_by(error)
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises the ComponentError that ends the run."""
+        """Watch until cancelled. Raises the ComponentError that ends the run.
+
+        Example: the node of a dispensable engine is lost and returns 12 s later. Each
+        line is one pass of the loop; `is_told` suppresses repeated warnings.
+
+        lost           is_told   _replace
+        NodeLost       False     warns, waits 5 s, start fails with NodeLost
+        NodeLost       True      waits 5 s, start fails with NodeLost
+        NodeLost       True      waits 5 s, start succeeds: lost = None
+        None                     watches the new process
+        """
         clock = asyncio.get_running_loop().time
         lost = None
         if not self.is_up:
+            # An engine that was parked starts with a clean record.
             self._restarts_s.clear()
             self._num_failed_starts = 0
             lost = await self._start()
@@ -144,6 +157,7 @@ class Supervisor:
         while True:
             if lost is None:
                 since_s = clock()
+                # An event that nobody sets: only a loss ends this wait.
                 lost = await self._until_lost(asyncio.Event().wait())
                 self._worked_s += clock() - since_s
                 self._waits_since_s = None
@@ -159,13 +173,20 @@ class Supervisor:
 
         At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as
         none: it is waited for NODE_WAIT_S, or as long as it is dispensable.
+
+        Example: max_restarts=3, backoff_s=1. Losses after 10, 20 and 30 s of work wait
+        1, 2 and 4 s. A fourth after 40 s ends the run. After 3,615 s it is allowed and
+        waits 4 s, because the first loss is more than an hour of work ago.
         """
+        # With max_restarts=0 the first loss ends the run, under its own name.
         limit = self.config.max_restarts
         if not limit:
             raise lost
         if isinstance(lost, NodeLost):
             now_s = asyncio.get_running_loop().time()
             is_dispensable = self._is_dispensable()
+            # While other engines serve, the clock starts again at each try, so that the
+            # wait has no limit. It runs from the first try once the run needs the node.
             if is_dispensable or self._waits_since_s is None:
                 self._waits_since_s = now_s
             if now_s - self._waits_since_s < NODE_WAIT_S:
@@ -180,6 +201,8 @@ class Supervisor:
             )
         if self._num_failed_starts >= START_TRIES:
             raise _final(lost, f"{START_TRIES} starts in a row have failed")
+        # Seconds of work, not of the clock: a process that dies after each long load
+        # would otherwise get its restarts back while it loads.
         num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
         if num >= limit:
             rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
@@ -205,6 +228,8 @@ class Supervisor:
             raise
         self.num_restarts += 1
         self._down(lost)
+        # The watchdog is quiet during a start, which has its own limits. A wait for a
+        # node may take minutes, and is reported.
         self.is_starting = not is_node_gone
         about = {"name": self.name, "restart": self.num_restarts}
         try:
@@ -235,7 +260,12 @@ class Supervisor:
 
     async def _start(self) -> ComponentError | None:
         """Return the reason of another loss, if any."""
+        # A report from here on counts against the new processes. Callers drop late
+        # errors of the old ones (EngineLost.is_told, num_restarts in
+        # SupervisedTrainer).
         self._report = asyncio.Future()
+        # Colocated, an engine may start only in the engines' turn. The block ends that
+        # turn no earlier than the engine serves.
         async with self._room():
             await self._before_start()
             self.is_starting = True
@@ -248,7 +278,11 @@ class Supervisor:
             finally:
                 self.is_starting = False
             self._num_failed_starts = 0
+            # The new processes can die while their state is restored: that is a loss
+            # like any other.
             again = await self._until_lost(self._bring_back())
+            # A report of the loop's current iteration has not reached _raise_report()
+            # yet. Without this test lost processes would be declared up for a moment.
             if again is not None or self._report.done():
                 return again or self._report.result()
         self.is_up = True
@@ -268,6 +302,8 @@ class Supervisor:
             asyncio.ensure_future(work),
         ]
         error = (await _race(watching, working)).exception()
+        # A refused batch or a failing journal would fail with a new process too: such
+        # an error of _bring_back() ends the run.
         ends_run = isinstance(error, NO_LOSS) and not isinstance(
             error, errors.TrainerLost
         )
@@ -276,9 +312,12 @@ class Supervisor:
         raise error
 
     async def _raise_report(self) -> None:
+        # The report outlives this watch: its cancellation at the end of _until_lost
+        # must not cancel it.
         raise await asyncio.shield(self._report)
 
     def _lost_by(self, error: ComponentError) -> None:
+        # Several calls break when a process dies. The first report counts.
         if not self._report.done():
             self._report.set_result(error)
             self._down(error)
@@ -330,6 +369,8 @@ class FirstStart(Supervisor):
 
     def _allow(self, lost: ComponentError) -> tuple[str, float]:
         children = [process.child for process in self._processes]
+        # All still run: the limit start_s has passed. And a cause that the log names
+        # would end the next start too.
         if any(child.is_refused() for child in children) or all(
             child.returncode is None for child in children
         ):
@@ -338,10 +379,13 @@ class FirstStart(Supervisor):
 
     async def _before_start(self) -> None:
         if self.stale is not None:
+            # New ranks would read the old ranks' addresses from this file, and wait for
+            # dead processes.
             self.stale.unlink(missing_ok=True)
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:
+    """Return the error's first line, without the end of a log that death() appends."""
     return lost.what.splitlines()[0].split("; the end of ")[0]
 
 
@@ -407,6 +451,7 @@ class Server:
         Raises ComponentError if it dies or is late, ConfigError if it can never serve.
         """
         await self.child.start()
+        # Each start binds another port.
         self.caller.url = self.child.url
         try:
             first = (
@@ -424,6 +469,8 @@ class Server:
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
         """Return the call's result. Raises its error, or the process's death."""
+        # A call to a process that loads waits in the backlog of its socket, perhaps for
+        # minutes. If it dies, the exit code says more than the broken connection.
         dying = asyncio.ensure_future(self.child.wait())
         calling = asyncio.ensure_future(call)
         if await _race([dying], [calling]) is dying:
@@ -431,6 +478,8 @@ class Server:
         return calling.result()
 
     async def end(self) -> None:
+        # A lost process may hang and ignore SIGTERM. aclose() would wait TERM_TIMEOUT_S
+        # for it.
         self.child.kill_nowait()
         await self.aclose()
         self.child = self.child.renewed()
@@ -455,10 +504,13 @@ async def _race(
         done, _ = await asyncio.wait(
             [*deaths, *others], return_when=asyncio.FIRST_COMPLETED
         )
+        # A dying process closes its connections before the kernel reports its exit. The
+        # exit code and the end of the log say more than a broken connection.
         if done.isdisjoint(deaths) and any(task.exception() for task in done):
             await asyncio.wait(
                 deaths, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED
             )
+        # Deaths first: of several ended tasks they are the best reason.
         return next(task for task in (*deaths, *others) if task.done())
     finally:
         await cancel_all([*deaths, *others])
@@ -466,12 +518,16 @@ async def _race(
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
+        # Cancel all before any is awaited: a slow one must not delay the others.
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def start_all(servers: Sequence[Server]) -> None:
-    """Raises the first ComponentError immediately: trainer ranks wait for each other."""
+    """Start all servers and wait until they serve. Raises the first ComponentError
+    immediately: trainer ranks wait for each other, so the rest would hang until their
+    limit if a rank has died.
+    """
     await all_or_none([server.come_up() for server in servers])
 
 
@@ -479,6 +535,7 @@ async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run all works at once; the first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
+        # gather leaves the other works running after an error, hence the finally.
         await asyncio.gather(*tasks)
     finally:
         await cancel_all(tasks)
@@ -487,6 +544,10 @@ async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 async def first_death(
     servers: Sequence[Server], timeout_s: float
 ) -> ComponentError | None:
+    """Return the reason if a process has ended, or ends within `timeout_s`. An error
+    that ends the run is often the consequence of such a death.
+    """
+    # Without a URL it was never started.
     children = [server.child for server in servers if server.child.url]
     if waits := [
         asyncio.ensure_future(child.wait())

@@ -96,6 +96,7 @@ class Console:
         no pace.
         """
         self._steps = steps
+        # Later than any time, so that no line is due.
         self._line_at_s = math.inf
 
     def training_starts(self) -> None:
@@ -107,6 +108,7 @@ class Console:
         self._activity = "training"
         self._num_unshown += 1
         if self.kind == "live":
+            # Plain lines do not show it, and it reads all steps.
             self._health = self.health_of(self._steps)
         now_s = time.monotonic()
         if now_s - self._line_at_s >= LINE_EVERY_S or metrics["step"] >= self.num_steps:
@@ -357,6 +359,7 @@ class RunLog:
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+        # Each status.json contains all of them.
         del self.warnings[MAX_WARNINGS:]
         logger.warning("%s", text)
         self.print_secret(f"WARNING: {text}")
@@ -377,6 +380,8 @@ def logging_to(folder: Path) -> Iterator[None]:
     root = logging.getLogger("asyncrl")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    # Otherwise the log would also reach the handlers of a program that calls
+    # asyncrl.run.
     root.propagate = False
     try:
         yield

@@ -90,6 +90,12 @@ class Totals:
     """Counters of the whole run, across processes.
 
     Invariant: a total never falls; a source that reports less was restarted.
+
+    Example: a resumed run starts from 100.
+
+        engine-0 reports 40     140
+        engine-0 reports 45     145
+        engine-0 reports 5      150: its process was restarted, and all 5 are new
     """
 
     def __init__(self) -> None:
@@ -98,6 +104,8 @@ class Totals:
 
     def starts_from(self, totals: Mapping[str, float]) -> None:
         for name, value in totals.items():
+            # Journal and metrics.jsonl both have totals, and either may be older. The
+            # larger one misses less.
             self._totals[name] = max(value, self._totals.get(name, value))
 
     def add(
@@ -128,14 +136,17 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     """
     groups = [rollouts_of(group) for group in batch.groups]
     rollouts = [rollout for group in groups for rollout in group]
+    # A branch may be masked as a whole. Such a branch has no age.
     kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
     oldest = [
         [version for _, version in branches if version is not None] for branches in kept
     ]
+    # By the oldest token in the loss: that is what buffer.max_staleness bounds.
     ages = [batch.version - min(versions) for versions in oldest if versions]
     num_sampled = sum(branch.num_sampled for rollout in rollouts for branch in rollout)
     num_trained = sum(num for branches in kept for num, _ in branches)
     metrics = {
+        # All branches of a rollout have its reward, so each rollout counts once.
         "reward/std": pstdev(rollout[0].reward for rollout in rollouts),
         "reward/equal_fraction": fmean(
             len({r[0].reward for r in group}) == 1 for group in groups

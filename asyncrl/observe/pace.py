@@ -105,6 +105,8 @@ class Pace:
             yield from self._training_cures()
         elif name == "handovers":
             yield f"Raise {self._now('trainer.num_groups')}: larger batches need fewer handovers."
+        # Slow rewards also look like slow generation or stragglers, so they are checked
+        # first.
         elif rewards := [*self._reward_cures()]:
             yield from rewards
         elif name == "stragglers" and config.buffer.on_overdue == "wait":
@@ -140,6 +142,8 @@ class Pace:
         rollout, generator = self.config.rollout, self.config.generator
         busy = self._usual("engine/busy_slots")
         held = self._usual("rollout/inflight")
+        # `asyncrl scale` may have changed the number of engines; the median shows what
+        # was usual.
         slots = rollout.slots * (self._usual("engine/up") or rollout.max_engines)
         limit = slots if generator.concurrency == "auto" else generator.concurrency
         if busy >= FULL * slots:
@@ -163,9 +167,12 @@ class Pace:
         ahead, keys = (
             (bound, []) if look_ahead == "auto" else (look_ahead, ["buffer.look_ahead"])
         )
+        # look_ahead may not exceed max_staleness, so raising only one of the two may be
+        # refused or change nothing.
         if ahead == bound:
             keys.append("buffer.max_staleness")
         oldest = max(self.steps.values("sample/staleness_max"), default=-1.0)
+        # Both must have been at the limit: long rollouts make old tokens, too.
         used = min(oldest, self.steps.newest("buffer/look_ahead"))
         # which needs max_staleness=0
         is_colocated = self.steps.total("perf/handover_s") > 0

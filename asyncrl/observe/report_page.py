@@ -53,8 +53,11 @@ _SECRET_TEXT = re.compile(
 
 
 def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Return the data of the page: of one run, or of several to compare. Raises
+    ConfigError.
+    """
     runs = [view_run(run_dir) for run_dir in run_dirs]
+    # Runs in different folders may have the same name.
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": run["run_dir"]} for run in runs]
     return {
@@ -83,6 +86,8 @@ def render(page: Mapping[str, Any]) -> str:
         "<", "\\u003c"
     )
     template = (STATIC / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that a text of a model that looks like a marker stays text. As a
+    # function, because re.sub would interpret the backslashes of a string.
     return re.sub(r"/\*(STYLE|SCRIPT|DATA)\*/", lambda place: parts[place[1]], template)
 
 
@@ -156,6 +161,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
 def without_secrets(value: Any, secrets: list[str]) -> Any:
     """Hide the secrets (shortest first), and keys of well-known services."""
     if isinstance(value, str):
+        # Longest first: a secret may contain another one.
         for secret in reversed(secrets):
             value = value.replace(secret, HIDDEN)
         return _SECRET_TEXT.sub(HIDDEN, value)
@@ -188,6 +194,8 @@ def _masked(value: Any, name: str, secrets: list[str]) -> Any:
 
 def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     defaults = {key.name: key.default for *_, keys in sections() for key in keys}
+    # Sections, whose keys have rows here. Other mappings, such as rollout.vllm, are the
+    # value of one key.
     parents = {name.rpartition(".")[0] for name in defaults}
     settings = []
     for key, default in defaults.items():
@@ -234,6 +242,8 @@ def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     for why, num in connection.execute(
         "SELECT why, count(*) FROM failures GROUP BY why"
     ):
+        # Messages name their rollout and its numbers. Without these, the same failure
+        # counts as one cause.
         cause = cause_of(str(why))
         counts[cause] += num
         examples.setdefault(cause, str(why)[:2000])

@@ -63,6 +63,7 @@ def tell(problems: list[str], problem: str) -> None:
 
 
 def is_number(value: Any) -> bool:
+    # type(): isinstance counts True as a number. The comparison also refuses NaN.
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
@@ -81,6 +82,8 @@ def read_lines(
                     yield form.validate_json(line)
                 except ValidationError as error:
                     what = f"the line {line[:60]!r}: {error.errors(include_input=False)[0]['msg']}"
+                    # The run may be writing the last line now, so a torn one is
+                    # expected.
                     is_whole = line.endswith(b"\n")
                     tell(
                         problems,
@@ -144,7 +147,9 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Raises ConfigError."""
+    """Return the config that a run has started with, or was last resumed with. Raises
+    ConfigError.
+    """
     if not os.access(folder / CONFIG_FILE, os.R_OK):
         what = f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable"
         raise ConfigError(
@@ -175,6 +180,9 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
         return "unknown", f"there is no readable {STATUS_FILE}"
     here = socket.gethostname()
     host = status.get("host", here)
+    # The kernel frees the lock with its process, so a held lock proves that the run
+    # lives, however old its status is. A free lock proves the opposite only on the
+    # run's own host: elsewhere the file system may not share locks.
     is_held = _is_held(folder / LOCK_FILE)
     seen = f"process {status.get('pid')} on host {host} last wrote {age_s:.0f} s ago"
     if is_held:
@@ -194,6 +202,9 @@ def _is_held(path: Path) -> bool | None:
     """
     try:
         with path.open("rb") as file:
+            # Shared, so that several readers do not see each other as the run. Closing
+            # the file frees it; a run that starts in this instant tries again
+            # (base/files.py).
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -209,6 +220,8 @@ def _is_held(path: Path) -> bool | None:
 
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
     """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
+    # A killed run may have left half a line. The next line would continue it, and both
+    # would be lost.
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")
@@ -230,6 +243,8 @@ def append_bounded(path: Path, lines: Sequence[Any], max_bytes: int) -> None:
     if lines:
         append_lines(path, lines)
         if path.stat().st_size > max_bytes:
+            # A rename costs the same for any size. At most twice max_bytes are on the
+            # disk, and at least the newest max_bytes stay.
             path.replace(older_of(path))
 
 
@@ -252,6 +267,10 @@ def replace_text(path: Path, text: str) -> None:
 def cut_steps(path: Path, num_steps: int) -> dict[str, Any]:
     """Remove a torn end and steps after `num_steps`. Return the last kept line ({}:
     none).
+
+    Example: a checkpoint of step 2 is resumed, and the file has the steps 1, 2, 3 and
+    half of 4. The lines are read from the end, 3 and the half of 4 are cut off, and
+    step 3 is written again after it is trained again.
     """
     end = path.stat().st_size
     line: dict[str, Any] = {}
@@ -275,6 +294,8 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.trackers = trackers
         (self.run_dir / METRICS_FILE).touch()
+        # judge_state compares the host with its own, and people need the process's
+        # number.
         self._owner = {"pid": os.getpid(), "host": socket.gethostname()}
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
@@ -290,6 +311,8 @@ class Recorder:
                 if math.isfinite(value)
             }
             step = int(finite.pop("step"))
+            # Trackers get evaluations in separate calls, by policy_version and not by
+            # step.
             told = {
                 name: value
                 for name, value in finite.items()

@@ -18,6 +18,9 @@ from rich.text import Text
 class Steps:
     """Metrics of all steps by column. A repeated step replaces itself and all later
     steps.
+
+    Example: the lines 1, 2, 3, 2 give the steps 1 and 2. The run was resumed from step
+    1, so the first line 3 is of weights that are gone.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -33,6 +36,8 @@ class Steps:
         while len(self) and self._columns["step"][-1] >= line["step"]:
             for column in self._columns.values():
                 column.pop()
+        # A new column begins with NaN for the steps before, and a column that this line
+        # lacks gets NaN: all columns have one length.
         num = len(self)
         self.last = line
         for name, value in line.items():
@@ -91,6 +96,8 @@ def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
     parts = {
         name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric
     }
+    # The trainer measures some parts and the controller the step, so the parts may add
+    # up to more.
     total_s = max(seconds_of("perf/step_s"), sum(parts.values())) or 1.0
     shares = {name: part_s / total_s for name, part_s in parts.items()}
     return shares | {"other": max(0.0, 1 - sum(shares.values()))}

@@ -119,7 +119,7 @@ class RunRecord:
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """Raises ConfigError for an invalid run directory."""
+    """Read a run directory, also of a live run. Raises ConfigError if it is invalid."""
     return RunRecord(Path(run_dir))
 
 
@@ -182,6 +182,8 @@ class TrainedRecord:
                 self._faults[line.version] = [*_faults(line)]
                 continue
             self.restored.append(line.restored)
+            # The weights of these steps are gone. Their batches are trained again, in
+            # later lines.
             for version in [
                 version for version in self.batches if version >= line.restored
             ]:
@@ -199,6 +201,8 @@ class TrainedRecord:
                 broken.append(f"the record lacks steps {expected + 1}..{version}")
             broken += self._faults[version]
             for group in batch["group_ids"]:
+                # Each group is trained once. Lines before a restore are gone here, so a
+                # batch that was trained again is no repetition.
                 if (earlier := trained_in.setdefault(group, version)) != version:
                     what = f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
                     broken.append(what)
@@ -225,6 +229,8 @@ class TrainedRecord:
         """Read the trajectories of all steps, of one step, or of one group."""
         lines = {
             line.version: line
+            # The file is read again: only summaries are kept, since the spans of a long
+            # run need much memory. Later lines of a version replace earlier ones.
             for line in read_lines(self.path, [], _FORM)
             if isinstance(line, Line)
             and line.version in self.batches

@@ -127,6 +127,7 @@ def choose(
     found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
     found += [("worst", *entry) for entry in others[:1]]
     others = others[1:]
+    # By step, so that a step that is trained again shows the same rollouts.
     random.Random(f"{seed} {batch.version}").shuffle(others)
     return (found + [("random", *entry) for entry in others])[:num]
 
@@ -191,6 +192,8 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
         }
         part["num_tokens"] = end - first
         if is_sampled:
+            # Only the beginning that _cut keeps has marks: the rest would not fit its
+            # text.
             most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
             ends = token_ends(ids, text, most, decode)
             part["tokens"] = _marks(
@@ -213,6 +216,13 @@ def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list
 
     Several tokens of one character count for the last of them. The rest of a text that
     single tokens do not spell belongs to no token.
+
+    Each token is decoded by itself and searched for within a few characters from the
+    end of the token before. Example: the text "é ok" of four tokens. The first two are
+    the bytes of "é", which decode to U+FFFD and are not found.
+
+        token     byte 1    byte 2    " "    "ok"
+        end       0         1         2      4
     """
     ends: list[int] = []
     end = 0
@@ -220,6 +230,7 @@ def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list
     for token in ids:
         piece = decode([token], skip_special_tokens=False)
         found = text.find(piece, end, end + len(piece) + SLACK)
+        # The text between is of the unknown token before.
         if found > end and is_unknown:
             ends[-1] = found
         is_unknown = found < 0
@@ -238,6 +249,7 @@ def _marks(ends: Sequence[int], logprobs: Sequence[float]) -> str:
     for (start, end), logprob in zip(
         itertools.pairwise([0, *ends]), logprobs, strict=False
     ):
+        # Two digits, so that each token has three characters.
         percent = min(99, int(100 * math.exp(logprob)))
         marks.append(f"{chr(48 + end - start)}{percent:02}")
     return "".join(marks)
@@ -250,12 +262,15 @@ def _mates(
 
     Their texts, cut in the middle, are together about as long as that of `own`.
     """
+    # About four characters are a token; with up to MAX_MATES others of an eighth of the
+    # sample's length each, the group takes as much space as the sample.
     most = max(MATE_CHARS, sum(branch.num_sampled for branch in own) // 2)
     others = [
         rollout
         for rollout in rollouts_of(group)
         if rollout[0].sample_index != own[0].sample_index
     ]
+    # Sorted, so that every n-th rollout below also spans the rewards of a large group.
     others.sort(key=lambda rollout: rollout[0].reward)
     mates: list[Mate] = []
     for rollout in (own, *others[:: 1 + len(others) // MAX_MATES]):
@@ -292,7 +307,9 @@ def _middle_cut(text: str, most: int | None) -> str:
 
 @dataclass
 class SampleWriter:
-    """Raises OSError."""
+    """Writes rollouts of each step, and some failed ones, to samples.jsonl. Raises
+    OSError.
+    """
 
     run_dir: Path
     seed: int
@@ -345,6 +362,7 @@ class SampleWriter:
     ) -> list[ShownRollout]:
         """Write a failed rollout, if few were written since the last step."""
         self._num_failed += 1
+        # A broken reward fails every rollout, and would fill the file with one message.
         if self._num_failed > self.per_step:
             return []
         rollout: Rollout = ()
@@ -445,7 +463,7 @@ def _block(label: str, text: str, most: int | None) -> Iterator[str]:
 def samples_text(
     samples: Sequence[ShownRollout], run_dir: Path, problems: Sequence[str]
 ) -> str:
-    """Raises ConfigError if there are no samples."""
+    """Return the samples as text. Raises ConfigError if there are none."""
     if not samples:
         raise ConfigError(
             f"{run_dir} has no such sample",

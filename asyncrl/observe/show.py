@@ -91,7 +91,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def newest_run(folder: Path = RUNS) -> Path:
-    """Raises ConfigError if there is none."""
+    """Return the run that was written last. Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
         raise ConfigError(
             f"{folder} has no run", way_out="name a RUN_DIR: asyncrl status RUN_DIR."
@@ -117,6 +117,7 @@ def _written_s(run_dir: Path) -> float:
 
 def _run_row(run_dir: Path) -> dict[str, Any]:
     status = read_status(run_dir, [])
+    # From the end, and lazily: `asyncrl runs` reads only the last lines of each run.
     lines = (
         line
         for line in read_metrics(run_dir, [], from_end=True)

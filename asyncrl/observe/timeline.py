@@ -117,9 +117,13 @@ class TimelineWriter:
         self._path = run_dir / TIMELINE_FILE
         self._is_open = False
         self._rows = deque[Row](maxlen=MAX_ROWS)
+        # Spans have the monotonic clock, which starts again with the machine. The file
+        # has the time of day, so that the lives of a resumed run follow each other.
         self._offset_s = time.time() - time.monotonic()
 
     def open(self) -> None:
+        # A resumed run opens it once nothing can refuse the resume any more, since a
+        # refused one changes no file.
         self._is_open = True
         self.flush()
 
@@ -169,9 +173,13 @@ def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
         "SELECT s, what, detail FROM events ORDER BY id"
     ):
         about = json.loads(detail)
+        # The journal has times and the curves have steps: an event belongs to the
+        # number of batches that were taken before it.
         query = "SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= ?"
         (num_taken,) = connection.execute(query, (at_s,)).fetchone()
         if what == "restored":
+            # The batches since the checkpoint. They keep their numbers, so the curve
+            # shows each step once.
             num_again = num_taken - about["version"]
             again = (
                 f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
@@ -210,7 +218,7 @@ def timeline_view(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def write_trace(run_dir: Path) -> Path:
-    """Raises OSError."""
+    """Write the timeline as trace.json, for Perfetto. Raises OSError."""
     trace = trace_of(read_timeline(run_dir, []))
     write_whole(run_dir / TRACE_FILE, json.dumps(trace, separators=(",", ":")))
     return run_dir / TRACE_FILE

@@ -102,6 +102,8 @@ class Callbacks:
             check_call(
                 function, parameters, {}, said=f"{name} of asyncrl.run", usage=usage
             )
+            # The call would return a coroutine that nobody awaits, so nothing would
+            # happen.
             if inspect.iscoroutinefunction(function):
                 what = f"{name} of asyncrl.run is a coroutine function"
                 raise ConfigError(
@@ -112,6 +114,7 @@ class Callbacks:
 
     def tell(self, method: str, *arguments: Any) -> None:
         name, _ = CALLBACKS.get(method, ("", ()))
+        # `close` and the methods that nobody gave a function for.
         if (function := self._functions.get(name)) is None:
             return
         try:
@@ -194,9 +197,13 @@ class Background:
     def tell(self, method: str, *arguments: Any) -> None:
         """Queue a call of every tracker."""
         if self._callbacks is not None:
+            # Here, in the run's own loop, so that an exception ends the run. The thread
+            # below is for clients of others, which must not.
             self._callbacks.tell(method, *arguments)
         if not self._thread.is_alive():
             return
+        # The oldest call goes, not this one: `close`, the last, must arrive. Only the
+        # event loop puts calls, so after this put() never blocks it.
         if self._calls.full():
             with contextlib.suppress(queue.Empty):
                 self._calls.get_nowait()
@@ -221,6 +228,8 @@ class Background:
                 await asyncio.to_thread(thread.join, limit_s - SOON_S)
         finally:
             if thread.is_alive():
+                # Python waits for the threads of such a client at its exit; the command
+                # then calls os._exit.
                 LEFT.extend(self._live)
                 self._warn(
                     f"trackers not done within {limit_s:g} s: {', '.join(self._live)}"
@@ -229,6 +238,8 @@ class Background:
     def _work(self, run: TrackedRun) -> None:
         path = run.run_dir / SENT_FILE
         earlier = read_object(path, [])
+        # `earlier` does not change: several evaluations of a version, and failed and
+        # other samples of a step, share a number, and all of them are sent.
         sent = dict(earlier)
         for name in self._observe.trackers:
             with self._turned_off(name, "start"):
@@ -244,6 +255,8 @@ class Background:
                     if method == "close" or arguments[0] > earlier.get(key, -1):
                         getattr(tracker, method)(*arguments)
                         sent[key] = arguments[0]
+                        # After the call: if the process dies between both, the number
+                        # is sent twice, which is better than never.
                         replace_text(path, json.dumps(sent))
 
     @contextlib.contextmanager
@@ -251,6 +264,7 @@ class Background:
         """Turn the tracker off if it raises."""
         try:
             yield
+        # The run must not end by code that only shows it.
         except BaseException as error:
             # a client's or the user's own, SystemExit included
             self._live.pop(name, None)
@@ -324,6 +338,8 @@ class TensorBoard(_ByStep):
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """Add about a hundred texts per power of ten; indented, so that Markdown shows
         them verbatim.
+
+        Example: each of the steps 1 to 99, then 100, 110, 120 ..., then 1000, 1100 ...
         """
         from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -378,10 +394,14 @@ class Wandb(Tracker):
             config=dict(run.config),
             dir=str(run.run_dir),
             mode=mode,
+            # An offline run cannot be continued. Each start writes another folder, with
+            # the same id.
             resume="allow" if mode == "online" else None,
             allow_val_change=True,
             settings=wandb.Settings(quiet=True, console="off", reinit="create_new"),
         )
+        # Not wandb's own step, which may only grow: an evaluation of an older version
+        # comes after newer steps.
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="policy_version")
 
@@ -418,6 +438,7 @@ class Mlflow(_ByStep):
         if self.uri is not None:
             mlflow.set_tracking_uri(self.uri)
         mlflow.set_experiment(self.experiment)
+        # MLflow makes the ids of runs itself, so ours is a tag.
         found = mlflow.search_runs(
             filter_string=f"tags.`{RUN_TAG}` = '{run.run_id}'", output_format="list"
         )
@@ -430,6 +451,7 @@ class Mlflow(_ByStep):
     def step(self, step: int, metrics: Metrics) -> None:
         import mlflow
 
+        # MLflow refuses a metric whose name has other characters.
         accepted = {
             re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name): value
             for name, value in metrics.items()
@@ -462,6 +484,7 @@ class Trackio(_ByStep):
     def start(self, run: TrackedRun) -> None:
         import trackio
 
+        # Trackio continues a run by its name, and names of folders repeat.
         name = f"{run.name}-{run.run_id[:8]}"
         more: dict[str, Any] = {
             "config": dict(run.config),

@@ -55,6 +55,8 @@ class Reward:
     def was_lost(self) -> bool:
         """True if more than half of a rise is gone."""
         return (
+            # `best` is the largest of many means, so noise lifts it even without a
+            # rise; hence twice the margin.
             self.best - self.first > 2 * self.margin
             and self.last < (self.best + self.first) / 2
         )
@@ -106,6 +108,7 @@ def judge(
         health=tuple(map(str, findings)),
         speed=tuple(
             pace.sentences(
+                # Next to a health alarm a slow part is a symptom (docs/decisions/0030).
                 has_cures=not has_failed and not any(one.is_alarm for one in findings)
             )
         ),
@@ -129,6 +132,7 @@ def _reward_of(steps: Steps) -> Reward | None:
     size = len(rewards[recent(num)])
     size_first = max(1, min(5, num // 2))
     noise = standard_error(rewards, size)
+    # Windows as long as the recent one, each shifted by half its length.
     ends = [*range(size, num, max(1, size // 2)), num]
     best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
     return Reward(
@@ -155,6 +159,8 @@ def _headline(
         return f"Learned: reward rose from {first} to {last}."
     is_certain = any(finding.is_certain for finding in findings)
     reasons = [finding.clause for finding in findings]
+    # These reasons are guesses that fit any run. A short run gets no guess, unless
+    # something certain is wrong.
     reasons += (
         [*_reasons(reward, steps, config)]
         if is_certain or num >= MIN_STEPS_REASONS
@@ -205,6 +211,7 @@ def _gradient_findings(
     """Find steps that cannot move the weights, most serious first."""
     part = recent(len(steps))
     means = steps.values("reward/mean")
+    # Without the metric nothing is proved, so the default is a spread above 0.
     is_constant = not any(steps.values("reward/std") or [1.0]) and len(set(means)) == 1
     equal = steps.mean("reward/equal_fraction", part) or 0.0
     has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
@@ -227,6 +234,7 @@ def _gradient_findings(
         )
         advice = f"check the reward function on a right answer, and read {_samples_of(run_dir)}"
         yield _Finding(clause, advice, is_certain=True, is_alarm=True)
+    # A run that has learned its task also ends with equal rewards.
     elif equal >= 0.8 and not has_risen:
         clause = f"in {equal:.0%} of the groups all answers earned the same reward"
         yield _Finding(

@@ -48,6 +48,10 @@ class Watchdog:
     A daemon thread reports what blocks the loop itself, such as an async reward with
     plain code in it. Code that also keeps Python's global lock is in the stacks that
     faulthandler's timer writes into `log_path`.
+
+    Example: watchdog_s 900, and nothing moves after t = 0. Reports are at 900, 1800 and
+    3600 s. An answer of the trainer at 4000 s is progress, so the next report would be
+    at 4900 s.
     """
 
     settings: SupervisionConfig
@@ -76,6 +80,8 @@ class Watchdog:
         oldest first.
         """
         reported = self.report()
+        # Any change, not only growth: a counter of a process falls when that is
+        # restarted. A start counts as progress because start_timeout_s limits it.
         if reported.marks != self._marks or reported.is_starting:
             self._marks = dict(reported.marks)
             self._moved()
@@ -87,7 +93,9 @@ class Watchdog:
         return waits
 
     async def run(self) -> None:
-        """Raises ComponentError if nothing moves and on_stuck is fail."""
+        """Watch until cancelled. Raises ComponentError if nothing moves and on_stuck is
+        fail.
+        """
         here = (asyncio.get_running_loop(), threading.get_ident())
         threading.Thread(
             target=self._watch_loop, args=here, name="loop watch", daemon=True
@@ -96,6 +104,9 @@ class Watchdog:
             try:
                 while True:
                     due_s = max(self._moved_s + self._delay_s, self._now())
+                    # If the loop itself is blocked, no report comes at due_s.
+                    # faulthandler's timer is a thread in C, which needs no lock of
+                    # Python to write the stacks.
                     blocked_s = due_s - self._now() + self.settings.watchdog_s
                     faulthandler.dump_traceback_later(blocked_s, file=file)
                     await asyncio.sleep(due_s - self._now())
@@ -103,6 +114,8 @@ class Watchdog:
                     self._moved_s += max(0.0, self._now() - due_s)
                     self.look()
                     if self._now() >= self._moved_s + self._delay_s:
+                        # Before _stuck, which compares: if anything moves while it asks
+                        # the children, _moved() sets the delay back.
                         self._delay_s *= 2
                         await self._stuck()
             finally:
@@ -123,6 +136,7 @@ class Watchdog:
                         f"the run has stood still for {8 * part_s:g} s in\n{place_of(thread)}  Way out: move "
                         "such code to a plain function, with task.reward_pool=thread or process."
                     )
+                    # One report for each block, however long it is.
                     ran.wait()
                 ran.clear()
                 time.sleep(part_s)
@@ -130,6 +144,7 @@ class Watchdog:
     async def _stuck(self) -> None:
         children = await self.ask_children()
         waits = self.look()
+        # The status task has looked, too, while the children had time to answer.
         if self._delay_s == self.settings.watchdog_s:  # it has moved
             return
         reported = self.report()
@@ -159,6 +174,7 @@ class Watchdog:
         ]
         text = "\n  ".join(lines)
         log.error("%s\n%s", text, task_stacks())
+        # Also the other threads: a reward in a thread or the journal may be what hangs.
         with self.log_path.open("a", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
         self.tell(text)

@@ -95,6 +95,7 @@ class WebServer:
     ) -> Response:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = (request.query_params.get("key") or bearer).encode(errors="replace")
+        # In constant time: == is faster the earlier a guess of the key is wrong.
         if not hmac.compare_digest(given, self._key.encode()):
             return PlainTextResponse("Wrong or missing key.\n", 401)
         response = await answer(request)
@@ -130,11 +131,14 @@ class LivePage:
 
     async def _newest(self) -> dict[str, Any]:
         """Read the page again if files changed."""
+        # Several browsers share one reading.
         async with self._reading:
             began_s = time.monotonic()
             if began_s >= self._next_s:
                 await asyncio.to_thread(self._read)
                 now_s = time.monotonic()
+                # The longer a run, the longer it is read. A page that polls must not
+                # take a core from the training.
                 self._next_s = now_s + (now_s - began_s) / READ_SHARE
             return self.page
 
@@ -145,6 +149,7 @@ class LivePage:
                 for folder in self._run_dirs
                 for path in sorted(folder.glob("*.json*"))
             )
+            # Sizes and times, not contents: most polls find nothing new.
             seen = [
                 (path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths
             ]
@@ -210,6 +215,7 @@ def _status_key(path: Path) -> str:
     if given := os.environ.get(KEY_ENV):
         return given
     if not path.exists():
+        # In a file, so that Prometheus's config stays valid after a resume.
         write_whole(path, secrets.token_hex(24), is_private=True)
     return path.read_text(encoding="utf-8").strip()
 

@@ -70,6 +70,8 @@ class EvalResult:
                 )
                 for name, value in rollout[0].metrics.items():
                     found[f"task/{name}"].append(value)
+            # Samples of a prompt are not independent, so the standard error counts
+            # prompts: more samples of the same prompts do not make it small.
             means = [fmean(of_prompt) for of_prompt in rewards.values()]
             metrics |= {"eval/reward_mean": fmean(means)}
             metrics |= {f"eval/{name}": fmean(values) for name, values in found.items()}
@@ -110,6 +112,11 @@ class HeldOut:
         """Version evaluated last, or due."""
 
     def is_next(self, version: int) -> bool:
+        """Return whether `version` is due.
+
+        Example: every 10 with at_start, and the versions 0, 4, 11, 12 and 20 are
+        published, since pushes skip versions: 0, 11 and 20 are due.
+        """
         every = self.config.every
         is_due = version >= self.last or version // every > self.newest // every
         return is_due and self.newest < self.last
@@ -144,7 +151,11 @@ class HeldOut:
             runner.run(each, slots=slots, order=(place,))
             for place, each in enumerate(attempts)
         )
+        # return_exceptions: all rollouts have ended before an error is raised.
+        # Otherwise the others would sample on.
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
+        # The agent saw an error of the engine, and its rollout failed or got a low
+        # reward. Neither measures the policy.
         if self.broken:
             raise self.broken[0]
         samples = list[tuple[str, Rollout]]()
@@ -259,6 +270,9 @@ class Evaluation:
         if not due:
             return
         is_last = version >= due[0].last
+        # One version may wait. A version that comes during an evaluation is skipped, so
+        # that the delay does not grow. Only the last one is kept, in place of the one
+        # that waits.
         if self._pending is not None or (self.stats.state != "idle" and not is_last):
             self.stats.skipped += len(
                 self._pending.due if self._pending is not None and is_last else due
@@ -266,6 +280,8 @@ class Evaluation:
             if not is_last:  # it replaces a waiting version
                 return
         if not self.is_fetched:
+            # A hard link costs no copy and outlives the export. The trainer deletes all
+            # but its two newest files v*.safetensors, so the name must not match.
             path = self.folder / f"eval-{version}.safetensors"
             os.link(manifest.path, path)
             manifest = manifest.model_copy(update={"path": str(path)})
@@ -280,16 +296,20 @@ class Evaluation:
                     await self._changed.wait_for(lambda: self._pending is not None)
                 pending = self._pending
                 assert pending is not None
+                # Nothing is awaited before _evaluate sets the state, so wait_released
+                # sees the evaluation at every moment.
                 self._pending = None
                 await self._evaluate(pending)
                 self._changed.notify()
         finally:
+            # The link keeps a whole export in memory or on the disk.
             self._drop()
 
     async def wait_released(self) -> None:
         def is_held() -> bool:
             return self._pending is not None or self.stats.state == "sampling"
 
+        # An eval engine keeps its weights and delays no push.
         if self.target is not None or not is_held():
             return
         clock = asyncio.get_running_loop().time
@@ -316,6 +336,7 @@ class Evaluation:
             self.on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
+        # First: _sample reports no late evaluation while the state is off.
         self.stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -332,6 +353,7 @@ class Evaluation:
                 await self._sample(held_out, pending.version, start_s)
                 start_s = asyncio.get_running_loop().time()
         except ComponentError as error:
+            # Training needs the rollout engines. An eval engine costs only evaluations.
             if self.target is None:
                 raise
             self.give_up(error)
@@ -386,6 +408,7 @@ class Evaluation:
             ):
                 async with within(timeout_s, partial(PublishError, self.name, late)):
                     loaded = (manifest.version, await self.target.prepare(manifest))
+                    # As in a push: other bytes than the trainer's are never committed.
                     if loaded == sent:
                         report = await self.target.commit(*sent, "abort")
                         loaded = (report.version, report.digest)

@@ -46,7 +46,12 @@ OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
 @dataclass(slots=True, eq=False)
 class RunningGroup:
-    """An admitted group: new, or of a killed run."""
+    """An admitted group: new, or of a killed run.
+
+    `failures`: (number of attempts, reason) by sample_index, with 0 attempts for a
+    prompt that can never be sampled. `sampled`: the rollouts that have all their
+    tokens, also those that are being scored.
+    """
 
     ticket: Ticket
     prompt: Prompt
@@ -67,8 +72,11 @@ class RunningGroup:
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
+        # One rollout has no sibling to compare its reward with. Groups of one are the
+        # user's choice.
         if len(self.rollouts) < min(2, self.size):
             return None
+        # By sample_index: the batch must not depend on which rollout ended first.
         branches = tuple(
             branch for _, rollout in sorted(self.rollouts.items()) for branch in rollout
         )
@@ -139,6 +147,9 @@ class Producers:
     def filling(self) -> str:
         """Describe the next batch: the ready groups, then the running groups with most
         ended rollouts.
+
+        Example: a batch has 2 groups of 8 rollouts. One group is ready, and two run
+        with 5 and 3 ended rollouts: 13 of 16.
         """
         rule = self.sink.rule
         size = self.config.group_size
@@ -170,8 +181,13 @@ class Producers:
             try:
                 ticket = self.sink.admit_nowait()
             except WouldWait:
+                # A ticket ages from its admission, so it is asked for only with a slot
+                # at hand. During this wait a retried rollout may take the slot: begin
+                # again.
                 await self.sink.wait_open()
                 continue
+            # Which ticket a failed prompt gets must not depend on the moment of its
+            # failure. With tickets of the same version it would.
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
                     self.source.requeue_nowait(prompt)
@@ -184,6 +200,9 @@ class Producers:
             await asyncio.sleep(0)  # a new version may admit thousands
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
+        """Start the rollouts that an admitted group lacks: all of a new group, the rest
+        of a killed run's group.
+        """
         ticket = unfinished.ticket
         group_id = ticket.group_id
         rollouts = dict(unfinished.rollouts)
@@ -194,9 +213,12 @@ class Producers:
         self._groups[group_id] = group
         for index in group.to_run:
             name = f"g{group_id}/r{index}"
+            # The oldest group goes first: its deadline is the earliest, and its
+            # siblings have begun to age.
             order = (ticket.start_version, group_id, index)
             # before the task's first step: charged at once
             self._slots.ask_nowait(name, order)
+            # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
                 name, group_id, group.prompt, index, number, partial, self.journal
@@ -211,6 +233,7 @@ class Producers:
             self._complete(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
+        """Repeat a prompt of a killed run in a ticket above `start_version`."""
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
@@ -242,6 +265,11 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
+        """Notify the buffer when a group only waits for rewards, or samples again.
+
+        With `mask` the buffer then gives up a group whose tokens are all too old. To
+        wait for its rewards first would hold an admission for nothing.
+        """
         group_id = group.ticket.group_id
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
@@ -262,6 +290,8 @@ class Producers:
         outcome = await self.runner.run(
             attempt, slots=self._slots, order=order, on_phase=on_phase
         )
+        # The buffer has revoked the group, and its prompt is in use again: this outcome
+        # must not count.
         if self._groups.get(group_id) is not group:
             return
         if isinstance(outcome, FailedRollout):
@@ -279,6 +309,7 @@ class Producers:
         if not group.to_run:
             self._complete(group)
         elif isinstance(outcome, FailedRollout):
+            # The failed rollout may have been the last of its group that sampled.
             self._on_phase(group, index, "scoring")
 
     def _complete(self, running: RunningGroup) -> None:
@@ -288,6 +319,8 @@ class Producers:
         del self._groups[group_id]  # first: the buffer may revoke the group now
         group = running.group()
         if group is not None:
+            # Another prompt succeeds, so the model and the reward work: the prompts
+            # that failed may be tried again.
             self._failed_in_a_row = 0
             self._returning += self._set_aside
             self._set_aside.clear()
@@ -305,6 +338,7 @@ class Producers:
         # a requeued prompt may itself be the cause
         self._failed_in_a_row += not prompt.num_requeued
         reason = running.why_failed()
+        # After 0 attempts no later try can succeed either.
         may_succeed = all(num_attempts for num_attempts, _ in running.failures.values())
         again = self._end_unused(
             group_id, "failed", prompt, reason, may_succeed=may_succeed
@@ -327,10 +361,14 @@ class Producers:
         *,
         may_succeed: bool,
     ) -> Prompt | None:
-        """Return the prompt, or None if it is given up."""
+        """Journal the end of a group that no batch uses. Return its prompt to repeat,
+        or None if it is given up.
+        """
         again = None
         num_requeued = None
         if may_succeed and prompt.num_requeued < self.config.max_requeues:
+            # A part of every seed (Prompt.seed_id): the same tokens would fail, or be
+            # late, again.
             num_requeued = prompt.num_requeued + 1
             again = replace(prompt, num_requeued=num_requeued)
         else:

@@ -59,6 +59,8 @@ def derive_seed(
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:
         parts.append(f"attempt {attempt}")
+    # Not hash(), whose value for a text differs between processes: a resumed run needs
+    # the same seeds. The separator keeps 1, 23 and 12, 3 apart.
     key = "\x1f".join(parts)
     return (
         int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
@@ -73,13 +75,23 @@ class Slots:
 
     Invariant: no rollout waits while a slot is free; the smallest `order` is next.
         Shrinking revokes nothing.
+
+    Example: capacity 2.
+
+        g0/r0 and g0/r1 ask           both hold a slot
+        g0/r2 asks                    it is queued
+        g0/r0 gives back              g0/r2 holds the slot; wait_spare sleeps on
+        g0/r1 gives back              nothing is queued: wait_spare returns, and the
+                                      producers may admit group 1
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        # By rollouts that hold or want a slot; done once they hold it.
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
-        # heap; other names are skipped
+        # A heap. A name that has left stays until it is popped, since removing it would
+        # cost a pass over the heap; _hand_out skips it.
         self._queue: list[tuple[tuple[int, ...], str]] = []
         self._spare = Signal()
 
@@ -126,11 +138,18 @@ class Slots:
                 if not self._asked[name].done():
                     self._asked[name].set_result(None)
         if self.num_held < self.capacity:
+            # The queue is empty here, so rollouts of admitted groups, retries included,
+            # precede new groups.
             self._spare.notify()
 
 
 class RolloutClock:
-    """Time budget of a rollout over all attempts."""
+    """Time budget of a rollout over all attempts. It stands still between hold() and
+    resume() or start().
+
+    Example: 600 s. An agent waits 300 s for a worker (held), runs 200 s and fails; its
+    retry has 400 s.
+    """
 
     _limit = asyncio.Timeout(None)  # until start()
 
@@ -142,6 +161,7 @@ class RolloutClock:
         return self._limit
 
     def hold(self) -> None:
+        # A limit that has fired cannot be moved: asyncio raises RuntimeError.
         if self._limit.expired():
             self.left_s = 0.0
         elif (when_s := self._limit.when()) is not None:
@@ -149,6 +169,8 @@ class RolloutClock:
             self._limit.reschedule(None)
 
     def resume(self) -> None:
+        # The queue calls this for each worker that gets the item. A clock that runs
+        # already must not get its time back.
         if (
             self.left_s is not None
             and self._limit.when() is None
@@ -165,6 +187,9 @@ class RolloutAttempt:
     `seen` returns the tokens so far, or raises RolloutFailure. `num_spent` counts them,
     without those of a killed run. `num_kept`: tokens in the journal's unfinished
     completion.
+
+    The generator sets `seen` and `num_spent` while it samples: an attempt that fails or
+    is cancelled returns nothing, and its tokens must still be counted and shown.
     """
 
     rollout_id: str
@@ -190,7 +215,15 @@ class RolloutAttempt:
             self.num_kept = partial.tokens.num_sampled
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
-        """A cancelled attempt (None) keeps its completion for a resume."""
+        """Journal the sampled tokens that are in no trajectory, each once.
+
+        A cancelled attempt (None) keeps its completion for a resume. Example: of 300
+        tokens the journal has a completion of 200.
+
+            finished with 300     none is lost
+            cancelled             100; a resume continues from the 200
+            failed                100, and 200 when the journal drops the completion
+        """
         num_lost = self.num_spent() + (
             0 if self.partial is None else self.partial.tokens.num_sampled
         )
@@ -259,10 +292,14 @@ class RolloutRunner:
         attempt.clock = RolloutClock(self.timeout_s)
         try:
             while True:
+                # Producers have asked for a first attempt; evaluations and retries do
+                # it here. By its old order a retry precedes newer groups.
                 slots.ask_nowait(attempt.rollout_id, order)
                 outcome: Rollout | RolloutFailure | None = None
                 try:
                     await slots.wait(attempt.rollout_id)
+                    # Status and watchdog show the age from here: a queued rollout is
+                    # not a slow one.
                     self.started_s.setdefault(
                         attempt.rollout_id, asyncio.get_running_loop().time()
                     )
@@ -277,12 +314,15 @@ class RolloutRunner:
                 log.warning(
                     "%s attempt %s failed: %s", attempt.rollout_id, tries, outcome
                 )
+                # No retry can help; producers give up a prompt with 0 attempts.
                 if isinstance(outcome, PromptUnusable):
                     num_attempts = 0
                 if not 0 < num_attempts <= self.retries or attempt.clock.left_s == 0.0:
                     return FailedRollout(
                         attempt.sample_index, num_attempts, outcome, attempt.seen
                     )
+                # replace() also resets seen, num_spent and num_kept, which are of one
+                # attempt.
                 attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
                 on_phase("sampling")
@@ -298,6 +338,8 @@ class RolloutRunner:
             async with limit:
                 try:
                     score = await self._generator.sample(attempt)
+                    # A reward or a judge may take long, and needs no sequence of an
+                    # engine.
                     slots.give_back_nowait(attempt.rollout_id)
                     on_phase("scoring")
                     rollout = await score()
@@ -306,11 +348,14 @@ class RolloutRunner:
             if not all(branch.tokens.spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
+        # A broken part of the run says nothing about this rollout, so it must not
+        # become data.
         except ComponentError:
             raise
         except RolloutFailure as failure:
             return failure
         except Exception as error:
+            # User code raises TimeoutError too. Only our limit has expired.
             if isinstance(error, TimeoutError) and limit.expired():
                 what = (
                     f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
@@ -351,7 +396,9 @@ class SingleTurn:
         return ids
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raises RolloutFailure if the prompt is too long or refused."""
+        """Sample one completion. Raises RolloutFailure if the prompt is too long or
+        refused.
+        """
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self._prompt_ids(prompt)
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
@@ -378,6 +425,7 @@ class SingleTurn:
                 seed=derive_seed(
                     self.run_seed, prompt.seed_id, index, 0, attempt.attempt
                 ),
+                # Siblings share the prompt, so they prefer the engine that has read it.
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,
@@ -419,8 +467,8 @@ class HarnessGenerator:
     on_overflow: OnOverflow = "truncate"
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raises RolloutFailure if the harness or its worker fails, or nothing can be
-        trained on.
+        """Let a worker run the harness, and end the session. Raises RolloutFailure if
+        the harness or its worker fails, or nothing can be trained on.
         """
         prompt, index, name = attempt.prompt, attempt.sample_index, attempt.rollout_id
         scorer = self.scorers.of(prompt)
@@ -429,6 +477,8 @@ class HarnessGenerator:
             prompt_id=prompt.seed_id,
             sample_index=index,
             attempt=attempt.attempt,
+            # The calls of an agent extend each other, so they prefer the engine that
+            # has their prefix. Siblings may use other engines.
             route_key=name,
             shows_special=scorer.shows_special,
         )
@@ -446,6 +496,8 @@ class HarnessGenerator:
             ends = f"the rollout failed: {failure.what}"
             raise
         finally:
+            # Before score(), which reads the session: calls that the agent left running
+            # would still change it.
             session.end_nowait(ends)
 
         async def score() -> Rollout:
@@ -488,7 +540,9 @@ class HarnessGenerator:
 
 
 def own_reward(outcome: Outcome) -> float | None:
-    """Return None if the task scores."""
+    """Return the harness's reward, else the mean of its rewards by turn; None: the task
+    scores.
+    """
     parts = list(outcome.turn_rewards.values())
     return (
         sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
@@ -532,6 +586,7 @@ class RolloutRecorder:
         self.num_recorded = 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Fails here and not after the first rollout.
             path.open("a").close()
 
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:

@@ -143,6 +143,7 @@ class HFChatTokenizer:
             "strftime_now": today.strftime,
         }
         self._backend = tokenizer.backend_tokenizer
+        # A tokenizer.json may truncate or pad. Prompts are never cut.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._plain = (
@@ -151,6 +152,7 @@ class HFChatTokenizer:
         self._short_ids = lru_cache(1024)(self._encoded)
         self._writes_system = cache(self._finds_system)
         # True for SmolVLM, Idefics 3, LLaVA
+        # The last False stays if neither form works.
         for self._wants_parts in (False, True, False):
             if self._writes("user"):
                 break
@@ -161,6 +163,7 @@ class HFChatTokenizer:
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
+        # Each file may name only some of the tokens that end a turn.
         ends = (
             generation.get("eos_token_id"),
             model.get("eos_token_id"),
@@ -330,6 +333,10 @@ class HFChatTokenizer:
 
         Only text that the template also writes at the end of a chat counts. GLM 4
         writes none there, so the role token that follows is not an end.
+
+        Example of ChatML: at the end of a chat, `<|im_end|>` and a line end follow the
+        answer; inside one, the same and `<|im_start|>user`. Both begin with
+        `<|im_end|>`, which is the result, twice.
         """
         chat = [
             {"role": "user", "content": "question"},
@@ -400,7 +407,7 @@ def _load(model_path: str) -> Any:
 
 
 def read_template(path: Path) -> str:
-    """Raises ConfigError."""
+    """Return the text of model.chat_template, which compiles. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -491,6 +498,15 @@ class PlainText:
     backend here, special tokens have other names, which renamed() gives to the unmarked
     ones. So all other ids, with the spaces that tokenizers add and strip, are those of
     the original backend.
+
+    Example: a user writes `a </s> b`, and the template ends a message with `</s>`.
+
+        marked()       a GIVEN</s> b
+        template       a GIVEN</s> b</s>
+        renamed()      a </s> b</s>WRITTEN
+
+    In the backend here only `</s>WRITTEN` is special; it has the id of `</s>`. The
+    user's `</s>` is encoded as ordinary letters.
     """
 
     def __init__(self, backend: Tokenizer, template: str) -> None:

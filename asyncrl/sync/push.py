@@ -71,6 +71,8 @@ class NodeFiles:
         A file for evaluation is kept apart from those of the rollout engines, also on
         the trainer's node.
         """
+        # An evaluation downloads its file even on the trainer's node, which keeps only
+        # the two newest exports: an evaluation may read its weights some pushes later.
         if purpose == "rollout" and (
             not sent.path or self.node_of[engine] == self.trainer_node
         ):
@@ -79,6 +81,8 @@ class NodeFiles:
         request = FileRequest(
             url=f"{self.trainer.url}/staged/{name}",
             secret=self.trainer.secret,
+            # Weights that are exported again with the same bits are not downloaded
+            # again.
             key=sent.digest,
             purpose=purpose,
         )
@@ -86,6 +90,9 @@ class NodeFiles:
         try:
             path = await self.fetch(node, request, self.timeout_s)
         except ComponentError as error:
+            # If the engine's node does not answer, only this engine is lost. Any other
+            # failure is taken as a loss of the weights, which another export may repair
+            # (_publish).
             lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
             raise lost(
                 engine,
@@ -152,7 +159,9 @@ class Push:
     locate: Locate = in_place
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
-        """Raises PublishError."""
+        """Load an export on all live engines, compare the digests, then commit. Raises
+        PublishError.
+        """
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -165,6 +174,9 @@ class Push:
             )
             return await target.prepare(located)
 
+        # The engines sample on with their old weights, and none swaps before all
+        # digests are right. With nccl an engine receives only in its commit, and
+        # compares there.
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
         note_span("weight sync", "prepare", start, clock(), self.version)
@@ -177,6 +189,8 @@ class Push:
         clock = asyncio.get_running_loop().time
         began = clock()
         sent: list[ExportChunkResponse] = []
+        # One chunk at a time: export_chunk overwrites the memory of the chunk before,
+        # so every engine must have copied that one.
         while not sent or not sent[-1].is_last:
             chunk = await trainer.export_chunk(self.version, len(sent))
             sent.append(chunk)
@@ -219,6 +233,9 @@ class Push:
                 )
             return report
 
+        # A process that started after phase one has nothing to commit; its refusal
+        # would end the run. bring_up leaves is_down at the default, because its own
+        # engine counts as down until it serves.
         targets = [target for target in self.live if not self.is_down(target.name)]
         reports = await self._on(targets, "commit", commit)
         served = dict[str, str]()
@@ -229,6 +246,7 @@ class Push:
             pause_s = max(pause_s, report.pause_s)
             num_interrupted += report.num_interrupted
         self._check_digests("serves", served, f"{digest} of version {self.version}")
+        # Engines that were lost since phase one get the version from bring_up.
         self.live = [target for target in self.live if target.name in reports]
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
         # Time-shared engines decode nothing during a push.
@@ -255,6 +273,8 @@ class Push:
         doing = f"{phase} of policy_version {self.version}"
 
         async def on_engine(target: EngineClient) -> None:
+            # A silent engine counts as lost, and its supervisor replaces it. Without
+            # the limit it would hold back every later version.
             late = EngineLost(
                 target.name,
                 f"did not {phase} version {self.version} within weight_sync.timeout_s={self.timeout_s} s",
@@ -270,8 +290,12 @@ class Push:
                 self.live = [engine for engine in self.live if engine is not target]
 
         calls = [on_engine(target) for target in targets]
+        # return_exceptions: every call has ended before an error is raised. Otherwise
+        # other engines would still load or swap while the next push begins.
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
+            # The state of an engine that answers with an error is unknown, so the run
+            # ends. Lost engines never get here, and lost weights are exported again.
             if isinstance(outcome, ComponentError) and not isinstance(
                 outcome, WeightsLost
             ):
@@ -331,6 +355,8 @@ class Publisher:
     """When time-shared, all of publish_s is a pause."""
 
     def __post_init__(self) -> None:
+        # Supervisors change it at any time, also while a push waits. So a push takes a
+        # copy of `_live` at its start and asks is_down again before it commits.
         self._down: set[str] = set()
 
     @property
@@ -381,7 +407,9 @@ class ColocatedPush(Publisher):
     _pushed: tuple[ExportResponse, PushReport] | None = None
 
     async def push(self) -> TransferStats:
-        """Raises PublishError, or the errors of the trainer's client."""
+        """Send the trainer's weights to all awake engines; announce() follows. Raises
+        PublishError, or the errors of the trainer's client.
+        """
         version = self.trainer.policy_version
         push = self._push(version, self._live, self.on_lost)
         report, manifest = await push.chunks(self.trainer)
@@ -392,6 +420,8 @@ class ColocatedPush(Publisher):
         )
 
     async def announce(self) -> None:
+        # Not a part of push(), which is one phase of a handover: the version is served
+        # only after the last phase.
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
         self.version = manifest.version
@@ -439,6 +469,8 @@ class PushLoop(Publisher):
         self._is_first_push_due = False
         self._is_pushing = False
         self._exported_version = 0
+        # The trainer's num_restarts when its weights were last lost; -1: they were not
+        # lost since the last announcement.
         self._restarts_at_loss = -1
         self._num_restarts = 0
         """Restarts of the trainer before it exported the announced weights."""
@@ -453,6 +485,9 @@ class PushLoop(Publisher):
                 f"a policy_version above {self._exported_version}", on="the train loop"
             ):
                 newest = await self.trainer.wait_version_above(self._exported_version)
+            # From here on the train loop waits for no copy to begin
+            # (wait_exported_or_busy): an evaluation, or bring_up with the lock, may
+            # delay this push for long.
             self._set_pushing(True)
             await self.wait_released()
             async with contextlib.AsyncExitStack() as exclusive:
@@ -462,6 +497,8 @@ class PushLoop(Publisher):
                     await exclusive.enter_async_context(self._lock)
                 if newest <= self._exported_version:
                     continue  # bring_up has published it
+                # `newest` is only a lower bound: the trainer may have trained on during
+                # the waits, and exports its newest weights.
                 manifest, export_s = await self._export(newest)
                 if not self.is_held:
                     # A new file harms no reader, so engines could be brought up until
@@ -474,6 +511,8 @@ class PushLoop(Publisher):
         """Give an engine with a new process the announced weights. Raises EngineLost or
         PublishError.
         """
+        # A new process has the initial weights. After a resume these are too old, so
+        # the engine waits until there is something to bring.
         await self._changed.wait_for(
             lambda: self._announced is not None or not self._is_first_push_due
         )
@@ -492,6 +531,8 @@ class PushLoop(Publisher):
                 push = self._push(manifest.version, targets, lost.append)
                 try:
                     await push.whole(manifest)
+                # The supervisor starts the engine again, and the next try gets the
+                # weights that the trainer has then.
                 except WeightsLost as gone:
                     raise EngineLost(
                         name,
@@ -501,6 +542,8 @@ class PushLoop(Publisher):
                     ) from gone
                 if lost:
                     raise lost[0]
+            # Under the lock: a push that began before this line would leave the engine
+            # out, and the engine would then serve an older version.
             self._down.discard(name)
 
     async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
@@ -508,21 +551,26 @@ class PushLoop(Publisher):
         Raises EngineLost.
 
         If only the new engine had it, a second push of the same version could follow
-        with other bits:
+        with other bits. Example:
 
-            version 1 is announced; the trainer is restarted, trains version 2, and a
-            new engine gets it the trainer is restarted again, and trains version 2 with
-            other bits the push of version 2 fails on the new engine: versions only grow
+        1. Version 1 is announced. The trainer is restarted and trains version 2, which
+           a new engine gets.
+        2. The trainer is restarted again, and trains version 2 with other bits.
+        3. The push of version 2 fails on the new engine, because versions only grow.
         """
         lost: list[EngineLost] = []
 
         def note(error: EngineLost) -> None:
+            # The supervisor of this engine is waiting in bring_up, which raises the
+            # loss to it. Other supervisors are notified by on_lost.
             if error.component == name:
                 lost.append(error)
             else:
                 self.on_lost(error)
 
         self._down.discard(name)
+        # run() may be waiting for the lock to push this very version; it must not push
+        # it again.
         self._exported_version = manifest.version
         await self._publish(manifest, 0.0, note)
         if not lost and self.version < manifest.version:
@@ -563,8 +611,12 @@ class PushLoop(Publisher):
     async def _export(self, newest: int) -> tuple[ExportResponse, float]:
         clock = asyncio.get_running_loop().time
         start = clock()
+        # The train loop waits until the copy has begun: if the next step went first,
+        # the export would have to wait for its end.
         self._set_pushing(False)
         before = self._exported_version
+        # Set before the copy is complete, so that the next step overlaps it. The
+        # trainer changes no weight before the copy is complete (docs/decisions/0021).
         self._exported_version = await self._limited(newest, self.trainer.begin_export)
         self._set_pushing(True)
         manifest = await self._limited(newest, self.trainer.export)
@@ -577,6 +629,7 @@ class PushLoop(Publisher):
     async def _publish(
         self, manifest: ExportResponse, export_s: float, on_lost: OnLost | None = None
     ) -> None:
+        # Read before the push, because the trainer may be restarted during it.
         num_restarts = self.trainer.num_restarts
         push = self._push(
             manifest.version,
@@ -590,13 +643,19 @@ class PushLoop(Publisher):
             if self._restarts_at_loss == num_restarts:
                 raise  # second failure of the same trainer process
             self._restarts_at_loss = num_restarts
+            # The trainer's version is now above this number, so run() exports again at
+            # once. Until then the engines serve the old version.
             self._exported_version = self.version
             return
+        # Also without a live engine: nothing samples then, and engines that come back
+        # get this version before they serve.
         self._announced = manifest
         self._num_restarts = num_restarts
         self._restarts_at_loss = -1
         self.version = manifest.version
         self.report = replace(report, publish_s=export_s + report.publish_s)
+        # First admit new groups: on_published may take the time of a download for an
+        # evaluation.
         self.on_served(manifest.version)
         await self.on_published(manifest)
 
@@ -617,6 +676,8 @@ class PushLoop(Publisher):
             try:
                 async with within(self.timeout_s, lambda: late):
                     return await call()
+            # A restart may have used up the limit. Only a trainer that was up all the
+            # time is late.
             except PublishError:
                 if self.trainer.is_up and self.trainer.num_restarts == num_restarts:
                     raise

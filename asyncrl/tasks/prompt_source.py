@@ -38,6 +38,10 @@ class Epochs:
 
     An epoch whose first draw is at policy_version v uses groups that started before v;
     at max_staleness 0 timing has no influence.
+
+    Example by difficulty: mean rewards 0.5, 0.9 and 1.0 give the probabilities 1, 0.36
+    and 0.1 (FLOOR). So of three such prompts, about 1.5 are in an epoch: `texts` has
+    them as bits, and `_ends` has 2 if two were chosen. Draw 2 then begins epoch 1.
     """
 
     def __init__(
@@ -57,8 +61,9 @@ class Epochs:
         self._ends = list[int]()
 
     def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
-        """`version`: start of the draw's group (None: later than all). Return the epoch
-        for load_epoch if one sampled by difficulty begins.
+        """Prepare for a draw: choose its epoch by difficulty, if it begins one, and
+        return it for load_epoch. `version`: start of the draw's group (None: later than
+        all).
         """
         if not self.by_difficulty:
             return None
@@ -68,6 +73,8 @@ class Epochs:
             for index, reward in self._later.pop(earlier):
                 self._sums[index] += reward
                 self._counts[index] += 1
+        # The draw is within an epoch that was chosen already. Later rewards count for
+        # the next one: an epoch never changes once its prompts are journaled.
         if self._ends and draw < self._ends[-1]:
             return None
         epoch = len(self.texts)
@@ -102,8 +109,11 @@ class Epochs:
         probability = np.where(
             self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean))
         )
+        # The 1 separates these draws from those of the epoch's order.
         drawn = np.random.default_rng([self.seed, epoch, 1]).random(self.num_prompts)
         chosen: Bools = drawn < probability
+        # An empty epoch could not supply the draw that begins it. The prompt that came
+        # closest is in it in any case, and changes nothing if any was chosen.
         chosen[np.argmin(drawn / probability)] = True
         return chosen
 
@@ -202,6 +212,8 @@ class PromptSource:
         """num_requeued by prompt id."""
 
     def next_nowait(self, version: int | None = None) -> Prompt:
+        # The smallest place first, not the prompt that returned first: which group
+        # ended first depends on timing, and the order of prompts must not.
         if self.requeued:
             prompt_id = min(self.requeued, key=_place_of)
             return self.make_again(prompt_id, self.requeued.pop(prompt_id))
@@ -209,6 +221,8 @@ class PromptSource:
         name, number = self._rota[place]
         number += cycle * self._shares[name]
         task = self._tasks[name]
+        # Recorded before its first prompt is drawn. A resume cannot repeat the choice,
+        # which depended on the groups that had ended at this moment.
         if (epoch := task.epochs.reach_nowait(number, version)) is not None:
             self._on_epoch(name, *epoch)
         self.num_drawn += 1
@@ -296,6 +310,15 @@ def make_rota(shares: Mapping[str, int]) -> list[tuple[str, int]]:
     Draw k of a task with share s lies between k / s and (k + 1) / s of the cycle; the
     earliest end is next. So each task stays within one draw of its share (Pfair,
     https://doi.org/10.1007/BF01940883).
+
+    Example: shares a: 2 and b: 3 make a cycle of 5 places.
+
+        place   begun, with its end     next
+        0       a0 (2.5), b0 (1.7)      b0
+        1       a0 (2.5), b1 (3.3)      a0
+        2       a1 (5), b1 (3.3)        b1
+        3       a1 (5), b2 (5)          a1, by name
+        4       b2 (5)                  b2
     """
     size, rota = sum(shares.values()), list[tuple[str, int]]()
     drawn = dict.fromkeys(shares, 0)

@@ -23,6 +23,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 
+# Three digits of exponent at most, as _gold writes the number out in full.
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
@@ -110,7 +111,9 @@ def call(
 
 
 async def call_async(value: Awaitable[Any]) -> Reward:
-    """Raises UserCodeFailed; cancellation passes."""
+    """Return the reward of an async function. Raises UserCodeFailed; cancellation
+    passes.
+    """
     with user_code(asyncio.CancelledError):
         return as_reward(await value)
 
@@ -127,6 +130,7 @@ def as_reward(value: Any) -> Reward:
             f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}"
         )
     reward = float(number)
+    # Not `abs(reward) > ...`, which is false for nan.
     if not abs(reward) <= LARGEST_NUMBER:
         raise UserCodeFailed(
             f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most"
@@ -174,6 +178,7 @@ def reference_text(answer: Any) -> str:
     return str(answer)
 
 
+# The rollouts of a group share one reference answer.
 @lru_cache(maxsize=4096)
 def _gold(answer: str) -> tuple[Any, ...]:
     """Parse the reference answer, after #### if any (GSM8K).

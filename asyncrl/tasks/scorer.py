@@ -36,6 +36,8 @@ from asyncrl.tasks.sources import build_score
 from asyncrl.tasks.task import PromptTask
 
 logger = logging.getLogger(__name__)
+# A new process imports the user's module, for example torch, before its first call.
+# That is not the reward's time.
 START_LIMIT_S = 120.0
 
 
@@ -137,7 +139,9 @@ class TaskScorer:
             return call(*arguments)
 
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
-        """Raises RewardFailure (data), or TaskError (ends the run)."""
+        """Return the reward of a completion. Raises RewardFailure (data), or TaskError
+        (ends the run).
+        """
         if not self.has_score:
             raise no_reward(prompt)
         self._calls.check()
@@ -154,6 +158,8 @@ class TaskScorer:
                     reward = self._timed(self._score, prompt, text, asked)
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
+                # The call of an async function only made its coroutine. It runs in this
+                # loop, so its waits occupy no reward worker.
                 if isinstance(reward, float):
                     return reward
                 async with self._within_limit():
@@ -181,6 +187,8 @@ class TaskScorer:
             called.add_done_callback(asyncio.Future.exception)
             try:
                 async with self._within_limit():
+                    # A thread cannot be cancelled. The shield keeps the future, by
+                    # which a call that is still running after its limit is counted.
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
@@ -219,11 +227,12 @@ class ProcessPool:
             max_workers=self._config.reward_workers,
             initializer=_start,
             initargs=(self._config, self._seed),
+            # A fork would copy locks that other threads of the controller hold.
             context=multiprocessing.get_context("spawn"),
         )
 
     async def run(self, prompt: Prompt, text: str, sampled: Completion) -> Reward:
-        """Raises UserCodeFailed."""
+        """Return the reward that a process computes. Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -232,6 +241,8 @@ class ProcessPool:
             UserCodeFailed, f"did not start in a process within {START_LIMIT_S} s"
         )
         try:
+            # pebble counts its timeout from when a process takes the call. Until then
+            # only this limit holds.
             async with within(timeout_s + START_LIMIT_S, late):
                 future = pool.schedule(
                     _work, args=(prompt, text, sampled), timeout=timeout_s
@@ -244,6 +255,7 @@ class ProcessPool:
                 f"ended its process (exit code {error.exitcode})"
             ) from error
         except RuntimeError as error:  # includes BrokenProcessPool
+            # All open calls of a broken pool fail with this. The first one replaces it.
             if pool is self._pool:
                 self._pool = self._make()
                 await self.end(pool)
@@ -263,9 +275,12 @@ _built: RewardFunction | BaseException
 def _start(config: TaskConfig, seed: int) -> None:
     global _built
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A controller that is killed cannot end its pool.
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     try:
         _built = build_score(config, seed)
+    # Kept for _work: there it fails a rollout with its text, while an error here would
+    # only end the process.
     except BaseException as error:  # user code may raise anything
         _built = error
 

@@ -46,7 +46,9 @@ Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 def build_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
 ) -> PromptTask:
-    """`load_taskset` is required for task.verifiers. Raises ConfigError."""
+    """Return the task of a config, with its data read. `load_taskset` is required for
+    task.verifiers. Raises ConfigError.
+    """
     if config.verifiers:
         assert load_taskset is not None, "task.verifiers needs the run's environment"
         return VerifiersTask(load_taskset(), size=config.size)
@@ -73,6 +75,7 @@ def build_task(
 
 def build_score(config: TaskConfig, seed: int) -> RewardFunction:
     """Build only the score function."""
+    # Each reward process builds this, and must not read all rows into its memory.
     if config.files is not None or config.dataset is not None or config.verifiers:
         return reward_function(config)
     return build_task(config, seed).score
@@ -96,6 +99,7 @@ def look_at_task(
             f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub",
         )
     task = build_task(config, seed)
+    # Only because it refuses a task without prompts.
     TaskPrompts(task, seed=seed, shuffle=config.shuffle)
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
@@ -129,7 +133,9 @@ def make_prompt_source(
 
 
 def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalTask:
-    """`label`: prefix of their ids. Raises ConfigError."""
+    """Return the task and its held-out prompts, the same in every run. `label`: prefix
+    of their ids. Raises ConfigError.
+    """
     if len(task) < config.num_prompts:
         raise ConfigError(
             f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
@@ -246,8 +252,9 @@ READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk`
-    or contain data files. Raises ConfigError.
+    """Read a dataset of the hub, or of a folder. `settings` go to
+    `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data
+    files. Raises ConfigError.
     """
     import datasets
     from datasets.features.features import _visit
@@ -263,6 +270,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         else:
             rows = datasets.load_dataset(name, split=split, **settings)
         for column, feature in rows.features.items():
+            # _visit is private, but reaches features within lists and structs, too.
             if (stored := _visit(feature, _undecoded)) != feature:
                 rows = rows.cast_column(column, stored)
         len(rows)  # a stream has no length
@@ -288,7 +296,9 @@ class DataPin:
     def __init__(
         self, run_dir: Path, digests: Mapping[str, str], *, is_free: bool = False
     ) -> None:
-        """`digests`: by task. `is_free`: accept any data. Raises ConfigError."""
+        """Compare `digests`, by task, with those in the file. `is_free`: accept any
+        data. Raises ConfigError.
+        """
         self.path = run_dir / DATA_PIN
         self._digests = dict(digests)
         saved = (
@@ -327,6 +337,7 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
         for name in NAMES_OF_CODE.findall(config.model_dump_json())
         for file in _files_of(name)
     }
+    # The first record of a run counts nothing as changed.
     before = records[-1]["files"] if records else files
     changed = [name for name in files if files[name] != before.get(name)]
     if changed or not records:
@@ -410,6 +421,7 @@ class VerifiersTask:
         self._items: list[Item] = []
         try:
             with user_code():
+                # An endless taskset must be cut; a bounded one is used whole.
                 for task in itertools.islice(
                     taskset, None if taskset.bounded else size
                 ):
@@ -431,7 +443,9 @@ class VerifiersTask:
 
 
 def _verifiers_item(data: Any) -> Item:
-    """Raises ValueError for data that are not JSON."""
+    """Return a prompt of a verifiers task, with all its data in `info` for the worker.
+    Raises ValueError for data that are not JSON.
+    """
     row = data.model_dump(mode="json")
     prompt = row.get("prompt") or []
     if isinstance(prompt, str):

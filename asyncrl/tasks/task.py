@@ -58,6 +58,8 @@ class _ChatMessage(Message):
     @model_validator(mode="before")
     @classmethod
     def _without_none(cls, given: Any) -> Any:
+        # Parquet gives all structs of a column the same fields, and fills absent ones
+        # with None.
         return (
             {k: v for k, v in given.items() if v is not None}
             if isinstance(given, Mapping)
@@ -138,6 +140,8 @@ class RowTask:
                 if self.config.reward == "math":
                     reference_text(row.get(self.config.answer_column or ""))
                 digest.update(json.dumps(row, default=plain).encode())
+                # A dataset decodes the next row in the head of this loop. If that
+                # fails, the error must already name the next row.
                 place = f"the row after {place}"
         except ConfigError:
             raise

@@ -71,6 +71,8 @@ class KernelCall:
     window: int | None = None
 
 
+# All layers of a micro-batch ask with the same layout, in both passes. Layouts hash by
+# identity, so a hit never compares them.
 @lru_cache(maxsize=32)
 def calls_of(
     layout: Layout,
@@ -93,6 +95,9 @@ def calls_of(
             _call(list(part.pieces), device, is_causal=part.is_causal)
             for part in passes
         )
+    # A CPU kernel call costs more than a short path's arithmetic, so short paths share
+    # padded tiles with all of their keys. The pieces below leave these queries out:
+    # twice computed, they would be merged twice.
     short = short_spans(layout)
     calls = [*_tiled_calls(short, None, device)]
     is_short_N = np.zeros(layout.num_tokens, np.bool_)
@@ -182,6 +187,10 @@ _varlen_backward = torch.ops.aten._flash_attention_backward
 ATTENTION = "asyncrl_packed"
 
 
+# A custom operator takes tensors and numbers, not a Layout, so it gets a number and
+# looks the layout up here. The number travels as a tensor: compiled layers then treat
+# it as data, and one graph serves every layout. Weak, so that a layout ends with its
+# micro-batch.
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -214,6 +223,9 @@ def attention(
                 "its attn_temperature_tuning needs the positions of packed tokens"
             )
     else:
+        # Llama 4 scales queries by their place in the call, here the packed row.
+        # Replace that factor by the one of the position in the sequence. Other models
+        # have no factor.
         counted_N = torch.arange(query.shape[2], device=query.device)
         factors_N = temperature_correction(module, counted_N, position_N)
         if factors_N is not None:
@@ -262,12 +274,16 @@ def _merged(
     logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(
         1, 2
     )
+    # The causal calls come first and cover every token once, so they fill the empty
+    # tensors. The other calls add the keys of parent paths.
     for call in _calls(query, layout, kind):
         own = call.queries
         run = _forward_cuda if query.is_cuda and call.tiles is None else _forward_cpu
         found, found_logsum = run(tensors, call, scale, kind.softcap)
         if not call.is_causal:
             before, before_logsum = _at(output, own), _at(logsum, own)
+            # Two softmaxes over disjoint keys merge by their masses e^a and e^b: the
+            # second one's share, e^b / (e^a + e^b), is sigmoid(b - a).
             weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
             found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
             found_logsum = torch.logaddexp(before_logsum, found_logsum)
@@ -289,6 +305,9 @@ def _merged_backward(
     """Return gradients. `tensors`: output gradient, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
+    # Each kernel recomputes exp(score - log-sum-exp) and gradient . output. With the
+    # merged values both are those of the whole softmax, so a pass over some keys gives
+    # exactly their part of the gradient.
     calls = _calls(query, layout, kind)
     # Shared tokens sum many gradients, in float32.
     is_sum = (
@@ -341,6 +360,8 @@ def _attend(
         for one in _merged(tensors, _layouts[int(number)], scale, kind)
     )
     if sinks is not None:
+        # The same merge with a sink, whose value is 0: the output shrinks by the sink's
+        # share. The backward pass needs the log-sum-exp with the sink.
         output = (output * torch.sigmoid(logsum - sinks)[..., None]).to(output.dtype)
         logsum = torch.logaddexp(logsum, sinks.to(logsum.dtype))
     return output.contiguous(), logsum.contiguous()
@@ -395,6 +416,8 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.settings = inputs[:5], inputs[5:]
+    # The output and its log-sum-exp replace the scores [N, N], which the kernels
+    # recompute.
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -564,6 +587,7 @@ def _backward_cuda(
     rows = (
         _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places
     )
+    # The operator requires a random state, even without dropout.
     no_dropout = (
         torch.zeros(2, dtype=torch.uint64, device=device),
         torch.empty(0, device=device),

@@ -46,6 +46,7 @@ class Tiles:
     window: int | None
 
 
+# All layers of a kind use the same tiles, in both passes.
 @lru_cache(maxsize=16)
 def mask_of(tiles: Tiles) -> Tensor:
     """Return the mask [B, 1, Q, K] to add to scores; one for all rows if they lack as
@@ -125,6 +126,8 @@ def tiles_of(
 ) -> Iterator[Tiles]:
     group = list[Span]()
     width = 0
+    # Rows of a call are padded to the longest, so rows of about one size go together. A
+    # row below three quarters of the width begins another call.
     for span in sorted(spans, key=lambda span: (_is_wide(span), -len(span.keys))):
         num_keys = len(span.keys)
         is_full = (len(group) + 1) * width > MOST_KEYS
@@ -218,6 +221,8 @@ def dense_backward(
     score, slope = _scores(query, key, mask, scale, softcap)
     weight = score.sub_(_by_key_head(logsum[..., None], num_heads)).exp_()
     grad_value = _product(weight.to(grad.dtype).mT, grad)
+    # Softmax: the gradient of a score is its weight times (gradient of the weight -
+    # weighted mean of those gradients). That mean is gradient . output.
     delta = (grad.to(weight.dtype) * output).sum(dim=-1, keepdim=True)
     grad_score = (_product(grad, value.mT) - delta).mul_(weight).mul_(scale)
     if slope is not None:

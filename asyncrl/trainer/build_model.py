@@ -171,6 +171,8 @@ def shard_policy(
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
     for module in _sharded(policy) if ranks.shard > 1 else ():
+        # Loss weights divide by the tokens of all ranks already. FSDP2's mean would
+        # divide once more.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # Experts used by only some ranks would give sums of different sizes. Needs torch
@@ -321,6 +323,7 @@ class TrainedModel:
         self.kernels = choose_kernels(self.device, is_compiled=compiles)
         frozen = None
         if needs_reference and self.adapters is None:
+            # Before the masters hook into the model and its layers are compiled.
             frozen = copy.deepcopy(model).requires_grad_(False)
             cast_model(frozen, self.dtype)
 
@@ -344,6 +347,8 @@ class TrainedModel:
         if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:
+            # Merged once a step and not in each pass. The optimizer's step makes them
+            # stale, so write_back() forgets them.
             self.masters.then = self.adapters.forget_merged
             self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
@@ -359,7 +364,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ConfigError without a router."""
+        """Replace the forward functions of all routers. Raises ConfigError without one."""
         self._routers = routers_of(model)
         if not self._routers:
             raise _not_replayed(type(model).__name__, "no router is found")
@@ -373,7 +378,9 @@ class RouterReplay:
         self(None)
 
     def __call__(self, routing_N: Tensor | None) -> None:
-        """Raises ConfigError for experts of another number of routers."""
+        """Set the experts of the next pass, None for the routers' own. Raises ConfigError
+        if the engine has recorded another number of experts.
+        """
         chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
         if routing_N is not None:
             if routing_N.shape[1] != sum(self._sizes):
@@ -387,7 +394,7 @@ class RouterReplay:
 
 
 def _top_k(router: Any) -> int:
-    """Raises ConfigError."""
+    """Return how many experts a router chooses for a token. Raises ConfigError."""
     config = getattr(router, "config", None)
     # Gemma 4 has it in its config
     found = getattr(router, "top_k", getattr(config, "top_k_experts", None))

@@ -53,6 +53,8 @@ class Exports:
         self._model = model
         self._spec = spec
         self._ranks = ranks
+        # Engines know tensors by the checkpoint's names. The cuts of stacked experts
+        # never change, so they are found once.
         weights, _ = self._named_weights()
         self._pieces = stored_pieces(model.policy.model, weights)
         place = self._chunk_place()
@@ -95,6 +97,8 @@ class Exports:
         self.exporting = exporting
 
         def finish() -> api.ExportResponse:
+            # Checked here and not in begin(): only rank 0 gets here, after the
+            # collective part, so a refusal leaves no rank waiting in it.
             answer = exporting.result()
             return answer.model_copy(update={"canary": _checked(canary)})
 
@@ -127,6 +131,8 @@ class Exports:
         """
         weights = dict(self.lazy_weights())
         dtype = self._model.dtype
+        # Shards are gathered tensor by tensor, by all ranks in one order. Only rank 0
+        # keeps the result.
         if not self._ranks.is_first:
             export.gather_along(weights, dtype)
             return
@@ -153,6 +159,8 @@ class Exports:
 
     def _chunk_place(self) -> ChunkPlace:
         spec = self._spec
+        # With "memory", only rank 0 has memory to share. The others take part in
+        # gathering, and their file is never written.
         if spec.chunks == "file" or (
             spec.chunks == "memory" and not self._ranks.is_first
         ):
@@ -177,11 +185,14 @@ class Exports:
     def _canary(self) -> api.Canary | None:
         if not self._spec.canary_tokens:
             return None
+        # The same text for every version and every rank. Its numbers mean nothing: any
+        # text shows whether an engine computes with the weights that it loaded.
         random = np.random.default_rng(0)
         ids = random.integers(0, self._model.vocab_size, self._spec.canary_tokens)
         # The last token is only predicted, so the pass needs one more: any will do.
         text = np.append(ids, 0)
         micro = packing.pack_texts([text], self._model.device)
+        # At temperature 1 and without a grammar, as engines compute the canary.
         scores = self._model.policy(micro)
         reshard(self._model.policy)
         return api.Canary(

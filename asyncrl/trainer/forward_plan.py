@@ -77,7 +77,9 @@ def probe_model(
     small = _with_few_layers(config)
     text = small.get_text_config()
     _cut_experts(text)
+    # Only the layers are under test. A real vocabulary would be most of the memory.
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
+    # An embedding refuses a padding id beyond its entries.
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(text, name, None) is not None:
             setattr(text, name, 0)
@@ -103,6 +105,8 @@ def _random_model(
     config: Any, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Norms, gates and scales are not 1 or 0, which would hide them."""
+    # Without fork_rng, adapters made later would be drawn from this seed, not from the
+    # run's.
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.device(device),
@@ -125,6 +129,8 @@ def _with_few_layers(config: Any) -> Any:
         return copy.deepcopy(config)
     meta = torch.device("meta")
     kinds = _layer_kinds(_random_model(copy.deepcopy(config), meta))
+    # The last layers of some models (Gemma 3n) read the keys and values of earlier
+    # ones: another kind of layer.
     num_shared = getattr(text, "num_kv_shared_layers", None) or 0
     by_layer = _lists_by_layer(text)
     named = [
@@ -200,6 +206,8 @@ def _layer_kinds(model: Any) -> list[frozenset[Any]]:
 def _cut_experts(text: Any) -> None:
     """Keep a few more experts than a token uses."""
     num_chosen = getattr(text, "num_experts_per_tok", None) or 1
+    # Group-limited routers (DeepSeek-V3) score a group by its two best experts: keep a
+    # multiple of two per group.
     num_groups = getattr(text, "n_group", None) or 1
     most = max(8, 2 * num_chosen)
     most = -(-most // (2 * num_groups)) * 2 * num_groups
@@ -242,6 +250,8 @@ def find_plan(model: Any) -> ForwardPlan:
     """Choose a plan for `model`, which may be a probe_model. Raises NotCausalError."""
     border = length_border(model.config)
     device = next(model.parameters()).device
+    # Texts beyond a real window or RoPE border would have thousands of tokens. Short
+    # lengths put the same code on both of its sides.
     short = _random_model(_shortened(model.config), device)
     short_border = length_border(short.config)
     texts = _random_texts(short)
@@ -332,6 +342,8 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
         _outputs(model, len(read), partial(_plain, model, _on(model, read)))
         for read in reads
     ]
+    # Policy installs packed attention in the model, which may run plainly again
+    # afterwards.
     before = model.config._attn_implementation
     policy = Policy(model, plan)
     try:
@@ -384,6 +396,7 @@ def _leaks(
 
     def change(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         changed_1ND = output.clone()
+        # A small change of one token could stay below LEAK at the others.
         changed_1ND[:, place] *= -LARGE_STATE
         return changed_1ND
 
@@ -400,6 +413,7 @@ def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
 
+    # Small random logits pass a soft cap almost unchanged. These do not.
     def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
         spread = torch.linspace(
             -LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device

@@ -22,6 +22,8 @@ from asyncrl.weights.tensor_files import float32_names
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
+# All layers of a class compile one function, and each kind of layer adds graphs to it.
+# torch stops at 8 by default.
 MOST_GRAPHS = 64
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 

@@ -48,6 +48,8 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     linear = [
         name
         for name, one in model.named_modules()
+        # The head's weight is sliced without a call of the module (policy.py), so an
+        # adapter on it would have no effect.
         if f"{name}.weight" in unshared and one is not head and _kind(name) in called
     ]
     if not linear:
@@ -132,6 +134,8 @@ class _MergedLinear(torch.autograd.Function):
         scale: float,
         merged: Tensor | None,
     ) -> Tensor:
+        # Without kept merged weights the backward pass merges again: keeping them would
+        # cost a second copy of each adapted weight.
         ctx.save_for_backward(x, base if merged is None else merged, lora_A, lora_B)
         ctx.scale = scale
         ctx.is_merged = merged is not None
@@ -149,6 +153,8 @@ class _MergedLinear(torch.autograd.Function):
             grad_x = grads[0] @ (
                 weight if ctx.is_merged else merge(weight, lora_A, lora_B, ctx.scale)
             )
+        # Through the rank's narrow side, never as [out, in]: the full gradient of W is
+        # what adapters save.
         grad_A = ctx.scale * ((grad_NO @ lora_B).T @ x_NI)
         grad_B = ctx.scale * (grad_NO.T @ (x_NI @ lora_A.T))
         return grad_x, None, None, grad_A, grad_B, None, None
@@ -182,6 +188,8 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
+        # A scale of 0 takes the base layer's own path, so these are the bits of the
+        # initial model.
         try:
             self._set_scale(0.0)
             yield
@@ -233,6 +241,8 @@ class Adapters:
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
         lora_A, lora_B = layer.pair()
+        # Rounded as the exported adapters are, so that trainer and engines merge the
+        # same numbers.
         whole_A = whole_here(lora_A.detach()).to(self._dtype)
         whole_B = whole_here(lora_B.detach()).to(self._dtype)
         return merge(base, whole_A, whole_B, self.scale)

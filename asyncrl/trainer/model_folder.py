@@ -93,6 +93,7 @@ def find_model(
         return given
     from huggingface_hub import snapshot_download
 
+    # A branch on the hub moves. A resumed run fetches the commit that it began with.
     fetched = commit or revision
     try:
         folder = Path(
@@ -225,6 +226,8 @@ def _check_folder(folder: Path, name: str, *, needs_weights: bool = True) -> Non
                 folder / file
                 for file in {*json.loads(path.read_text())["weight_map"].values()}
             ]
+        # Opening reads the header, whose offsets must end where the file does. This
+        # finds a download that broke off.
         for path in files:
             if path.suffix == ".safetensors":
                 safe_open(path, framework="np")
@@ -296,6 +299,9 @@ class ModelPin:
         files = {path.name: _hash(path) for path in paths}
         revision = folder.name if folder.parent.name == "snapshots" else None
         self._found = PinnedModel(given=self._given, revision=revision, files=files)
+        # Other weights would be another initial policy and reference, and another
+        # tokenizer would give other ids to the same text. Neither has to raise an error
+        # later.
         if self._pinned is None or self._pinned.files == files:
             return
         differing = sorted(

@@ -43,6 +43,8 @@ def check_batch(
     """Raise Refused for a batch of another version (409), or tokens that no model can
     have sampled (422).
     """
+    # A batch that is trained twice, or in another order than the journal has, would
+    # make a version that no resume could repeat.
     if header.version != policy_version:
         raise Refused(
             409,
@@ -51,6 +53,8 @@ def check_batch(
             way_out="start the run again.",
         )
     ids = arrays.ids
+    # Before anything is computed: a NaN logprob would cost the whole step, and an id
+    # out of range would end the process on CUDA.
     is_wrong = (ids < 0) | (ids >= vocab_size)
     is_wrong |= ~np.isfinite(arrays.behaviour_logprobs)
     is_wrong |= arrays.is_sampled & (arrays.versions > header.version)
@@ -69,6 +73,8 @@ def check_batch(
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
     """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens."""
+    # The buffer keeps this limit already. The trainer checks it again for each token,
+    # because stale tokens train silently.
     old = arrays.is_sampled & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         oldest = np.argmin(arrays.versions[old])
@@ -85,6 +91,8 @@ def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
+    # Old tokens lose their loss, not their place: later tokens of the sequence were
+    # sampled after them and still read them.
     return arrays.is_sampled & ~old
 
 
@@ -119,6 +127,8 @@ def find_units(
             -1,
         )
         for credit in entry.credits or [whole]:
+            # The branch is not part of the key: a unit that several branches repeat
+            # gets one advantage.
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
                 numbers[key] = len(rewards)
@@ -179,6 +189,8 @@ class Objective:
         """True if the first step's own logprobs or entropies come too late."""
         loop = self.spec.trainer
         is_used = self._recipe.ratio == "proximal" or self._is_corrected
+        # Before the only step of a version, the current policy is the proximal one, so
+        # its logprobs come with the loss and the extra pass is saved.
         has_later_steps = loop.mini_batches * loop.epochs > 1
         is_recomputed = (
             is_used and has_later_steps and self.settings.proximal == "recompute"
@@ -215,6 +227,7 @@ class Objective:
         group_B = torch.tensor(groups, dtype=torch.int64)
         given = self._advantage(reward_B, group_B)
         advantage_B = checked_advantages(given, reward_B, settings)
+        # Tokens without a unit (-1) take the last unit's number. None has a loss.
         advantage_N: Float32N = advantage_B.numpy()[unit_N]
         if settings.distill_weight == 0:
             return advantage_N
@@ -238,6 +251,8 @@ class Objective:
             part = has_loss[entry.start : entry.end]
             counts.append(int(part.sum()))
         tokens_S = torch.tensor(counts)
+        # By the counts of the whole part, not of a micro-batch: any cut into
+        # micro-batches and ranks gives the same gradient (docs/decisions/0008).
         weight_S = losses.token_weights(
             self._recipe.aggregate, tokens_S, self.spec.max_tokens
         )
@@ -316,6 +331,8 @@ class Objective:
         is_within = self._recipe.surrogate in WITHIN_RATIO
         denominator_M = anchor_M
         if correction_M is not None and is_within:
+            # current - (anchor - log w) makes the ratio r * w, so that the surrogate
+            # shapes both together.
             denominator_M = anchor_M - losses.log_of_weight(correction_M)
         tokens = losses.LossTokens(
             current_M,
@@ -327,6 +344,8 @@ class Objective:
         loss_M, stats = self._call_surrogate(tokens)
         if correction_M is not None:
             stats["importance_weight"] = correction_M.sum()
+            # Multiplied here only if the ratio does not contain it, or it would count
+            # twice.
             loss_M = loss_M if is_within else loss_M * correction_M
         limit = self.settings.off_policy_mask
         if limit is not None:
@@ -344,6 +363,7 @@ class Objective:
                 correction_M,
             )
             stats["kl_reference"] = kl_M.detach().sum()
+            # Masks exclude a token's surrogate, not its KL, so this comes after them.
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
         if TEACHER in batch.arrays.columns:
@@ -389,6 +409,8 @@ class Objective:
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
         loss_M, stats = self._surrogate(tokens, self.settings)
+        # A user's loss of another shape would broadcast in the weighted sum below and
+        # train on something without an error.
         is_tensor = isinstance(loss_M, Tensor) and loss_M.requires_grad
         if not is_tensor or loss_M.shape != tokens.current_M.shape:
             raise ConfigError(

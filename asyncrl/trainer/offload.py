@@ -59,6 +59,8 @@ class Offload:
         )
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
+        # Freed storages stay in torch's cache. Engines get the memory only once the
+        # cache gives it back.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return self._moved(num_bytes, started_s)
@@ -75,6 +77,8 @@ class Offload:
                 _bytes_of(storage).copy_(data, non_blocking=True)
 
         try:
+            # A failure on this rank or another gives the memory back everywhere. The
+            # host copies are untouched, so the call may be repeated.
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
             self._together(f"onload {', '.join(moving)}", bring_back, way_out)
         except Refused:
@@ -100,6 +104,7 @@ class Offload:
         for storage, data in (
             entry for copied in self._copies.values() for entry in copied
         ):
+            # An empty storage has no address, so storages are compared as objects.
             if storage._cdata == local.untyped_storage()._cdata:
                 content = data.view(local.dtype)
                 start = content.storage_offset() + local.storage_offset()
@@ -112,6 +117,9 @@ class Offload:
             local = local_of(tensor)
             storage = local.untyped_storage()
             is_here = local.device.type == self._device.type and storage.nbytes() > 0
+            # Skip scalars, which are not worth it; tensors in host memory; and storages
+            # that cannot give their memory back. Tied weights share a storage, which
+            # `found` holds once.
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
         sizes = [
@@ -132,6 +140,8 @@ class Offload:
 
         def moved() -> T:
             try:
+                # Copies are asynchronous: only after they have run may a source be
+                # freed, or success reported to the other ranks.
                 result = move()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)

@@ -18,6 +18,7 @@ def make_optimizer(
     masters: MasterWeights, config: TrainerConfig
 ) -> torch.optim.Optimizer:
     """Return fused AdamW with weight decay on matrices only."""
+    # Decay pulls toward zero, which is wrong for the weight of a norm.
     matrices = list[Tensor]()
     others = list[Tensor]()
     for weight in masters.named.values():
@@ -86,6 +87,8 @@ class MasterWeights:
         cast_model(model, dtype)
         self._working = named
         for name, parameter in named.items():
+            # Gradients of micro-batches are summed in the float32 master. Summed in
+            # bfloat16, later ones would be rounded away.
             parameter.register_post_accumulate_grad_hook(
                 partial(_collect, self.named[name])
             )  # type: ignore[no-untyped-call]
@@ -103,6 +106,7 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
         master.grad = parameter.grad.float()
     else:
         master.grad.add_(parameter.grad)
+    # Or the next micro-batch would add to it in bfloat16, and be collected twice.
     parameter.grad = None
 
 

@@ -71,6 +71,8 @@ class AllowedRows:
 
     def mask(self, logits_MC: Tensor, part: slice) -> None:
         rows = self.row_R
+        # A slice of the vocabulary may begin within a byte. Take whole bytes, then cut
+        # the bits before and after it.
         first, last = part.start // 8, -(-part.stop // 8)
         bytes_RB = self.bits_KB[self.set_M[rows], first:last]
         shifts = torch.arange(8, device=bytes_RB.device, dtype=torch.uint8)
@@ -87,6 +89,9 @@ def find_allowed(
     """
     if not arrays.grammars:
         return None
+    # The engine sampled only allowed tokens, so its logprobs are normalized over them.
+    # The trainer needs the same sets, or each ratio would be wrong by the forbidden
+    # mass.
     set_N = np.full(len(has_loss), ANY, np.int32)
     known = dict[bytes, int]()
     num_lost = 0
@@ -97,12 +102,18 @@ def find_allowed(
             continue
         try:
             matcher = make().begin(span.grammar)
+            # The matcher must read tokens without loss too, since each changes the sets
+            # after it. It can stop at the last loss token.
             for at in range(span.start, int(places[-1]) + 1):
                 if has_loss[at]:
+                    # Many places of a grammar allow the same tokens. Each set is kept
+                    # once.
                     set_N[at] = known.setdefault(matcher.allowed_bits(), len(known))
                 matcher.take(int(arrays.ids[at]))
         except GrammarError as error:
             reason = str(error)
+            # After a token that the grammar forbids, the matcher's state means nothing,
+            # so no later set can be computed. The tokens before it are fine.
             lost = places[places >= at]
             set_N[lost] = ANY
             has_loss[lost] = False
@@ -117,6 +128,10 @@ def find_allowed(
     )
 
 
+# How finely a group may be cut: a bundle costs at most a rank's share of a step,
+# divided by the size (inf: one sequence per bundle). Coarse bundles compute a shared
+# prefix once, fine ones balance the ranks. assign() tries all and takes the cheapest
+# plan.
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 
@@ -130,6 +145,8 @@ class Costs:
     trained: float = 1.0
 
     def of(self, length: int, shared: int, num_loss: int) -> float:
+        # Token i attends to i tokens: the pairs of all tokens minus those of the shared
+        # ones.
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
@@ -233,19 +250,26 @@ def assign(
     """
     if not sequences:
         return []
+    # pack_groups() orders a batch by group, as groupby needs. Every rank gets the same
+    # batch and computes the same plan, so no message is needed to agree on it.
     groups = groupby(sequences, key=lambda one: one.group)
     trees = [in_tree_order([*group], token_ids) for _, group in groups]
     if num_ranks == 1:
+        # One rank waits for nobody, so balance is worth nothing: share as much as fits.
         bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
         return [[sequences] for _, sequences in bins]
     nodes = [pair for tree in trees for pair in tree]
     num_tokens = sum(one.length - shared for one, shared in nodes)
     cost = sum(costs.of(one.length, shared, one.num_loss) for one, shared in nodes)
+    # An even share of cost for each rank in each step, by the least number of steps
+    # that the tokens need.
     share = cost / (
         num_ranks * math.ceil(num_tokens / (num_ranks * max(max_tokens, 1)))
     )
     cuts = [_cut(trees, costs, max_tokens, share / size) for size in BUNDLE_SIZES]
     plans = [_steps(bundles, max_tokens, num_ranks) for bundles in cuts]
+    # Ranks run in lockstep: a step takes as long as its most expensive rank, which
+    # _steps() puts first.
     best = min(plans, key=lambda steps: sum(step[0][0] for step in steps))
     return [[sequences for _, sequences in step] for step in best]
 
@@ -255,6 +279,8 @@ def _cut(
 ) -> list[Bundle]:
     bundles = list[Bundle]()
     for group, tree in enumerate(trees):
+        # Sorted sequences share the most with their neighbors, so the minimum is common
+        # to the whole group: usually the prompt.
         common = min((shared for _, shared in tree[1:]), default=0)
         last: Bundle | None = None
         for one, shared in tree:
@@ -269,6 +295,8 @@ def _cut(
                 last.num_tokens += num_tokens
                 last.cost += cost
             else:
+                # The first sequence of a bundle computes the prefix that the others
+                # share with it. Another bundle may compute that prefix too.
                 cost = costs.of(one.length, 0, one.num_loss)
                 last = Bundle(
                     group, [one], one.length, cost, common, costs.of(common, 0, 0)
@@ -280,6 +308,9 @@ def _cut(
 def _steps(bundles: list[Bundle], max_tokens: int, num_ranks: int) -> list[list[Bin]]:
     """Return one bin per rank for each step, the most expensive first."""
     bins = _place(bundles, max_tokens)
+    # First fit finds how few bins the tokens need. The second call fills that number,
+    # rounded up to whole steps, evenly by cost. It returns nothing if some bundle does
+    # not fit; then the first result stands.
     num_bins = num_ranks * math.ceil(len(bins) / num_ranks)
     bins = _place(bundles, max_tokens, num_bins) or bins
     bins.sort(key=lambda one: -one[0])
@@ -293,6 +324,8 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
     """
     by_cost = num_bins > 0
     if not by_cost:
+        # First fit leaves no two bins that fit into one, so their tokens are above
+        # max_tokens in pairs. This bounds the number of bins.
         most = (
             2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
         )
@@ -307,8 +340,11 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
         bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens
     ):
         is_there_B = is_there_GB[bundle.group]
+        # A bin that holds a part of the group already has the common prefix: it costs
+        # nothing there a second time.
         tokens_then_B = tokens_B + bundle.num_tokens - is_there_B * bundle.common_tokens
         cost_then_B = cost_B + bundle.cost - is_there_B * bundle.common_cost
+        # A sequence above max_tokens still has to run: it gets an empty bin.
         has_room_B = (tokens_then_B <= max_tokens) | (tokens_B == 0)
         if not has_room_B.any():
             return []
@@ -368,6 +404,8 @@ def token_ranges(
         places = np.flatnonzero(has_loss[entry.start : entry.end])
         if len(places):
             first, last = int(places[0]), int(places[-1])
+            # Token `last` is only predicted. What follows it has no loss and would be
+            # computed for nothing.
             length = entry.end - entry.start if reads_all else last
             ranges.append(
                 TokenRange(
@@ -444,6 +482,8 @@ def micro_batches(
                     )
                 )
                 continue
+            # FSDP2's collectives need a pass on every rank. A rank without a share runs
+            # the shortest one: up to the earliest loss token of the batch.
             shortest = min(sequences, key=lambda sequence: sequence.first)
             one_token = np.zeros_like(has_loss)
             one_token[shortest.start + shortest.first] = True
@@ -492,11 +532,15 @@ def _assemble(
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.ids[source_M].astype(np.int64)
+    # A pair is one int64, place above target, so np.unique sorts numbers instead of
+    # rows.
     # Equal continuations share a logprob.
     pair_U, pair_M = np.unique(
         np.concatenate(predicts) << 32 | target_M, return_inverse=True
     )
     allowed_U = None
+    # Under two sets of allowed tokens, an equal continuation has two logprobs, so the
+    # set becomes part of the pair.
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():
         both_U2, pair_M = np.unique(
             np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1),
@@ -504,6 +548,8 @@ def _assemble(
             return_inverse=True,
         )
         pair_U, set_U = both_U2.T
+        # Number this micro-batch's sets from 0. ANY is -1 and sorts first; subtracting
+        # `first` leaves it -1.
         used, number_U = np.unique(set_U, return_inverse=True)
         first = int(used[0] == ANY)
         allowed_U = AllowedRows.of(

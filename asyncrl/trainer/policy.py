@@ -119,6 +119,8 @@ class _HeadScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M = ctx.saved_tensors
+        # Logits are computed again, slice by slice. Kept from the forward pass, they
+        # would be a float32 tensor [M, V], which the slices avoid.
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sum_M.dtype)
         grad_weight_VD = (
             torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
@@ -176,6 +178,10 @@ def _add_slice(
     inside_M = place_M.clamp(0, logits_MC.shape[1] - 1)
     found_M = logits_MC.gather(1, inside_M[:, None])[:, 0]
     target_logit_M = target_logit_M + torch.where(inside_M == place_M, found_M, 0.0)
+    # Online softmax, x = a logit, h = the highest so far: sum = sum of e^(x - h),
+    # product = sum of (x - h) e^(x - h). Then the entropy is log sum - product / sum. A
+    # higher h shrinks both sums by e^change, and moves each (x - h) in the product by
+    # change.
     top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
     # the first is -inf, and -inf * 0 is NaN
     change_M = (highest_M - top_M).clamp(min=-1e30)
@@ -297,6 +303,8 @@ class Policy(nn.Module):
     def inputs(self, micro: MicroBatch) -> dict[str, Any]:
         """Prepare the model for a micro-batch, and return its arguments."""
         self.before_pass()
+        # Dynamic RoPE in transformers keeps the tables of the longest text so far. Each
+        # sequence must get the tables for its length.
         if self.plan.border is not None:
             forget_lengths(self.model)
         if not self.plan.is_packed:

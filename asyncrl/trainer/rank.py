@@ -50,6 +50,8 @@ from asyncrl.weights.export import whole_tensors
 from asyncrl.weights.tensor_files import digest_tensors
 
 log = logging.getLogger("asyncrl.trainer")
+# One bad batch is passed over. Several in a row mean that the weights or the loss are
+# broken, and skipping would only burn the rest of the run.
 MAX_SKIPPED_STEPS = 3
 
 
@@ -71,6 +73,8 @@ class TrainerRank(TrainedModel):
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
+        # Threads, seed and determinism come before any tensor: later they would not
+        # cover the work of super().__init__().
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         use_deterministic(is_on=spec.trainer.deterministic)
@@ -114,6 +118,9 @@ class TrainerRank(TrainedModel):
         self._refuse_open_gradient("train")
         batch = self._begin(header, arrays)
         loop = self.spec.trainer
+        # Proximal and reference logprobs and advantages are computed once, in _begin(),
+        # by the weights before the first step. All epochs and mini-batches compare with
+        # these.
         parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
         version = VersionSums(num_epochs=loop.epochs, batches=[batch])
         with self._dropped_on_error(version):
@@ -141,6 +148,8 @@ class TrainerRank(TrainedModel):
         stays; after any later error it is dropped.
         """
         batch = self._begin(header, arrays)
+        # _begin() is outside of the block that drops the gradient: it changes no
+        # gradient, so a refused batch costs nothing of the earlier calls.
         version = self._version or VersionSums()
         with self._dropped_on_error(version):
             version.batches.append(batch)
@@ -189,6 +198,8 @@ class TrainerRank(TrainedModel):
         self._version = version
         try:
             yield
+        # Some micro-batches may have added their gradient and others not. No caller
+        # could add just the missing ones, so all of it goes.
         except BaseException:
             self._drop_gradient()
             raise
@@ -205,11 +216,15 @@ class TrainerRank(TrainedModel):
         if self._version is None:
             self._meter.start()
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        # The order matters: find_allowed() takes the loss of forbidden tokens out of
+        # has_loss in place, and check_any_loss() judges the result.
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
         batch = BatchNumbers(header, arrays, has_loss, allowed=allowed)
         self._numbers(batch)
+        # The answer to the controller carries the rollouts of a whole version, so only
+        # its first batch clears them, and only after its checks have passed.
         if self._version is None:
             self.rollout_gaps = []
             self.rollout_advantages = []
@@ -229,6 +244,8 @@ class TrainerRank(TrainedModel):
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self.reference is not None:
             batch.reference_N, _ = self._forward(self.reference, batch)
+        # With adapters the base weights are the initial weights: no second model is
+        # needed.
         elif self._objective.needs_reference:
             assert self.adapters is not None
             with self.adapters.off():
@@ -252,6 +269,9 @@ class TrainerRank(TrainedModel):
                 outputs.append((micro, scores))
         num_tokens = len(batch.has_loss)
         logprobs_N, entropies_N = gather_scores(outputs, num_tokens, self.ranks)
+        # FSDP2 keeps the root's gathered weights after a forward pass, until a backward
+        # pass. Without one the next forward would use these, from before the optimizer
+        # step.
         reshard(policy)
         self._meter.enter("")
         return logprobs_N, entropies_N
@@ -281,6 +301,9 @@ class TrainerRank(TrainedModel):
         """
         step = version.open_step
         numbers = self._objective.step_numbers(batch, chosen)
+        # The loss weights divide by the size of this part, and nobody knows yet whether
+        # other parts follow. So each further part shrinks the gradient so far to its
+        # share of the mean (see StepSums).
         share = step.share_of(numbers.size)
         if step.parts:
             self._scale_gradient(1.0 - share)
@@ -290,6 +313,8 @@ class TrainerRank(TrainedModel):
         for micro, counts in self._micro_batches(batch, chosen):
             self._meter.enter("forward")
             scores = self.policy(micro, self.spec.temperature)
+            # FSDP2 gathers and reduces in both passes, and hangs if a rank leaves one
+            # out. A rank without sequences runs a token with a gradient of zero.
             if not counts:
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
@@ -299,17 +324,22 @@ class TrainerRank(TrainedModel):
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(logprob_M=current_M.detach())
+            # Keep tensors on the device: reading them here would wait for each
+            # micro-batch. gather_scores() and gather_losses() wait once, for all.
             outputs.append((micro, detached))
             losses.append((loss.detach(), stats))
             flops = self.policy.costs.flops(*micro.size, has_backward=True)
             self._meter.count(flops, micro.layout.num_tokens)
         self._meter.enter("")
+        # Every rank gets the scores and the loss of all ranks, so each takes the same
+        # decisions below: skip, refuse, or step.
         logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
         shared_loss, stats_sums = gather_losses(losses, self.ranks)
         part = PartSums(
             logprobs_M=logprobs_N[chosen],
             entropies_M=entropies_N[chosen],
             behaviour_M=batch.arrays.behaviour_logprobs[chosen],
+            # The loss has the weight of its share. Metrics want the part's own mean.
             loss=shared_loss / share,
             stats=stats_sums,
         )
@@ -330,6 +360,8 @@ class TrainerRank(TrainedModel):
         """
         step = version.open_step
         loop = self.spec.trainer
+        # The schedule follows from the version, so a resumed run continues it: no other
+        # counter has to be saved.
         num_before = self.policy_version * loop.epochs * loop.mini_batches
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(loop, num_before + index)
@@ -341,6 +373,9 @@ class TrainerRank(TrainedModel):
         grad_norm = float(self.ranks.gather(norm)[0])
         if math.isfinite(step.loss) and math.isfinite(grad_norm):
             self._meter.enter("blocked")
+            # Only here, after both passes: the export and the copy of a checkpoint have
+            # had the whole step to read the old weights. The metric "blocked" counts
+            # the rest of their time.
             self.before_change()
             self._meter.enter("optimizer")
             self._optimizer.step()
@@ -350,6 +385,8 @@ class TrainerRank(TrainedModel):
         else:
             reason = f"loss {step.loss} and gradient norm {grad_norm}"
             self._skip(version.batches, reason)
+        # None, not zeros: a weight without a gradient is skipped by AdamW, and the
+        # memory is free while engines use the device.
         self._optimizer.zero_grad(set_to_none=True)
         version.close_step()
         self._meter.enter("")
@@ -371,6 +408,8 @@ class TrainerRank(TrainedModel):
         """Compare logprobs with those of the engines. Raises Refused above the limit."""
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
+        # Only tokens of this version were sampled with the trainer's weights. On older
+        # ones a difference is staleness, not a fault.
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
         self.rollout_gaps += step_metrics.means_of_rollouts(
@@ -409,6 +448,8 @@ class TrainerRank(TrainedModel):
 
     def _end_version(self, version: VersionSums) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
+        # Counted even if all steps were skipped: version v + 1 means that batch v was
+        # used up (docs/decisions/0007).
         first_version = self.policy_version
         self.policy_version += 1
         self._version = None
@@ -418,6 +459,8 @@ class TrainerRank(TrainedModel):
             **self._meter.numbers(),
             **self.kernels,
         }
+        # Rank 0 has the numbers of all ranks. A second line from another rank would look
+        # like a batch that was trained twice.
         if self.ranks.is_first:
             if not self._has_recorded:  # earlier lines are repeated
                 self._note_restored(first_version)
@@ -450,6 +493,8 @@ class TrainerRank(TrainedModel):
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Begin to write the state to the new folder `path`, without an open gradient."""
+        # Read on the torch thread, between two steps. The writing thread would see
+        # later counts.
         progress = Progress(
             policy_version=self.policy_version,
             num_skipped_in_a_row=self.num_skipped_in_a_row,
@@ -465,11 +510,15 @@ class TrainerRank(TrainedModel):
         """Restore a saved state, and drop an open gradient. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
+        # The loaded weights may have the version of chunks that were written before,
+        # with other content.
         self.exports.forget_chunks()
         self._drop_gradient()
         progress = self._state.load(path)
         self.policy_version = progress.policy_version
         self.num_skipped_in_a_row = progress.num_skipped_in_a_row
+        # The record may have lines of this version and later, from before the restart.
+        # They are void now.
         self._note_restored(self.policy_version)
 
     def save(self, path: Path) -> None:
@@ -517,15 +566,22 @@ class TrainerRank(TrainedModel):
         its step.
         """
         self._refuse_open_gradient("offload")
+        # An export and the copy of a checkpoint read the tensors. The writer of a
+        # checkpoint may still read host memory that the previous offload filled and
+        # this one overwrites.
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
+        # Merged weights are no parameters: the offload would not see them, and they
+        # would keep their device memory.
         if self.adapters is not None and "weights" in parts:
             self.adapters.forget_merged()
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
         """Move parts back to the device. Raises Refused."""
+        # The copy of a checkpoint reads offloaded parts from the table that onload()
+        # empties.
         self.before_change()
         return self._offload.onload(parts)
 

@@ -53,6 +53,8 @@ Finish = Callable[[], api.ExportResponse]
 """Waits for an export."""
 log = logging.getLogger("asyncrl.trainer")
 
+# The newest, which is being pushed, and the one before: engines that come back still
+# get the announced weights from its file.
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
@@ -64,12 +66,14 @@ class TrainerService:
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._torch_thread = ThreadPoolExecutor(1, "torch")
+        # A separate thread, so that a slow engine does not hold up a step.
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self._failure: Refused | None = None
         self._begun: Finish | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.rank = self._torch_thread.submit(self._make_rank).result()
         if not self.rank.ranks.is_first:
+            # Never returns: from now on the torch thread belongs to rank 0's commands.
             self._torch_thread.submit(self._follow)
         elif self.rank.ranks.size > 1:
             beat = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -110,12 +114,16 @@ class TrainerService:
         try:
             self.rank.ranks.send(name, content)
             return call.function(self, body)
+        # The ranks refuse together, or only rank 0 after its last collective. All go
+        # back to waiting for a command.
         except Refused:
             raise
         except (OSError, SafetensorError) as error:
             # file errors do not desynchronize the ranks
             raise _cannot_write(name, error) from error
         except Exception as error:
+            # For good: the groups are broken, and each further call would wait for its
+            # timeout. The supervisor restarts all ranks.
             self._failure = loss_behind(error, self._spec)
             if self._failure is None:
                 raise
@@ -148,6 +156,9 @@ class TrainerService:
         never = threading.Event()
         pause_s = self._spec.trainer.timeout_s / BEATS
         while self._failure is None and not never.wait(pause_s):
+            # On the torch thread, between two calls: a beat in the middle of a call
+            # would mix two collectives. During a long call the beat waits, as the other
+            # ranks are in that call too.
             beating = self._torch_thread.submit(self.rank.ranks.beat)
             try:
                 beating.result()
@@ -155,7 +166,9 @@ class TrainerService:
                 self._failure = loss_behind(error, self._spec)
 
     def health(self) -> api.TrainerHealth:
-        """Raises Refused once other ranks are lost."""
+        """Return version, device and offloaded parts. Raises Refused once other ranks are
+        lost, so that a health check finds it between two calls.
+        """
         if self._failure is not None:
             raise self._failure
         return api.TrainerHealth(
@@ -214,10 +227,12 @@ class TrainerService:
         if finish is None:
             finish = await self._on_torch_thread(self._begin_and_take)
         try:
+            # Not on the torch thread, or the copy would hold up the next step.
             answer = await asyncio.to_thread(finish)
         except OSError as error:
             raise _cannot_write("export", error) from error
         exports = self._spec.staging_dir.glob("v*.safetensors")
+        # By number: as text, v10 comes before v9.
         by_version = sorted(exports, key=lambda file: int(file.stem[1:]))
         for old in by_version[:-KEPT_EXPORTS]:
             old.unlink(missing_ok=True)
@@ -239,6 +254,8 @@ class TrainerService:
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.rank.exports.transport
+        # A restarted trainer holds nothing. If it is at this version again, export it;
+        # if not, send() refuses.
         if transport.version != request.version == self.rank.policy_version:
             await self.export(b"")
         loop = asyncio.get_running_loop()
@@ -263,7 +280,9 @@ class RankCall(NamedTuple):
     function: Callable[[TrainerService, Any], Any]
 
     def read(self, content: bytes) -> Any:
-        """Raises Refused for a message of another form."""
+        """Return the body as a message, or as its bytes. Raises Refused for a message of
+        another form.
+        """
         if issubclass(self.body, bytes):
             return content
         return read_message(self.body, content)
@@ -362,14 +381,19 @@ def main() -> None:
         if spec.rank == 0:  # on several nodes, rank 0's parent counts
             shutil.rmtree(spec.staging_dir, ignore_errors=True)
 
+    # First: if the controller dies during the start, nobody else ends this process.
     die_with_parent(orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
+        # At once: a new process restores everything from checkpoint and journal, and
+        # torch's threads may be in a collective that never ends.
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     disable_progress_bar()
     try:
         if spec.rank == 0 or not spec.store:
             make_staging(spec.staging_dir)
+        # Before the model is loaded: the trainer of a run that was just killed may
+        # still write a line.
         if spec.rank == 0:
             hold_record(spec.record_path)
         service = TrainerService(spec)

@@ -28,6 +28,9 @@ from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
 from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
 
 T = TypeVar("T")
+# Between two calls the other ranks wait in a broadcast, which has a timeout. A beat
+# each half of trainer.timeout_s keeps them from it, and finds a dead rank before the
+# next call does.
 BEATS = 2
 """Heartbeats per trainer.timeout_s."""
 
@@ -83,6 +86,8 @@ class Ranks:
         """Return the same ranks for another thread. Collective."""
         if self.size == 1:
             return self
+        # gloo, also on CUDA: tensors of this thread are in host memory, which NCCL
+        # cannot send.
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         return replace(
             self,
@@ -120,6 +125,8 @@ class Ranks:
             answers.append(work())
         except Refused as refused:
             failure = [refused.status, refused.body.model_dump()]
+        # Every rank gets here, also after a failure: a rank that raised at once would
+        # leave the others in the collective.
         for refusal in self.gather(failure):
             if refusal is not None:
                 status, body = refusal
@@ -221,6 +228,8 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
     def join() -> T:
         store = _open_store(spec, where)
+        # init_process_group() would only say that somebody is missing. The keys say
+        # who.
         store.add(f"rank {spec.rank}", 1)
         for rank in range(spec.trainer.world_size):
             left_s = max(deadline_s - time.monotonic(), 0.1)
@@ -252,6 +261,7 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
         "timeout": timedelta(seconds=spec.meet_s),
     }
     if spec.rank == 0:
+        # torch's own server would listen on every interface; the store has no secret.
         listener = socket.create_server((host, int(port)))
         options["is_master"] = True
         options["master_listen_fd"] = listener.detach()

@@ -107,15 +107,23 @@ class TrainerState:
         self._optimizer = optimizer
         self._device = device
         self._spec = spec
+        # The writing thread makes collective calls while the torch thread makes others.
+        # In one group they would be mistaken for each other.
         self._ranks = ranks.with_own_group()
         group = self._ranks.group
         self._group: dict[str, Any] = {"process_group": group, "no_dist": group is None}
         self._memory = HostMemory(
+            # Pinned memory helps only copies from a device. With cpu_offload the shards
+            # are in host memory already.
             torch.device("cpu") if spec.trainer.cpu_offload else device
         )
+        # True if the pending write reads offloaded parts in the host memory where
+        # offload() put them.
         self._is_lent = False
         self.copying: Future[dict[str, Tensor]] | None = None
         self.pending: Future[None] | None = None
+        # One thread: a write begins after its copy, and writes of two checkpoints
+        # cannot overtake each other.
         self._thread = ThreadPoolExecutor(1, "state")
         # DCP warns without a process group. Not on the thread: filters are global.
         warnings.filterwarnings(
@@ -128,13 +136,19 @@ class TrainerState:
         """Copy the state during the next pass, then write it to the new folder `path`.
         The Future raises Refused.
         """
+        # The host memory of the copy is used again, and the writer still reads it. A
+        # failure of that write is wait_save_state()'s to raise.
         if self.pending is not None:
             wait([self.pending])
+        # By name, not by the optimizer's numbers: other numbers of ranks have other
+        # shards, and the same names. Before the first step AdamW has no state.
         states = {
             name: self._optimizer.state.get(one, {})
             for name, one in self._masters.named.items()
         }
         live = self._live(states)
+        # On CUDA the step that made these weights may still run. The copy waits for
+        # work that was launched until now, and not for the next step.
         reading = after_what_was_begun(self._device)
         saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
@@ -149,11 +163,15 @@ class TrainerState:
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
         saved, index = read_state(path), _read_index(path)
+        # A new optimizer has no state, and DCP loads only into tensors that exist. The
+        # index says which to make.
         states = defaultdict[str, dict[str, Tensor]](dict)
         for key, stored in index.state_dict_metadata.items():
             if key.startswith("optimizer."):
                 _, kind, name = key.split(".", 2)
                 master = self._masters.named[name]
+                # AdamW's count of steps has no dimensions, so it is not sharded like
+                # its weight.
                 scalar = torch.zeros((), device=master.device)
                 states[name][kind] = (
                     torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
@@ -170,6 +188,8 @@ class TrainerState:
         self._optimizer.state.clear()
         for name, state in states.items():
             self._optimizer.state[self._masters.named[name]] = state
+        # The model computes with rounded copies of the masters, which DCP has just
+        # replaced.
         self._masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -187,6 +207,7 @@ class TrainerState:
             live |= {
                 f"optimizer.{kind}.{name}": tensor for kind, tensor in state.items()
             }
+        # DCP would write the tensor of one rank for a name that all ranks have.
         live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
             live[f"rng.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(
@@ -211,6 +232,7 @@ class TrainerState:
                 for name, local in locals_.items()
                 if contents[name] is local
             }
+            # An offloaded tensor is in host memory already: DCP writes it from there.
             self._is_lent = len(here) < len(locals_)
             placed, num_bytes = lay_out(entries_of(LazyWeights(here), None))
             places = views(placed, self._memory.of(num_bytes))
@@ -219,6 +241,8 @@ class TrainerState:
                 host[name] = torch.from_numpy(places.get(name, content).numpy())
                 if name in places:
                     host[name].copy_(content, non_blocking=self._device.type == "cuda")
+            # The copies have only begun. Once `copying` ends, the optimizer may
+            # overwrite their sources.
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         return host
@@ -234,6 +258,9 @@ class TrainerState:
             # a rank without a copy would let the others wait in DCP
             host = self._ranks.agree(lambda: _copied(copying))
             with _errors(path):
+                # No fsync here: the controller syncs the whole checkpoint once, before
+                # it gets its name (Checkpoints.finish). No copy ahead: the tensors are
+                # in host memory already.
                 writer = FileSystemWriter(
                     path, sync_files=False, per_thread_copy_ahead=0
                 )
@@ -244,6 +271,8 @@ class TrainerState:
                     **self._group,
                 )
                 if self._ranks.is_first:
+                    # Without a shared file system each node has its own shards, and DCP
+                    # notices nothing. This would be found at the resume, too late.
                     _refuse_incomplete(path)
                     (path / STATE).write_text(
                         saved.model_dump_json(indent=1) + "\n", encoding="utf-8"
@@ -273,6 +302,7 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, UnpicklingError, CheckpointException) as error:
         reason: BaseException = error
+        # DCP wraps what each rank raised. One rank's reason is enough.
         if isinstance(error, CheckpointException):
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
@@ -338,6 +368,8 @@ def save_folder(
         for name, first in ties_of(model).items()
         if first in weights
     }
+    # transformers may hold weights in another form than the checkpoint, for example
+    # experts stacked into one tensor. Write what the base folder's readers expect.
     aliases = revert_weight_conversion(model, dict(ties))
     stored = revert_weight_conversion(model, weights)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -378,6 +410,7 @@ def write_shards(tensors: dict[str, Tensor], path: Path) -> None:
 def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str, Any]:
     """Return config.json of `base` for plain weights in `dtype`."""
     config = read_config(base)
+    # An empty entry, so that the loop below sets it even in a config without one.
     config.setdefault("dtype", "")
     for section in sections_of(config):
         section["tie_word_embeddings"] = is_tied

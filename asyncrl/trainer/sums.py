@@ -89,6 +89,7 @@ class VersionSums:
         """Return metrics by full name. Losses and gradients are means over the steps
         that were taken.
         """
+        # A skipped step changed no weight. Its NaN would hide the loss of the others.
         taken = [step for step in self.steps if math.isfinite(step.grad_norm)]
         parts = list[PartSums]()
         for step in self.steps:

@@ -91,6 +91,9 @@ class TrainerClient:
         self._version_changed = Signal()
 
     async def train(self, batch: Batch) -> api.TrainResponse:
+        # If the process dies after the step and before its answer, the step is lost.
+        # The next process catches up to batch.version, so a repeated call trains the
+        # batch once.
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._retried(lambda: self._train(batch))
         self._reached(report.policy_version)
@@ -115,11 +118,15 @@ class TrainerClient:
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         """Send the weights to the engines. Never repeated."""
+        # A trainer that was lost has lost the held weights too. The push ends, and the
+        # next one exports again (docs/decisions/0016).
         self._check_up()
         return await self._post("/broadcast", request, api.BroadcastResponse)
 
     async def offload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
-        """Idempotent. After an error nothing has moved."""
+        """Move parts of the trainer's state to host memory. Idempotent. After an error
+        nothing has moved.
+        """
         return await self._call(
             "/offload", api.OffloadRequest(parts=list(parts)), TransferStats
         )
@@ -153,6 +160,8 @@ class TrainerClient:
         """Load a state (None: keep the start) and train on `batches()`; start over if
         the trainer dies. `on_step` sees each batch once.
         """
+        # A trainer that dies here starts over from the checkpoint, and trains batches
+        # again that are reported already.
         reported = -1
 
         def once(batch: Batch, report: api.TrainResponse) -> None:
@@ -182,6 +191,8 @@ class TrainerClient:
                 report = await self._train(batch)
                 version = max(version, report.policy_version)
                 on_step(batch, report)
+        # Once, at the end: the publisher would export each version on the way, although
+        # engines have served them before.
         self._reached(version)
 
     async def aclose(self) -> None:
@@ -208,6 +219,8 @@ class TrainerClient:
                 path, body, answer, timeout_s=self._timeout_s
             )
         except CallRefused as error:
+            # Rank 0 answers, but its peers are gone: for the run that is a lost
+            # trainer, which a restart repairs.
             kind = TrainerLost if error.status == LOST_STATUS else TrainerError
             raise kind(
                 "trainer",
@@ -241,8 +254,12 @@ class TrainerClient:
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
     async def _train(self, batch: Batch) -> api.TrainResponse:
+        # In a thread: packing a large batch would hold up every rollout on the event
+        # loop.
         body = await computed(lambda: api.pack_batch(*pack_groups(batch)))
         report = await self._post("/train", body, api.TrainResponse)
+        # Version v + 1 is batch v, trained once. Anything else would break staleness
+        # and resume silently.
         assert report.policy_version == batch.version + 1, report
         return report
 

@@ -86,7 +86,11 @@ def places_of(runs: Runs) -> IntN:
 
 @dataclass(eq=False)
 class TreeNode:
-    """Tokens [first, end) of `sequence` and of every sequence below."""
+    """Tokens [first, end) of `sequence` and of every sequence below.
+
+    `ends`: sequences whose last token is here. `behind`: tokens of all nodes below.
+    `place`: where its tokens begin in the micro-batch. `path`: where its path begins.
+    """
 
     sequence: TokenRange
     first: int
@@ -106,7 +110,10 @@ class TreeNode:
 
     @property
     def is_worth_it(self) -> bool:
+        # Without this branch each continuation would compute the node's tokens itself.
         saved = self.length * (len(self.children) + bool(self.ends) - 1)
+        # All but the largest child need one more attention pass over their queries,
+        # which costs about one token for each QUERIES_PER_TOKEN of them.
         num_queries = self.behind - max(
             child.length + child.behind for child in self.children
         )
@@ -123,6 +130,8 @@ def in_tree_order(
     def tokens_of(one: TokenRange) -> npt.NDArray[np.int32]:
         return token_ids[one.start : one.start + one.length]
 
+    # Bytes of big-endian ids sort like the ids, and a text before its continuations.
+    # Then sequences with a common prefix of any length are neighbors.
     ordered = sorted(sequences, key=lambda one: tokens_of(one).astype(">i4").tobytes())
     pairs = [(ordered[0], 0)]
     for one, other in pairwise(ordered):
@@ -151,6 +160,8 @@ def lay_out(
         >>> layout.passes[1].pieces  # two queries also read the ten keys of the prompt
         (Piece(query=12, num_queries=2, key=0, num_keys=10),)
     """
+    # packing.assign() counted every shared token once. Pruning repeats some, so a
+    # micro-batch that was just full may exceed the limit: then share all.
     nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
         nodes = _trie(sequences, token_ids)
@@ -177,6 +188,8 @@ def _trie(
     ordered = [one for one, _ in pairs]
     shared = np.array([num_shared for _, num_shared in pairs])
     nodes = list[TreeNode]()
+    # Entries: sequences [low, high) share their first `depth` tokens, which `parent`
+    # ends. A list and no recursion: a rollout with many turns nests a level per turn.
     todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
     while todo:
         low, high, depth, parent = todo.pop()
@@ -189,6 +202,7 @@ def _trie(
             if parent is not None:
                 parent.children.append(node)
             depth, parent = end, node
+        # A sequence that ends here is a prefix of the others, so it sorts first.
         while low < high and ordered[low].length == end:
             assert parent is not None, "a sequence has tokens"
             parent.ends.append(ordered[low])
@@ -206,17 +220,27 @@ def _trie(
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
+    """Return the nodes without branches that cost more than they save.
+
+    Example: two sequences share 4 of 9 tokens. The branch would save 4, less than
+    MIN_SHARED_TOKENS, so each sequence becomes a node of 9 tokens.
+    """
     kept = list[TreeNode]()
+    # Parents come before their children in `nodes`. Reversed, a node is judged after
+    # all that is behind it has been pruned.
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
         if node.children and not node.is_worth_it:
             for child in node.children:
+                # The child repeats the node's tokens, which it reads from its own
+                # sequence.
                 child.first, child.parent = node.first, node.parent
             if node.parent is not None:
                 node.parent.children += node.children
                 if not node.ends:
                     node.parent.children.remove(node)
             node.children, node.behind = [], 0
+            # A sequence that ends in the node still needs the node's tokens, as a leaf.
             if not node.ends:
                 continue
         kept.append(node)
@@ -224,12 +248,25 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
 
 
 def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
+    """Give every node its place, and return the pieces of each pass, causal ones first.
+
+    Example: a prompt of 10 tokens continues with A (20 tokens), or with B (15). After B
+    come B1 (5) or B2 (4). B and its continuations have 24 tokens, A has 20, so the first
+    path is prompt, B, B1:
+
+        place   0         10          25      30         50      54
+                [ prompt ][ B        ][ B1   ][ A       ][ B2   ]
+        pass 0  30 queries to 30 keys          20 to 20   4 to 4      causal
+        pass 1                                 to 0..9    to 0..24    all keys
+    """
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)
         node.children.sort(key=lambda child: -child.length - child.behind)
     passes: list[list[Piece]] = [[]]
     todo = [(node, 0) for node in reversed(nodes) if node.parent is None]
     end = 0
+    # Depth first: all that branches from one place is laid out before the next begins.
+    # So its tokens are consecutive, and one piece per branch covers them.
     while todo:
         head, num_left = todo.pop()
         path, start = [head], end
@@ -244,6 +281,7 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
             passes.append([])
         query = end
         for node in branches:
+            # These queries attend to the parent path up to the branch, and not beyond.
             behind = sum(child.length + child.behind for child in node.children[1:])
             passes[num_left + 1].append(
                 Piece(query, behind, start, node.place + node.length - start)
@@ -266,4 +304,6 @@ def _runs_to(last: TreeNode) -> Runs:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
+    # From pageable memory, the copy would make the host wait for all kernels before it.
+    # torch keeps the pinned block until the copy has run.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -32,10 +32,14 @@ class FetchedFiles:
 
     async def fetch(self, request: FileRequest) -> str:
         """Return the local path. Raises OSError."""
+        # Engines of the node ask at the same time: the first downloads, the others find
+        # the file.
         async with self._locks[request.purpose]:
             path = self.folder / f"{request.purpose}-{request.key}.safetensors"
             kept = self._kept[request.purpose]
             if path not in kept:
+                # Before the download, so that at most NUM_KEPT files of a purpose are
+                # in shared memory. An engine that has mapped a removed file keeps it.
                 for old in kept[: len(kept) - NUM_KEPT + 1]:
                     old.unlink(missing_ok=True)
                     kept.remove(old)
@@ -75,10 +79,13 @@ async def download(request: FileRequest, path: Path) -> None:
                             await asyncio.to_thread(file.write, chunk)
                             heard_s = clock()
                 break
+            # A broken connection may come back. Only silence for SILENT_S means that
+            # the trainer is lost.
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if clock() - heard_s > SILENT_S:
                     raise ConnectionError(
                         f"{request.url} is silent: {error}"
                     ) from error
                 await asyncio.sleep(RETRY_S)
+    # Only a whole file gets the name that `fetch` returns.
     part.rename(path)

@@ -89,6 +89,10 @@ class LazyWeights(Mapping[str, Tensor]):
 def named_weights(model: Any) -> dict[str, Tensor]:
     """Return weights_of(model), detached; a mesh of one rank gives the local tensor. An
     nn.Buffer keeps its dtype in exports.
+
+    nn.Buffer is only a mark here, which survives in the dict: _export_dtype() casts
+    parameters and leaves buffers. So a float32 router stays float32 in a bfloat16
+    export, as the engine's own model holds it.
     """
     found, kept = dict[str, Tensor](), float32_names(model)
     for name, tensor in weights_of(model).items():
@@ -99,6 +103,8 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_here(tensor: Tensor) -> Tensor:
+    # With one rank the local tensor is the whole one. A DTensor would make `are_plain`
+    # false, and the export would delay the next step.
     is_one = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
     return cast(DTensor, tensor).to_local() if is_one else tensor
 
@@ -112,8 +118,11 @@ def whole_tensors(
     All ranks of sharded tensors must iterate, or call gather_along.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
+    # In sorted order (LazyWeights), because full_tensor() is a collective call: all
+    # ranks must gather the same tensors in the same order.
     for name, tensor in weights.items():
-        # cast before moving: to() with both would cast on the CPU
+        # Cast, gather, move: a cast to bfloat16 halves the bytes of the other two. to()
+        # with both dtype and device would cast on the CPU.
         whole = (
             _gathered(tensor.detach().to(_export_dtype(tensor, dtype)))
             .to(device)
@@ -138,6 +147,8 @@ def gathered(
     try:
         yield tensors
     finally:
+        # A rank that stops early leaves the others in their next collective call until
+        # its time limit.
         for _ in tensors:
             pass
 
@@ -163,6 +174,8 @@ def export_weights(
 ) -> ExportResponse:
     """Write a safetensors file atomically. Raises OSError."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
+    # Engines open the final name only, so they never map a half-written file. No fsync:
+    # after a power cut the trainer exports again.
     unfinished = path.with_name(path.name + ".unfinished")
     entries = entries_of(weights, dtype)
     try:
@@ -190,6 +203,8 @@ def begin_export(
     Whole local weights must not change before the Future ends.
     """
     if not weights.are_plain:
+        # Collective calls stay on this thread. From another one, they could mix with
+        # those of the forward pass in a different order on each rank.
         return done(version, export_weights(weights, path, version, dtype))
     reading = after_what_was_begun(
         next((one.device for one in weights.like.values()), None)
@@ -207,6 +222,8 @@ def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[
     if device is None or device.type != "cuda":
         return nullcontext()
     index = torch.cuda.current_device() if device.index is None else device.index
+    # The optimizer step that made these weights may still run on the device. The other
+    # thread's stream must wait for it.
     stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(index))
     return _beside(index, stream)
@@ -270,7 +287,10 @@ def chunks_of(
 
 
 def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Return names by chunk: up to chunk_bytes, or one larger tensor."""
+    """Return names by chunk: up to chunk_bytes, or one larger tensor.
+
+    Example: sizes a=3, b=4, c=9, d=1 and chunk_bytes=8 give [a, b], [c], [d].
+    """
     chunks: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -340,6 +360,7 @@ class Transport:
             return begin_export(
                 self._writer, weights, path, exported.version, self.end.dtype
             )
+        # Only rank 0 writes, but its full_tensor() calls need every rank.
         gather_along(weights, self.end.dtype)
         return done(exported.version)
 
@@ -362,6 +383,8 @@ def linear_parameters(model: nn.Module) -> set[str]:
     """Return unshared weights of linear layers."""
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
+        # Tied weights are the same object under two names. An adapter on one would
+        # change both.
         times[id(parameter)] = times.get(id(parameter), 0) + 1
     return {
         f"{name}.weight"

@@ -29,7 +29,10 @@ class HostMemory:
         RuntimeError.
         """
         if num_bytes > len(self._data):
+            # Before the new allocation: both at once may not fit.
             self.free()
+            # Without this check the kernel would kill a process when the memory is
+            # first written.
             available = available_memory()
             if num_bytes > available:
                 raise MemoryError(

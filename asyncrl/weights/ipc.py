@@ -99,6 +99,8 @@ def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemor
     path.unlink(missing_ok=True)
     path.touch(0o600)
     with path.open("r+b") as file:
+        # Pages of a full /dev/shm end a writing process with SIGBUS, which Python
+        # cannot catch.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     return open_memory(
         MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes), device
@@ -118,6 +120,7 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
+    # So that no other allocation shares the block, and becomes readable to the engine.
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
     ordinal = _ordinal(device)
@@ -243,6 +246,8 @@ class SharedChunk:
         """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all
         ranks. Raises OSError.
         """
+        # Of a trainer that died. Engines that still map it keep their pages until the
+        # next handle arrives.
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
         size = max(lay_out(entries)[1] for entries in chunks)
@@ -250,6 +255,8 @@ class SharedChunk:
             size, device, folder / f"chunk-{rank}-{os.getpid()}.bin"
         )
         self.device = device
+        # Engines are on the devices of all ranks: each rank writes the chunk into its
+        # own device's memory.
         self.on_all = gather is not None
         self._gather = gather or (lambda own: [own])
 
@@ -291,6 +298,7 @@ class SharedTransport(Transport):
             return done(exported.version)
         entries = entries_of(weights, end.dtype)
         with gathered(weights, end.dtype, end.device) as tensors:
+            # Allocated once, by the first version: engines keep the memory open.
             if self._place is None:
                 self._place = SharedChunk(path.parent, [entries], end.device)
             digests, place = self._place.put(entries, tensors)
@@ -336,6 +344,9 @@ class Chunks:
             self.forget()
             self._version = version
         names, is_last = self._chunks[index], self.is_last(index)
+        # A restarted trainer may be asked for the last chunk first. The digest of the
+        # whole covers all tensors, so those that it has not gathered for this version
+        # are gathered now, only to be hashed.
         before = itertools.chain(*self._chunks[:index]) if is_last else ()
         gathering = weights.only(
             [*(name for name in before if name not in self._gathered), *names]
@@ -369,6 +380,7 @@ def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
     for name, dtype, shape in entries:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
         size = math.prod(shape) * getattr(torch, dtype).itemsize
+        # view(dtype) needs a start that its item size divides.
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return placed, end
 

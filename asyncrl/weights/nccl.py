@@ -83,6 +83,8 @@ class BroadcastTransport(exports.Transport):
             return exports.done(version)
         with self._in_use, exports.gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
+            # Made once: the memory stays reserved, so that a later version cannot fail
+            # for lack of it.
             if not self._chunks:
                 self._make_buffers(weights)
             digests: dict[str, bytes] = {}
@@ -90,6 +92,8 @@ class BroadcastTransport(exports.Transport):
                 digests |= copy_placed(chunk.tensors, buffer, tensors)
             if end.device.type == "cuda":
                 self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                # Copies are only queued. The event lets the group's stream wait for
+                # them, without stopping the training stream.
                 self._filled.record()
             answer = exports.manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
@@ -99,10 +103,14 @@ class BroadcastTransport(exports.Transport):
         """Send to all group members, in a separate thread. Raises Refused."""
         member = request.member
         with self._in_use:
+            # The trainer has exported a newer version since the push began, or was
+            # restarted and holds none.
             if self.version != request.version:
                 what = f"policy_version {request.version} was asked for, the trainer holds {self.version}"
                 raise Refused(409, what, rule="only the newest export is held")
             try:
+                # The path names one set of members. A group never gains a member: other
+                # engines mean another group.
                 if self._group is None or self._group.path != member.path:
                     if self._group is not None:
                         self._group.close()
@@ -168,6 +176,8 @@ class WeightGroup:
         """Idempotent; the others notice at their next call."""
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
+            # abort() also ends kernels that wait for a dead member; without it they
+            # would occupy the device.
             group.abort()
 
     def send(
@@ -176,6 +186,8 @@ class WeightGroup:
         """Send the description, then the buffers after the event `filled`. Raises
         GroupBroken.
         """
+        # Receivers know no sizes: first the length of the description, then the
+        # description, then buffers that it describes.
         text = bytearray(weights.model_dump_json().encode())
         with self._beside():
             head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
@@ -236,6 +248,8 @@ class WeightGroup:
         if self._stream is None:
             return
         end = time.monotonic() + self._timeout.total_seconds()
+        # On CUDA work.wait() only orders streams and returns at once. Synchronizing
+        # would have no limit, so the event is polled.
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         while not done.query():  # type: ignore[no-untyped-call]
@@ -280,6 +294,8 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
         interfaces = ["lo"]
     else:
         host, _, port = member.store.rpartition(":")
+        # Connecting a datagram socket sends nothing, but makes the kernel choose the
+        # route and with it the local address.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((host, int(port)))
             use_interface(route.getsockname()[0], is_apart=True)
@@ -293,6 +309,8 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
 def _open_store(where: str) -> Any:
     """Raises OSError."""
     host, _, port = where.rpartition(":")
+    # Bound here: a port in use is an OSError at the start, and only this address is
+    # served.
     listener = socket.create_server((host, int(port)))
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
     return dist.TCPStore(host, int(port), master_listen_fd=listener.detach(), **options)  # type: ignore[attr-defined]

@@ -113,6 +113,8 @@ def write_tensors(
     busy: list[Future[Any]] = []
     with ThreadPoolExecutor(2, "write weights") as threads:
         for some in _together(tensors):
+            # Wait for the previous group: at most two groups of gathered tensors are in
+            # memory, this one and the next.
             for one in busy:
                 one.result()
             hashed.append(threads.submit(digests_of, some))
@@ -178,6 +180,7 @@ class Digests:
         self._join()
         if not self._entries:
             return {}
+        # One copy to the host for all tensors: each copy waits for the device.
         sums = torch.cat(self._sums).cpu().numpy().astype("<i4", copy=False)
         ends = list(accumulate(num_blocks for *_, num_blocks in self._entries))
         return {
@@ -221,6 +224,8 @@ def _digest_of_sums(
 
 
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
+    # Sorted, because tensors arrive in different orders: by file, by chunk, or by the
+    # engine's names.
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
 
 
@@ -243,6 +248,9 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def block_keys() -> npt.NDArray[np.int8]:
     """Keys [2048, 8], uniform in -63..63."""
     num_keys, num_values = BLOCK_BYTES * NUM_SUMS, 2 * _MAX_KEY + 1
+    # Fixed keys, made without a random generator whose numbers could differ between
+    # versions: both ends must have the same. Values of 254 and 255 are dropped, since
+    # 256 is no multiple of 127.
     drawn = np.frombuffer(
         hashlib.shake_128(b"asyncrl weights").digest(2 * num_keys), np.uint8
     )
@@ -295,6 +303,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
     """
     if not tensor.nbytes:
         return memoryview(b"")
+    # Also for bfloat16, which numpy lacks.
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
     return memoryview(array).cast("B")
@@ -312,7 +321,11 @@ def adapted_modules(names: Iterable[str]) -> list[str]:
 
 
 class StoredPiece(NamedTuple):
-    """A checkpoint tensor as a view of a model tensor (torch.as_strided)."""
+    """A checkpoint tensor as a view of a model tensor (torch.as_strided).
+
+    Example: expert 3 of experts stacked as [8, 64, 32] has shape (64, 32), stride
+    (32, 1) and start 3 * 64 * 32.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -356,6 +369,9 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
     from torch.overrides import TorchFunctionMode
     from transformers.core_model_loading import revert_weight_conversion
 
+    # transformers makes pieces contiguous, which would copy them. Without the copy,
+    # each piece is a view of the meta tensor, and its stride and offset say where the
+    # piece is in the model's tensor.
     class Uncopied(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -383,6 +399,8 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
         name: found
         for name, found in pieces.items()
         if found.keys() != {name}
+        # Only pieces that cover the tensor exactly. A conversion that computes values
+        # cannot be stored as views.
         and sum(math.prod(one.shape) for one in found.values()) == like[name].numel()
     }
 
