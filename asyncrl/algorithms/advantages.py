@@ -24,6 +24,8 @@ EPSILON = 1e-4
 
 def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) -> Tensor:
     """Return what an advantage function gave, as float32 [B]. Raises ConfigError."""
+    # It may be a user's function (module:function). Another shape would give tokens the
+    # advantages of others, and one NaN would spoil all weights.
     is_one_each = isinstance(given, Tensor) and given.shape == reward_B.shape
     if not (is_one_each and torch.isfinite(given).all()):
         raise ConfigError(
@@ -40,6 +42,8 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.
     """
+    # Population, as in the paper. At group size 2 the two kinds differ by a factor of
+    # 1.41.
     centred_B, size_B = _centred(reward_B, group_B)
     std_B = (sequence_sum(centred_B.square(), group_B) / size_B).sqrt()
     return centred_B / (std_B + EPSILON)
@@ -49,6 +53,7 @@ def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Compute grpo with the sample standard deviation (divisor size - 1), like TRL."""
     centred_B, size_B = _centred(reward_B, group_B)
     std_B = (
+        # A group of one rollout has no deviation: 0 / 0 without the clamp.
         sequence_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)
     ).sqrt()
     return centred_B / (std_B + EPSILON)
@@ -93,6 +98,8 @@ def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
     REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens;
     here every sample counts once.
     """
+    # All samples of the batch are one group, so prompts of unequal difficulty are
+    # compared.
     return grpo(reward_B, torch.zeros_like(group_B))
 
 
@@ -102,6 +109,8 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
     """
+    # Centered rewards have mean 0 over the batch, so the root of their mean square is
+    # their standard deviation.
     centred_B = dr_grpo(reward_B, group_B)
     return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
 
@@ -110,7 +119,8 @@ def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return (reward - mean of the group, size of the group), float32 [B] both."""
     size_B = sequence_sum(torch.ones_like(reward_B), group_B)
     centred_B = reward_B - sequence_sum(reward_B, group_B) / size_B
-    # The mean of equal rewards may round differently, so test equality.
+    # The mean of equal rewards may round: three times 0.9 has a mean of 0.8999999. So
+    # equality is tested, and such a group has no gradient at all.
     lowest_B, highest_B = (
         torch.zeros_like(reward_B).scatter_reduce(
             0, group_B, reward_B, how, include_self=False

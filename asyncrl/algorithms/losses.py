@@ -90,6 +90,8 @@ def cispo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     clip_fraction counts tokens with a clipped weight; clip_low is unused. MiniMax-M1,
     https://arxiv.org/abs/2506.13585, equations 4 and 5.
     """
+    # Without gradient: unlike a clipped ratio, a truncated weight leaves every token
+    # its gradient.
     ratio_M = exp_ratio(tokens.current_M.detach() - tokens.anchor_M)
     largest = 1.0 + settings.clip_high
     loss_M = -ratio_M.clamp(max=largest) * tokens.advantage_M * tokens.current_M
@@ -145,8 +147,13 @@ def _clipped(
     clipped_M = (
         ratio_M.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantage_M
     )
+    # Where the clipped term is the smaller one, the minimum is a constant and the token
+    # has no gradient.
     is_clipped_M = clipped_M.detach() < plain_M.detach()
     if settings.clip_delta is not None:
+        # With a negative advantage, the first clip does not bound large ratios: the
+        # minimum takes the unclipped product. Without clip_delta, one such token may
+        # dominate the step.
         is_clipped_M |= (ratio_M > settings.clip_delta) & (advantage_M < 0)
         plain_M = ratio_M.clamp(max=settings.clip_delta) * advantage_M
     return -torch.minimum(plain_M, clipped_M), {"clip_fraction": is_clipped_M.sum()}
@@ -175,12 +182,15 @@ def correct(
     """
     if correction == "m2po":
         return m2po(log_weight_M, advantage_M)
+    # A product of ratios is a sum of logs; exp_ratio clamps the sum, not each token.
     if correction.endswith("_sequence"):
         log_weight_M = sequence_sum(log_weight_M, sequence_M)
     weight_M = exp_ratio(log_weight_M)
     if correction.startswith("tis"):
         return weight_M.clamp(max=cap)
     floor = ICEPOP_FLOOR if correction == "icepop" else 0.0
+    # Masked, not truncated: a weight this far off says that engine and trainer disagree
+    # on the token, so its gradient is noise.
     return torch.where((weight_M >= floor) & (weight_M <= cap), weight_M, 0.0)
 
 
@@ -190,14 +200,25 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
 
     Only tokens that moved in the direction of their advantage count: steps on the
     others revert their move. Needs all M tokens of an optimizer step.
+
+    Example: the squares are 0.01, 0.04 and 0.25; the last token moved against its
+    advantage. The means of the smallest are 0.01, 0.025 and 0.1, above 0.04.
+        >>> log_weight_M = torch.tensor([0.1, 0.2, 0.5, -0.5])
+        >>> m2po(log_weight_M, torch.ones(4)).tolist()
+        [1.0, 1.0, 0.0, 1.0]
+
     https://arxiv.org/abs/2510.01161; token selection from
     https://github.com/Infini-AI-Lab/M2PO.
     """
     (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
+    # double, because a sum over all tokens of a step loses small moments in float32.
+    # stable, so that the same tokens are masked each time if moments are equal.
     moment_K, order_K = log_weight_M[counted_K].double().square().sort(stable=True)
     count_K = torch.arange(1, len(moment_K) + 1, device=moment_K.device)
     mean_K = moment_K.cumsum(0) / count_K
     weight_M = torch.ones_like(log_weight_M)
+    # Sorted ascending, the running mean only rises. So this keeps the longest prefix
+    # whose mean is within the limit.
     weight_M[counted_K[order_K[mean_K > M2_LIMIT]]] = 0.0
     return weight_M
 
@@ -233,7 +254,8 @@ def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
     """
     if not len(entropy_M):
         return torch.ones_like(entropy_M)
-    # 0.8 * 10 may be 8.000000000001
+    # Rounded, since (1 - 0.7) * 10 is 3.0000000000000004, and the ceiling would drop
+    # one token more. kthvalue counts from 1.
     below = math.ceil(round((1.0 - share) * (len(entropy_M) - 1), 6))
     return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
 
@@ -315,6 +337,8 @@ def exp_ratio(log_ratio_M: Tensor) -> Tensor:
     """Return the probability ratio of a difference of logprobs, per token or sequence.
     float32 [M].
     """
+    # Beyond the clamp the gradient is 0: nothing is learned from a token whose
+    # probability changed by a factor of 5e8.
     return log_ratio_M.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -342,7 +366,16 @@ def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
         sequence      1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
         sequence_sum  1 / num_sequences                 LUSPO, https://arxiv.org/abs/2602.05261
         constant      1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
+
+    Example: sequences of 1 and 4 tokens. By token both have the weight of their length;
+    by sequence each token of the short one counts four times as much.
+        >>> token_weights("token", torch.tensor([1, 4]), 10).tolist()
+        [0.20000000298023224, 0.20000000298023224]
+        >>> token_weights("sequence", torch.tensor([1, 4]), 10).tolist()
+        [0.5, 0.125]
     """
+    # A sequence may have lost all its tokens to the staleness mask. It has no loss, so
+    # it must not make the mean of the others smaller.
     num_sequences = (tokens_S > 0).sum()
     divisor_S = {
         "token": tokens_S.sum().expand_as(tokens_S),
@@ -350,4 +383,6 @@ def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
         "sequence_sum": num_sequences.expand_as(tokens_S),
         "constant": (num_sequences * max_tokens).expand_as(tokens_S),
     }[aggregate]
+    # In double: a divisor like sequences * max_tokens passes 2^24, beyond which float32
+    # rounds integers.
     return torch.where(tokens_S > 0, 1.0 / divisor_S.clamp(min=1).double(), 0.0).float()

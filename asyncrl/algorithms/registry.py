@@ -22,6 +22,7 @@ WHOLE_BATCH = frozenset({"m2po"})
 WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
 """Surrogates whose ratio includes the correction."""
 
+# Only these read clip_delta; elsewhere the setting would silently do nothing.
 _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
 """importance_cap for auto, by correction."""
@@ -71,6 +72,8 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     Raises ConfigError for unknown names, contradictory settings, and a correction of a
     loss that has one.
     """
+    # A loss of the user's starts from the plain defaults, and is trusted: it may
+    # contain a ratio or a correction that nobody here knows.
     recipe = RECIPES.get(config.loss) or Recipe(
         _own(config.loss, "algorithm.loss", RECIPES)
     )
@@ -111,6 +114,7 @@ def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
 
 def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
     correction = recipe.correction
+    # Interpolated logprobs exist only during the step, micro-batch by micro-batch.
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
         what = f"algorithm.proximal=interpolate with correction={correction}"
         rule = "the correction needs the proximal logprobs of all tokens before the first step"
@@ -121,6 +125,8 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
         raise _refused(
             what, "icepop would mask every token", "raise algorithm.importance_cap"
         )
+    # m2po is allowed with a ratio to the behaviour policy: it only masks, with weights
+    # 0 and 1, and counts nothing twice.
     has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
     if (
         has_ratio

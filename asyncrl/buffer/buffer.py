@@ -23,7 +23,9 @@ from asyncrl.messages.records import (
 )
 
 MAX_FILTERED_GROUPS = 256
-"""Consecutive filtered groups that end a run."""
+"""Consecutive filtered groups that end a run, which would otherwise sample forever
+without a step.
+"""
 
 
 OnRequeued = Callable[[GroupId, Group | None, str], None]
@@ -112,6 +114,8 @@ class Buffer:
         return ticket
 
     def sampled_nowait(self, group_id: GroupId) -> None:
+        # No _changed() here and below: these two decide which groups the next take
+        # requeues, and end nobody's wait.
         self.rule.sampled_nowait(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
@@ -123,6 +127,8 @@ class Buffer:
         Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group
         is not passed to `on_requeued`.
         """
+        # Before the rule hears of it: a filtered group leaves like a failed one and
+        # frees its admission for another prompt.
         if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
             return "filtered"
@@ -131,6 +137,8 @@ class Buffer:
         is_useless = self.rule.finish_nowait(
             group.group_id, oldest=oldest, newest=newest
         )
+        # Even a useless group, for a moment: _requeue passes it on. Without it, the
+        # owner would take the group for a running one and look for its tasks.
         self._ready[group.group_id] = group
         self._changed()
         if is_useless:
@@ -149,6 +157,7 @@ class Buffer:
             )
         self.rule.fail_nowait(group.group_id)
         self._num_filtered[group.prompt.task] += 1
+        # They were sampled for nothing; the metric shows the price of the filter.
         self._filtered_tokens += sum(
             trajectory.num_sampled for trajectory in group.trajectories
         )
@@ -177,6 +186,8 @@ class Buffer:
                 on="the rollout that completes a group",
                 who="train loop",
             ):
+                # No wait between take_nowait and return: a cancelled call has either
+                # returned its batch, or left it in the buffer.
                 while True:
                     try:
                         batch = self.take_nowait()
@@ -184,13 +195,18 @@ class Buffer:
                     except WouldWait:
                         await self._formed.wait()
         finally:
+            # None means that no one waits, also after a cancellation.
             self._causes = None
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
+        # Each entry lasts until the next one. A wait has several causes in turn: at
+        # first too few groups are ready, then a straggler blocks.
         for (start_s, cause), (end_s, _) in pairwise([*causes, (clock(), None)]):
             if cause is not None and end_s > start_s:
                 self.last_wait_s[cause] += end_s - start_s
                 note_span("trainer", f"wait for {cause}", start_s, end_s, batch.version)
         if self._auto is not None:
+            # Only here, once a batch: the measurements are averages of whole batches. A
+            # raise opens admission, and _changed wakes the producers.
             look_ahead = self._auto.batch_taken(
                 clock(), self.rule.num_groups, self.rule.num_ready
             )
@@ -208,6 +224,7 @@ class Buffer:
         return Batch(
             version,
             groups,
+            # The trainer checks this bound again, by the version of each token.
             max(0, version - self.rule.max_staleness),
             mask_older=self.rule.masks,
         )
@@ -249,6 +266,8 @@ class Buffer:
         return f"step {rule.next_batch + 1}: {ready}, {rule.num_running} run"
 
     def _changed(self) -> None:
+        # Every change of the rule that can end a wait comes through here. A forgotten
+        # call is a hang, which only the watchdog would report.
         cause = self.rule.waits_for
         if self._causes is not None and self._causes[-1][1] != cause:
             self._causes.append((asyncio.get_running_loop().time(), cause))
@@ -260,6 +279,9 @@ class Buffer:
 
     def _note_load(self) -> None:
         if self._auto is not None:
+            # The trainer lacks groups only while it waits, and only if a larger
+            # look-ahead could have helped. Stragglers, or groups that may start and
+            # find no free slot, are no reason to admit more.
             lacks = self._causes is not None and self.rule.lacks_groups
             self._auto.note(
                 asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks

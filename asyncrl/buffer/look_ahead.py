@@ -60,6 +60,8 @@ class LookAhead:
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self.current = min(START, max_staleness)
+        # Since the last batch: group-seconds, and seconds in which the trainer lacked
+        # groups.
         self._now_s = self._lack_s = self._running_s = 0.0
         self._num_running, self._lacks = 0, False
         self._taken_s: float | None = None
@@ -70,11 +72,15 @@ class LookAhead:
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
+        # A refuted raise lowers the limit for HOLD batches. A raise after a lowering
+        # forbids another lowering for as long. Without both, the value would swing on
+        # noise.
         self._limit, self._limit_until = max_staleness, 0
         self._came_down, self._lower_from = False, 0
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
         """`lacks`: the trainer lacks groups from `now_s` on."""
+        # Both values are constant between two calls, so the sum is the exact integral.
         passed_s = now_s - self._now_s
         self._running_s += passed_s * self._num_running
         self._lack_s += passed_s * self._lacks
@@ -84,12 +90,15 @@ class LookAhead:
         """Return the new look-ahead; the trainer left `num_ready`."""
         self.note(now_s, self._num_running, lacks=False)
         if self._taken_s is not None and self._batch >= WARM_UP:
+            # Filtered and failed groups are in running_s and not counted here. That is
+            # intended: for each usable group, their time must be spent too.
             num_finished = num_groups + num_ready - self._num_ready
             sample = _Sample(
                 now_s - self._taken_s, self._lack_s, self._running_s, num_finished
             )
             self._samples.append(sample)
         self._taken_s, self._num_ready, self._batch = now_s, num_ready, self._batch + 1
+        # Also before the warm-up ends, so that the first sample covers one batch only.
         self._lack_s = self._running_s = 0.0
         if self._batch == self._limit_until:
             self._limit = self.max_staleness
@@ -101,21 +110,33 @@ class LookAhead:
         return self.current
 
     def _decide(self) -> None:
+        """Set the look-ahead that the recent samples ask for.
+
+        Example: a group runs 3 s on average, and a step takes 1 s. Then 3 + 0.9 batches
+        must be in the system, so 4 is the target. From 2 it is raised if the trainer
+        lacked groups; from 5 it is lowered, because 3.9 < 5 - 0.3.
+        """
         samples = self._samples
         interval_s = max(sum(sample.interval_s for sample in samples), 1e-9)
         lack = sum(sample.lack_s for sample in samples) / interval_s
         group_s = sum(sample.running_s for sample in samples) / max(
             1, sum(s.num_finished for s in samples)
         )
+        # The time of a step as if the trainer never lacked groups. With the lack in it,
+        # a starved trainer would look slow, and the look-ahead would stay small.
         step_s = interval_s * max(1 - lack, 1e-3) / len(samples)
         wanted = group_s / step_s + BATCH_IN_HAND
         target = min(math.ceil(wanted), self._limit)
         if lack > MIN_LACK_FRACTION and target > self.current:
+            # A second raise during a trial is judged against the time before the first
+            # one.
             if self._trial_of is None:
                 self._trial_of = (self.current, *self._measured())
             if self._came_down:
                 self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
+            # The next target + 1 batches still hold groups admitted under the old
+            # value. Then WINDOW batches show the new one.
             self._judge_at = self._batch + target + 1 + WINDOW
         elif (
             target < self.current
@@ -123,11 +144,15 @@ class LookAhead:
             and self._batch >= self._lower_from
         ):
             self.current, self._came_down = max(1, target), True
+            # The times before and after a lowering do not show what the raise did.
             self._trial_of = None
 
     def _judge(self, look_ahead: int, interval_s: float, error: float) -> None:
         self._trial_of = None
         now_s, error_now = self._measured()
+        # The error of both means is added to the gain: a raise is undone only if it
+        # gained less than noise explains. If batches come 1.2 times as fast after a
+        # raise from 2 to 8, then ceil(3 * 1.2) - 1 = 3 would have done.
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
         needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
         if needed < self.current:

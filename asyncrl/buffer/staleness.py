@@ -77,7 +77,10 @@ class StalenessRule:
         self._ready: dict[GroupId, int] = {}  # -> deadline
         self._running_due: Counter[int] = Counter()
         self._ready_due: Counter[int] = Counter()
-        # last batch that can use a group in flight
+        # `wait` and `drop` count a running group's age from its start, because its
+        # oldest token decides. `mask` lets it run on, because it may still sample fresh
+        # tokens.
+        # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
 
     # ---- queries
@@ -96,6 +99,9 @@ class StalenessRule:
 
     @property
     def num_open(self) -> int:
+        # From the served version, not from next_batch: a group that starts now samples
+        # under the served version, so its deadline counts from there. This is what
+        # makes a ticket safe, however late the engines get new weights.
         limit = (
             min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
         )
@@ -106,6 +112,8 @@ class StalenessRule:
         """Return the cause of the wait for the next batch, if any."""
         if self.num_ready >= self.num_groups:
             return "stragglers" if self.waits and self._is_in_danger() else None
+        # Even if every running group finishes, the batch is not full, and none may
+        # start before the engines serve a newer version.
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
         return "generation"
@@ -116,12 +124,22 @@ class StalenessRule:
         return self.num_open == 0 and self.waits_for in ("generation", "publishing")
 
     def _is_in_danger(self) -> bool:
-        """Return whether taking the next batch could break a deadline: all remaining groups with deadline <=
-        D must fit into the batches next_batch + 1 .. D.
+        """Return whether taking the next batch could break a deadline: all remaining
+        groups with deadline <= D must fit into the batches next_batch + 1 .. D.
+
+        Example: two groups a batch, batch 3 is next, max_staleness 1. Group 5 runs
+        since version 2, so its deadline is batch 3. Groups 6 and 7 are ready, with
+        deadline 4. Up to deadline 3, one group is due, it is not ready, and no batch
+        after batch 3 can take it: 1 - 0 > 0. So batch 3 waits until group 5 is ready.
         """
+        # This wait cannot be a deadlock. Before the take, everything due by D fits into
+        # next_batch .. D. If it no longer does after the take, fewer than num_groups of
+        # the groups due by D are ready, so at least one still runs. Its end, good or
+        # bad, ends the wait.
         num_due = num_taken = 0
         for deadline in sorted(self._running_due.keys() | self._ready_due.keys()):
             num_due += self._running_due[deadline] + self._ready_due[deadline]
+            # The batch takes earliest deadlines first, as take_nowait does.
             num_taken = min(self.num_groups, num_taken + self._ready_due[deadline])
             if num_due - num_taken > (deadline - self.next_batch) * self.num_groups:
                 return True
@@ -141,6 +159,9 @@ class StalenessRule:
         `running`: id -> start version, `ready`: id -> (oldest, newest). Returns and
         forgets the groups that no batch can use under changed settings.
         """
+        # The journaled batches are trained again, and the engines get the result before
+        # any group starts, so the newest version is the served one. A ticket keeps its
+        # old start version: tokens sampled before the kill count with their own age.
         self.next_batch = self.served = version
         self.num_issued = next_group_id
         versions: dict[GroupId, tuple[int, float]] = {
@@ -149,10 +170,15 @@ class StalenessRule:
         versions.update(ready)
         late = list[GroupId]()
         num_kept = 0
+        # By deadline, and ready groups before running ones: with a smaller
+        # max_staleness or num_groups not all can keep their turn, and a ready group is
+        # paid for already.
         for oldest, is_running, group_id in sorted(
             (versions[i][0], i in running, i) for i in versions
         ):
             last_use = self._use_until(*versions[group_id])
+            # Only `wait` promises each group a turn. The others sort it out at each
+            # batch.
             num_batches_before = num_kept // self.num_groups if self.waits else 0
             if version + num_batches_before > last_use:
                 late.append(group_id)
@@ -167,7 +193,11 @@ class StalenessRule:
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
-        """Started groups stay."""
+        """Change how many batches generation may run ahead.
+
+        Started groups stay, also beyond a lower limit: num_open is 0 until enough are
+        consumed.
+        """
         assert 0 <= look_ahead <= self.max_staleness, (
             f"look_ahead {look_ahead} is beyond max_staleness"
         )
@@ -194,10 +224,14 @@ class StalenessRule:
         """Mark a running group as fully sampled. With `mask`, a batch too late for
         version next_batch then drops it.
         """
+        # No sampled token can be newer than next_batch, the newest version in the
+        # making. Without this, a group that waits a long time for its rewards would
+        # hold its admission although no token of it can be trained on any more.
         if self.masks:
             self._last_use[group_id] = self.next_batch + self.max_staleness
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
+        # A retry samples with the weights of now, so the group has fresh tokens again.
         if self.masks:
             self._last_use[group_id] = math.inf
 
@@ -207,12 +241,17 @@ class StalenessRule:
 
         Returns True, and forgets it, if no batch can use it any more.
         """
+        # Both checks come before any change, so a refused group leaves the rule as it
+        # was. The first compares deadlines, because the start version is not kept: both
+        # sides contain the max_staleness of today, also after a resume that changed it.
         is_as_new = self._running[group_id] <= oldest + self.max_staleness
         assert is_as_new, f"group {group_id} has a token older than its ticket"
         assert newest <= self.next_batch, (
             f"group {group_id} has a token of version {newest}, not made yet"
         )
         self.fail_nowait(group_id)
+        # From here the tokens count, not the ticket. They may be younger, since engines
+        # may serve a version before it is announced.
         last_use = self._use_until(oldest, newest)
         if last_use < self.next_batch:
             return True
@@ -233,6 +272,8 @@ class StalenessRule:
         )
         if cause := self.waits_for:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
+        # Earliest deadline first is the order that (2) counts on. By id among equals,
+        # so that it does not matter which of them ended first.
         earliest = heapq.nsmallest(
             self.num_groups, ((due, i) for i, due in self._ready.items())
         )
@@ -240,6 +281,8 @@ class StalenessRule:
         for group_id in group_ids:
             self._forget(self._ready, self._ready_due, group_id)
         self.next_batch += 1
+        # next_batch has moved on, so these groups had their last chance. `wait` finds
+        # none: it would not have come here.
         requeued = tuple(
             sorted(
                 i
@@ -281,4 +324,5 @@ class StalenessRule:
         deadline = groups.pop(group_id)
         due[deadline] -= 1
         if not due[deadline]:
+            # Otherwise past deadlines would stay as keys and slow every decision.
             del due[deadline]

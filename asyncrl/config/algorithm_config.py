@@ -96,6 +96,8 @@ class AlgorithmConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _terms_agree(self) -> Self:
+        # The reward is one number per rollout, so the penalty is a sum over its tokens.
+        # Only the sum of k1 is the log ratio of the whole answer.
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         if is_kl_in_reward and self.kl_estimator != "k1":
             raise ValueError(
@@ -105,6 +107,7 @@ class AlgorithmConfig(FrozenConfig):
             raise ValueError(
                 "reward_weight=0 and distill_weight=0 leave nothing to learn from"
             )
+        # Both change only the reward, which has no weight here.
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
             raise ValueError(
                 "reward_weight=0: overlong_tokens and kl_in=reward have no effect"

@@ -31,6 +31,9 @@ class BufferConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _look_ahead_fits(self) -> Self:
+        # A group that starts look_ahead batches early is look_ahead versions old when
+        # its turn comes, even if nothing is late. Beyond the bound, it could never be
+        # trained on whole.
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             raise ValueError(
                 f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "

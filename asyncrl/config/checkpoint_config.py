@@ -29,6 +29,8 @@ class CheckpointConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
+        # Only versions that are saved can be kept: with every=50, step 75 does not
+        # exist.
         if self.keep_every is not None and (
             self.every is None or self.keep_every % self.every
         ):

@@ -54,6 +54,7 @@ class EngineCapabilities:
     """Float32 arrays of vocabulary size per slot in a step."""
 
     def kv_length(self, length: int) -> int:
+        # Rounded up: an engine reserves whole blocks, also for the last tokens.
         return -(-length // self.kv_block) * self.kv_block
 
 

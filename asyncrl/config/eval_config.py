@@ -55,6 +55,8 @@ class EvalConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _can_be_evaluated(self) -> Self:
+        # Each evaluation samples the same prompts, the first ones in file order, or its
+        # curve would mean nothing. Its name is eval.name.
         if given := self.task.given("name", "share", "sampling"):
             raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
         if self.called == "task":  # a task reports eval/task/NAME

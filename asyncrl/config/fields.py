@@ -26,6 +26,8 @@ class FrozenConfig(BaseModel):
         """Read `none` as null if the field allows null."""
         if not isinstance(values, dict):
             return values
+        # The docs write `none`, which YAML reads as text. Only where null is allowed:
+        # in `console: none` it is a word.
         fields = cls.model_fields.items()
         nullable = {
             name for name, info in fields if type(None) in get_args(info.annotation)

@@ -115,6 +115,9 @@ class GeneratorConfig(FrozenConfig):
             raise ValueError(
                 f"give at most one of {', '.join(kinds)}, and no empty command"
             )
+        # A setting that this kind does not read is refused. Ignored, it would be a
+        # false sense of safety: sandbox for a python function, for example, which runs
+        # in the worker itself.
         for_kinds = {
             "stop": ["a single turn"],
             "env": ["command"],
@@ -136,6 +139,8 @@ class GeneratorConfig(FrozenConfig):
             given := self.given("sandbox_paths", "max_memory_mb")
         ):
             raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
+        # env is written to the run directory, pass_env never is. For a secret, it must
+        # not be a guess which of the two wins.
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(
                 f"env and pass_env both give {', '.join(both)}; remove it from either"

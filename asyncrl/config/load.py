@@ -36,6 +36,8 @@ class _KeysOnce(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             line = key.start_mark.line + 1
+            # YAML keeps the last one, so an edit of the first would silently have no
+            # effect.
             if key.value in lines:
                 what = (
                     f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
@@ -83,12 +85,15 @@ def config_from(
     Raises ConfigError for all errors at once.
     """
     for number, override in enumerate(overrides):
-        # of `a.b= 3`
+        # The shell splits `a.b= 3` into two arguments. For the hint, the second one
+        # needs the first, and the first the ones behind it.
         before = [one for one in overrides[:number][-1:] if one.endswith("=")]
         values = _with(values, override, [*before, *overrides[number : number + 3]])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
+        # A union reports a problem for each of its forms. They have one key and become
+        # one line: `..., or: ...`.
         lines = dict[str, str]()
         for problem in error.errors():
             key, separator, message = _explain(dict(problem), path).partition(
@@ -130,6 +135,12 @@ def _with(values: Any, override: str, around: Sequence[str]) -> Any:
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
+    """Return `section` with a value set; an entry of a list by its number or name.
+
+    Example: `task.words.size=7` with two tasks.
+        >>> _set([{"python": "a:B"}, {"name": "words"}], ["words", "size"], 7)
+        [{'python': 'a:B'}, {'name': 'words', 'size': 7}]
+    """
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -145,12 +156,16 @@ def _set(section: Any, names: Sequence[str], value: Any) -> Any:
             _set(one, inner, value) if number == at else one
             for number, one in enumerate(section)
         ]
+    # A copy, because the caller keeps its values. A section of only comments is None in
+    # YAML.
     copied = {} if section is None else {**section}
     copied[name] = _set(copied.get(name), inner, value) if inner else value
     return copied
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
+    # Pydantic also names the form of a union in the place of an error, such as [one] or
+    # constrained-int. Nobody has written that key.
     parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
     where = ".".join(parts) or "config"
     value = problem["input"]
@@ -174,6 +189,8 @@ def _closest(wrong: str) -> str | None:
     known = all_keys()
     if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) is not None:
         return ours
+    # First another library's name, which resembles no key here; then the right key in
+    # the wrong section; a spelling mistake last, since it is a guess.
     same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
     close = (
         same

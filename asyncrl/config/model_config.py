@@ -24,6 +24,7 @@ class ScratchConfig(FrozenConfig):
     @field_validator("characters")
     @classmethod
     def _once_each(cls, characters: str) -> str:
+        # Two tokens of one character would decode alike and never both be encoded.
         twice = sorted({one for one in characters if characters.count(one) > 1})
         if twice:
             raise ValueError(
@@ -35,7 +36,9 @@ class ScratchConfig(FrozenConfig):
 class ModelConfig(FrozenConfig):
     """The trained model: `path` or `scratch`."""
 
-    free_keys: ClassVar = ("path", "revision")  # its files must match the ModelPin
+    # A moved folder is still the same model: a resume compares its files with the
+    # ModelPin, which the run wrote at its start.
+    free_keys: ClassVar = ("path", "revision")
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""

@@ -44,6 +44,7 @@ def device_numbers(devices: Any) -> list[int] | None:
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
+    # type() and not isinstance(): YAML's true is an int as well.
     is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
     return numbers if is_form and len(set(numbers)) == len(numbers) else None
 
@@ -93,6 +94,8 @@ class PlacementConfig(FrozenConfig):
         words = (
             (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
         )
+        # The union has str for ranges like 0-3, so pydantic by itself would take any
+        # text, such as gpu0, and the mistake would show only when devices are assigned.
         is_nodes = isinstance(value, NodesConfig) or (
             isinstance(value, Mapping) and "nodes" in value
         )

@@ -155,6 +155,8 @@ class RolloutConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:
+        # A setting of another engine would be ignored, for example a memory limit of
+        # vLLM.
         for engine, facts in ENGINES.items():
             if self.engine != engine and (given := self.given(*facts.settings)):
                 raise ValueError(
@@ -172,6 +174,8 @@ class RolloutConfig(FrozenConfig):
             )
         if self.urls is None:
             return self
+        # A server named twice would get twice its slots. A range is refused, because
+        # the run cannot start or stop servers that are not its own.
         num = len(set(self.urls))
         if self.is_scaled or not len(self.urls) == num == self.max_engines:
             raise ValueError(

@@ -101,7 +101,12 @@ class RunConfig(FrozenConfig):
 
     @property
     def shares(self) -> Mapping[str, int]:
-        """Return the prompts of each task in one cycle."""
+        """Return the prompts of each task in one cycle.
+
+        Example: the shares 0.5, 0.25 and 0.3 are 10, 5 and 6 of 21 prompts.
+        """
+        # Through text, so that a share of 0.1 is one tenth and not the nearest binary
+        # fraction, whose cycle would have 2^55 prompts.
         parts = {
             name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()
         }
@@ -138,14 +143,20 @@ class RunConfig(FrozenConfig):
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic
         kind = "cuda" if device.startswith("cuda") else "cpu"
+        # The rounding of an expert changes with the number of rows that are routed to
+        # it, so no engine can promise equal bits.
         if kind == "cpu" and has_experts:
             return False
+        # On CUDA exact kernels have a price. With stale data, timing decides which
+        # version samples a token, and the run would not repeat itself anyway.
         return kind == self.rollout.facts.exact_on and (
             kind == "cpu" or self.buffer.max_staleness == 0
         )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
+        # Only the first conflict is shown: the ones after it are often its
+        # consequences.
         conflicts = itertools.chain(
             self._batch_conflicts(),
             self._engine_conflicts(),
@@ -166,8 +177,11 @@ class RunConfig(FrozenConfig):
         group_size = self.rollout.group_size
         advantage = self.algorithm.advantage
         compares = "compares the rollouts of a prompt; set rollout.group_size=2 or more"
+        # A batch is split by groups, so that each optimizer step compares whole groups.
         if num_groups % num_steps:
             yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
+        # A process without a sequence would have nothing to compute in lockstep with
+        # the others.
         if world_size > (sequences := num_groups * group_size // num_steps):
             yield f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step"
         if (
@@ -178,11 +192,14 @@ class RunConfig(FrozenConfig):
             yield f"algorithm.advantage={advantage} {compares}, or algorithm.advantage=reinforce_pp"
         if group_size == 1 and self.buffer.filter == "equal_rewards":
             yield f"buffer.filter=equal_rewards {compares}, or buffer.filter=none"
+        # The penalty would begin below 0 tokens, and every answer would be punished for
+        # its length.
         if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
             yield f"algorithm.overlong_tokens={overlong} > rollout.max_tokens={self.rollout.max_tokens}"
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
+        # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
             yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
@@ -195,6 +212,7 @@ class RunConfig(FrozenConfig):
             num = written.nodes if isinstance(written, NodesConfig) else 1
             if self.launcher == "local" and num not in (1, "all"):
                 yield f"placement.{key}={written} has {num} nodes; set launcher=ray, or {key}.nodes=1"
+        # Without the engine's experts, the trainer would silently route by itself.
         if self.algorithm.router_replay and not self.rollout.facts.returns_routing:
             yield f"algorithm.router_replay needs rollout.engine=embedded or vllm, not {engine}"
 
@@ -205,11 +223,13 @@ class RunConfig(FrozenConfig):
             known = ", ".join(filter(None, self.evals)) or "there are none"
             yield f"checkpoint.keep_best={best}: there is no such evaluation; give true or a name: {known}"
             return
+        # Only saved versions can be kept, so each evaluation must fall on a checkpoint.
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):
             yield f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}"
 
     def _eval_conflicts(self) -> Iterator[str]:
+        # All evaluations take turns on one engine.
         engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
         if len(engines) > 1:
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
@@ -218,17 +238,23 @@ class RunConfig(FrozenConfig):
 
     def _teacher_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
+        # A teacher with weight 0 would hold a device for nothing, and a weight needs
+        # its logprobs.
         if (self.teacher is not None) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
+        # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
 
     def _task_conflicts(self) -> Iterator[str]:
         tasks = self.tasks
+        # The missing shares have no obvious value: 1, or the rest up to 1?
         num_given = sum(task.share is not None for task in tasks.values())
         if num_given not in (0, len(tasks)):
             yield f"task.share is given for {num_given} of {len(tasks)} tasks; give it for all, or for none"
             return
+        # The order of tasks is written down for one cycle, and a short run would see
+        # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
         if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
@@ -240,6 +266,7 @@ class RunConfig(FrozenConfig):
             generator.verifiers is not None
         ):
             yield "set both generator.verifiers and task.verifiers, or none"
+        # A harness may bring the reward itself; with outcomes=none the task must.
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
             if not task.has_score and not has_harness:
@@ -260,6 +287,8 @@ def key_of(section: str, name: str) -> str:
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
+    # A single task keeps the empty name, so that prompt ids and metrics of simple runs
+    # have no prefix.
     found = {one.called if len(given) > 1 else "": one for one in given}
     if len(found) < len(given):
         names = [one.called for one in given]

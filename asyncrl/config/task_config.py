@@ -98,6 +98,7 @@ class TaskConfig(FrozenConfig):
         path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
         source = (self.python or "").rpartition(":")[2] or self.reasoning_gym
         source = source or (path.stem if self.dataset is None else path.name)
+        # The name becomes part of prompt ids and metrics, where / separates parts.
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
         return name if name[:1].isalpha() else f"task-{name}"
 
@@ -108,6 +109,7 @@ class TaskConfig(FrozenConfig):
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
+        # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
             raise ValueError(
                 "task.digest is of the data of task.files or task.dataset; remove it"

@@ -9,6 +9,9 @@ from pydantic import Field, PositiveInt
 from asyncrl.config.fields import FrozenConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
+# The head is computed in slices of the vocabulary: all logits of 16,384 tokens and
+# 150,000 entries would take 10 GB. A slice has at most 8 MiB on a CPU and 256 MiB on
+# CUDA, in float32.
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""

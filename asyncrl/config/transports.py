@@ -96,6 +96,8 @@ def refuse_transport(
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     how = "colocated" if is_turns else "on separate devices"
     places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {how}"
+    # NCCL refuses two processes on one device. A mixed pair of CPU and CUDA has no
+    # common backend at all.
     is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == (
         "cpu" in engines
     )

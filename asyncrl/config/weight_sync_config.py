@@ -102,6 +102,8 @@ class WeightSyncConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
+        # Both directions: disk without a folder has no place, and a folder with another
+        # transport would be ignored.
         if self.facts.is_file_shared != (self.disk_dir is not None):
             raise ValueError(
                 f"transport={self.transport} with disk_dir={self.disk_dir}: only disk writes "

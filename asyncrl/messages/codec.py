@@ -28,7 +28,8 @@ from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
 from asyncrl.messages.tokens import SegmentPart, Tokens
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
-"""Event after sampled tokens. interrupted: by a weight update; resume or abort follows.
+"""Event after sampled tokens; its index is sent. interrupted: by a weight update; the
+engine keeps the slot until resume or abort follows.
 """
 
 
@@ -49,6 +50,8 @@ class Sampled(NamedTuple):
 
     @property
     def part(self) -> SegmentPart:
+        # For the pool both are the early end of a segment. Only the link can resume
+        # one.
         finish: Any = {"more": None, "interrupted": "abort"}.get(self.then, self.then)
         return SegmentPart(self.tokens, finish)
 
@@ -70,10 +73,21 @@ class Frame:
 def write_frame(
     kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None
 ) -> bytes:
+    """Encode a frame. `text`: anything that JSON can hold.
+
+    Example: two requests are aborted. The head is 4 bytes of length and 36 of JSON.
+        >>> data = write_frame("abort", {"numbers": np.array([3, 5])})
+        >>> data[4:40]
+        b'["abort",[["numbers","<i8",2]],null]'
+        >>> len(data), read_frame(data).numbers
+        (56, [3, 5])
+    """
     layout = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
     try:
-        head = to_json((kind, layout, text))  # 4 times as fast
-    except ValueError:  # a lone surrogate
+        # 4 times as fast as json, for the head of every frame. It refuses a lone
+        # surrogate, which a user's Python code may put into a text; json escapes it.
+        head = to_json((kind, layout, text))
+    except ValueError:
         head = json.dumps((kind, layout, text)).encode()
     return b"".join(
         (
@@ -85,14 +99,20 @@ def write_frame(
 
 
 def read_frame(data: bytes) -> Frame:
-    """Decode a frame. Raises ValueError."""
+    """Decode a frame of another process. Raises ValueError if it is damaged."""
     try:
         at = 4 + int.from_bytes(data[:4], "little")
         kind, layout, text = json.loads(data[4:at])
         arrays = {}
+        # Views, not copies: a frame of a decode step is read in one pass. They are
+        # read-only, and each keeps the bytes of its whole frame alive until Tokens.join
+        # copies them.
+        # frombuffer refuses a dtype of Python objects, and a count beyond the end. So a
+        # hostile or cut frame is a ValueError, and nothing else.
         for name, dtype, count in layout:
             arrays[name] = array = np.frombuffer(data, dtype, count, at)
             at += array.nbytes
+        # Bytes too many mean that head and arrays are not of one frame.
         if at != len(data):
             raise TypeError(f"{kind} of {layout} ends at byte {at}")
         return Frame(kind, arrays, text)
@@ -126,8 +146,12 @@ _plain = attrgetter(*_PLAIN)
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
     """Encode requests, shared prompt objects and grammars once."""
+    # By identity: the rollouts of a group share one object, and comparing the ids of
+    # long prompts would cost more than it saves. `asked` keeps the objects alive, so no
+    # id is used twice.
     prompts = {id(one.request.prompt_ids): one.request.prompt_ids for one in asked}
     place = {key: index for index, key in enumerate(prompts)}
+    # A grammar has up to 256 KiB, and all calls of an agent's tool share one.
     grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
     rows = [
         (
@@ -155,6 +179,7 @@ def read_submit(frame: Frame) -> list[Asked]:
     asked = []
     for number, is_streamed, prompt, grammar, plain in rows:
         values = dict(zip(_PLAIN, plain, strict=True))
+        # JSON has made lists of them.
         values["stop"] = tuple(values["stop"])
         values["thinking"] = values["thinking"] and tuple(values["thinking"])
         request = SamplingRequest(
@@ -165,6 +190,8 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
+    # One record for all rows: a few large arrays, where each token would have several
+    # small arrays. The reader splits them by `sizes`.
     tokens = Tokens.join([row.tokens for row in rows])
     arrays = {
         "numbers": np.array([row.number for row in rows]),
@@ -187,8 +214,13 @@ def spans_between(
 ) -> tuple[VersionSpan, ...]:
     """Return the version spans of tokens [start, end), counted from `start`. A mark is
     (first token, policy_version).
+
+    Example: version 3 sampled tokens 0 to 4, version 4 those after; 4 to 7 are new.
+        >>> [tuple(span)[:3] for span in spans_between([(0, 3), (5, 4)], 4, 8)]
+        [(0, 1, 3), (1, 4, 4)]
     """
     spans = list[VersionSpan]()
+    # Each mark holds until the next one.
     ends = [*(first for first, _ in marks[1:]), end]
     for (first, version), last in zip(marks, ends, strict=False):
         span = VersionSpan(max(first, start) - start, min(last, end) - start, version)
@@ -209,6 +241,8 @@ def request_fault(
 ) -> ErrorBody | None:
     """Return why a slot of `max_length` tokens cannot serve the request, or None."""
     num_prompt = len(request.prompt_ids)
+    # The whole budget must fit at the start: a slot has a fixed length, and a
+    # completion may end only by a stop or by max_tokens (SegmentCheck).
     total = num_prompt + request.max_tokens
     if total > max_length:
         return ErrorBody(
@@ -218,7 +252,9 @@ def request_fault(
             way_out="shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
         )
     ids = np.asarray(request.prompt_ids, np.int64)
-    is_unknown = ids.view(np.uint64) >= vocab_size  # negative ids too
+    # As unsigned numbers, negative ids are huge: one comparison finds both kinds. On
+    # CUDA an unknown id fails an assertion on the device, which ends the whole process.
+    is_unknown = ids.view(np.uint64) >= vocab_size
     if is_unknown.any():
         return ErrorBody(
             error=f"it has token id {ids[is_unknown][0]}",

@@ -34,6 +34,8 @@ Finished = Literal["ready", "filtered", "requeued"]
 """ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
+# A tuple, because it is made for each streamed token, and frames hold it flat: four
+# numbers (Tokens.arrays).
 class VersionSpan(NamedTuple):
     """Tokens [start, end) were sampled under policy_version `version`, by engine number
     `engine` (-1: unknown).
@@ -86,6 +88,7 @@ class Prompt:
 
 def task_of(prompt_id: str) -> str:
     """Name of the prompt's task; '' in a run of one task."""
+    # [task/]epoch/index: only a run of several tasks writes the name.
     name, *rest = prompt_id.split("/")
     return name if len(rest) == 2 else ""
 
@@ -97,6 +100,7 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+# Here and below, eq=False: fields are arrays, whose == is an array, too.
 @dataclass(frozen=True, eq=False)
 class Completion:
     """The answer to one logical request, joined from its segments; partial without
@@ -192,6 +196,9 @@ class Outcome:
     sample of the advantage.
     """
 
+    # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is
+    # checked again when it enters a message: NaN as a reward would spoil the advantages
+    # of its whole group.
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
 
     reward: Number | None = None

@@ -142,6 +142,15 @@ class StopWatch:
     thought, nothing stops it.
 
     `stop_ids`: special tokens, which have no text, that a stop string names.
+
+    Example: tokens are characters, and the answer may think between < and >.
+        >>> def decode(ids, *, skip_special_tokens=True):
+        ...     return "".join(map(chr, ids))
+        >>> watch = StopWatch(["ab"], decode, thinking=("<", ">"))
+        >>> [watch.is_complete(ord(one)) for one in "<ab>a"]
+        [False, False, False, False, False]
+        >>> watch.is_complete(ord("b"))
+        True
     """
 
     def __init__(
@@ -159,6 +168,8 @@ class StopWatch:
             max((len(text.encode()) for text in self._stop), default=0) + _SLACK
         )
         """Tokens that a stop string can span."""
+        # No stop string counts in the tokens before the window, or the request would
+        # have ended. They matter only for the thought, and are decoded once.
         begun_ids = resumed_ids[: -self.window]
         self._thought = LeadingThought(thinking, decode, begun_ids)
         self._tail = [] if self._thought.state == "text" else list(begun_ids)
@@ -176,18 +187,24 @@ class StopWatch:
         self._add(token_id)
         if self._thought.state != "text":
             return False
+        # Special tokens decode to nothing below, so they are found by id.
         if not self._stop_ids.isdisjoint(self._tail[self._num_thought :]):
             return True
         text = self._decode(self._tail)[self._num_hidden :]
         return any(stop in text for stop in self._stop)
 
     def _add(self, token_id: int) -> None:
+        # Cut in steps of _SLACK tokens, not at each one. While the thought is unsure,
+        # its mark may turn out to be text, where stop strings count.
         if self._thought.state != "unsure" and len(self._tail) >= self.window + _SLACK:
             self._tail = self._tail[-self.window :]
             self._num_thought = self._num_hidden = 0
         self._tail.append(token_id)
         after = self._thought.add(token_id)
         if after is not None:
+            # The last tokens stay as context, since text decodes differently without
+            # the tokens before it. The characters of the thought in them are hidden
+            # from the search.
             self._tail = self._tail[-_SLACK:]
             self._num_thought = len(self._tail)
             self._num_hidden = len(self._decode(self._tail)) - len(after)

@@ -67,7 +67,9 @@ def _raise_for(error: str) -> None:
 
 
 def compile_grammar(tokens: Any, text: str) -> Any:
-    """Raises GrammarError."""
+    """Compile a grammar for one vocabulary, from which requests copy their matcher.
+    Raises GrammarError.
+    """
     from llguidance import LLMatcher
 
     compiled = LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
@@ -90,11 +92,15 @@ class TokenGrammars:
             raise GrammarError(
                 "grammars need a fast tokenizer (tokenizer.json) with an end-of-sequence token"
             )
+        # llguidance encodes text of the grammar with this tokenizer, so it must not pad
+        # or cut. A copy, because prompts are encoded with the original.
         backend = copy(backend)
         backend.no_padding()
         backend.no_truncation()
         self._vocab_size = vocab_size
         self._eos_id: int = tokenizer.eos_token_id
+        # Models pad their logits, and tokenizers add tokens beyond them. llguidance
+        # needs the larger number; allowed() cuts its answer to the logits.
         num_ids = max(vocab_size, len(tokenizer))
         try:
             tokens = LLTokenizer(
@@ -108,6 +114,7 @@ class TokenGrammars:
 
     def begin(self, text: str, token_ids: Sequence[int] = ()) -> TokenMatcher:
         """Return a matcher that has consumed `token_ids`. Raises GrammarError."""
+        # A matcher has state, and the compiled one serves all requests of this grammar.
         matcher = TokenMatcher(
             self._compiled(text).deep_copy(), self._vocab_size, self._eos_id
         )
@@ -140,6 +147,8 @@ class TokenMatcher:
         return bits
 
     def take(self, token_id: int) -> None:
+        # A complete grammar allows only the end token, and llguidance takes no token
+        # after its end.
         if not (self._matcher.is_stopped() and token_id == self._eos_id):
             self._matcher.consume_token(token_id)
             _raise_for(self._matcher.get_error())
@@ -152,6 +161,7 @@ def check_grammar(text: str) -> None:
     """Raise GrammarError if no tokenizer can follow this grammar."""
     if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+    # Without the keys of the run's environment: the text comes from a client.
     known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:
         done = subprocess.run(
@@ -177,6 +187,8 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
+    # A grammar so deep that it overflows this small stack crashes here, not later in a
+    # thread of the gateway or an engine.
     checking = threading.Thread(target=_check, args=(sys.stdin.read(),))
     checking.start()
     checking.join()

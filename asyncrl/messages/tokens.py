@@ -91,8 +91,14 @@ COLUMNS = {
     column.name: column
     for column in (
         Column(BEHAVIOUR, "<f4"),
+        # A teacher's logprob of 0 would claim certainty, and distillation would pull
+        # towards it. So a join of scored and unscored tokens has no such column.
         Column(TEACHER, "<f4", fill=None),
+        # Context too: with router_replay the trainer reads the whole text with these
+        # experts.
         Column(ROUTING, "<u2", shape="several", covers="all", fill=NO_EXPERT),
+        # A client that asked for them has read them with its answer. Nothing trains on
+        # them, so neither the journal nor a batch pays for them.
         Column(TOP_IDS, "<i4", shape="any", in_journal=False, in_batch=False),
         Column(TOP_LOGPROBS, "<f4", shape="any", in_journal=False, in_batch=False),
     )
@@ -107,7 +113,9 @@ def in_batch(column: Column) -> bool:
     return column.in_batch
 
 
-# never changed; frozen, it would take 3 times as long to make, twice per streamed token
+# Never changed, so versions and the like may be cached. Frozen, it would take 3 times
+# as long to make, twice per streamed token; and slots leave no place for a
+# cached_property. Without eq: == on arrays has no truth value.
 @dataclass(eq=False)
 class Tokens:
     """T tokens of one text, or of several texts one after the other.
@@ -157,6 +165,7 @@ class Tokens:
     @cached_property
     def engines(self) -> npt.NDArray[np.int16]:
         """int16 [T]; -1: context or unknown."""
+        # Wide enough: a run has at most 10,000 engines (rollout.num_engines).
         engines = np.full(len(self.ids), -1, np.int16)
         for span in self.spans:
             engines[span.start : span.end] = span.engine
@@ -180,10 +189,13 @@ class Tokens:
 
     def with_columns(self, columns: Mapping[str, Values]) -> Tokens:
         """Add columns; present ones stay."""
+        # In this order, because a value belongs to the weights that sampled the token.
+        # A later segment reads the same tokens with newer weights, and must not replace
+        # it.
         return replace(self, columns={**columns, **self.columns}) if columns else self
 
     def kept(self, is_kept: Callable[[Column], bool]) -> Tokens:
-        """Drop the other columns."""
+        """Return the tokens with only these columns, such as those of the journal."""
         columns = {
             name: values
             for name, values in self.columns.items()
@@ -221,6 +233,8 @@ class Tokens:
                 f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens"
             )
         names = [*self.columns]
+        # A zip of no columns is empty, and the zip below would then return no parts at
+        # all.
         columns: Iterable[tuple[Values, ...]] = repeat(())
         if names:
             columns = zip(
@@ -250,12 +264,17 @@ class Tokens:
         """
         if len(parts) == 1:
             return parts[0]
+        # Adjacent spans become one, also across rows of a frame: a step of 256
+        # sequences under one version needs one span. split() cuts it again at the rows'
+        # bounds.
         spans, grammars = list[VersionSpan](), list[GrammarSpan]()
         start = 0
         for part in parts:
             for span in part.spans:
                 last = spans[-1] if spans else None
                 first = start + span.start
+                # By engine as well: the next turn asks the engine of the last span,
+                # whose cache has the conversation.
                 if last is not None and last.end == first and _is_same(last, span):
                     spans.pop()
                     first = last.start
@@ -287,6 +306,8 @@ class Tokens:
         """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S],
         columns.
         """
+        # A span is a tuple of four numbers, so a frame, the journal and a batch hold
+        # them flat. A fifth field would change all three formats.
         spans = np.fromiter(
             chain.from_iterable(self.spans), np.int32, 4 * len(self.spans)
         )
@@ -304,15 +325,22 @@ class Tokens:
         arrays: Mapping[str, npt.NDArray[Any]],
         grammars: Iterable[Sequence[Any]] = (),
     ) -> Tokens:
-        """Raises ValueError or LookupError if the arrays do not belong together."""
+        """Return the tokens of arrays(). `grammars`: (start, end, grammar) each.
+
+        Raises ValueError or LookupError if the arrays do not belong together.
+        """
         ids = arrays["ids"]
         columns = dict[str, Values]()
+        # Other arrays of the frame are its owner's (numbers, sizes, ...), so unknown
+        # names are not an error.
         for name, column in COLUMNS.items():
             if name in arrays:
                 columns[name] = _read_column(column, arrays, len(ids))
         spans = tuple(
             [VersionSpan(*span) for span in arrays["spans"].reshape(-1, 4).tolist()]
         )
+        # The arrays come from another process. Wrong dtypes would pass as wrong
+        # numbers: the same bytes are other ids.
         if ids.dtype != np.int32 or arrays["spans"].dtype != np.int32:
             raise ValueError(f"ids of {ids.dtype}, spans of {arrays['spans'].dtype}")
         return cls(ids, spans, columns, tuple(GrammarSpan(*span) for span in grammars))
@@ -380,8 +408,15 @@ def _is_same(one: VersionSpan, other: VersionSpan) -> bool:
 def _split_spans(
     spans: Sequence[Any], bounds: Sequence[tuple[int, int]]
 ) -> list[list[Any]]:
-    """Cut spans at the bounds, which cover everything in order."""
+    """Cut spans at the bounds, which cover everything in order.
+
+    Example: one span over two rows of a frame becomes one in each.
+        >>> _split_spans([VersionSpan(0, 5, 3)], [(0, 2), (2, 2), (2, 5)])[2]
+        [VersionSpan(start=0, end=3, version=3, engine=-1)]
+    """
     parts: list[list[Any]] = [[] for _ in bounds]
+    # Spans and bounds both ascend, so one pass is enough: spans + parts steps. A span
+    # may cover several parts, and a part may be empty.
     part = 0
     for span in spans:
         start = span.start
@@ -399,6 +434,7 @@ def _split_spans(
 
 
 def _moved(span: Any, start: int, end: int) -> Any:
+    # replace() is for dataclasses only.
     if isinstance(span, VersionSpan):
         return VersionSpan(start, end, span.version, span.engine)
     return replace(span, start=start, end=end)
@@ -415,11 +451,18 @@ def _split(values: Values, bounds: Sequence[tuple[int, int]]) -> list[Values]:
 
 
 def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
+    """Return the column over all parts, with fills where a part lacks it, or None if it
+    must be dropped. At least one part has it.
+    """
     known = [part.columns[column.name] for part in parts if column.name in part.columns]
+    # A part of context only needs no value: the column stays if all sampled tokens have
+    # one.
     if column.fill is None and any(
         part.spans and column.name not in part.columns for part in parts
     ):
         return None
+    # E is not declared: it is the model's layers with routers times the experts of a
+    # token.
     width = known[0].shape[1] if column.shape == "several" else 0  # type: ignore[union-attr]
     links: list[Any] = []
     for part in parts:
@@ -446,6 +489,7 @@ def _read_column(
                 f"{len(sizes)} sizes and {len(values)} values of {column.name} for {num_tokens} tokens"
             )
         return Ragged(values, sizes)
+    # If E does not divide evenly, values were lost, and the check below fails.
     width = len(values) // num_tokens if column.shape == "several" and num_tokens else 1
     if len(values) != num_tokens * width:
         raise ValueError(f"{len(values)} {column.name} for {num_tokens} tokens")

@@ -149,6 +149,7 @@ def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     array.
     """
     tokens = tokens.kept(in_batch)
+    # One grammar may hold for thousands of spans, and has up to 256 KiB.
     texts = [*dict.fromkeys(span.grammar for span in tokens.grammars)]
     spans = [
         (span.start, span.end, texts.index(span.grammar)) for span in tokens.grammars
@@ -158,13 +159,18 @@ def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
         "grammars": texts,
         "grammar_spans": spans,
     }
+    # In an array, because safetensors' own metadata is in its header, which may have
+    # 100 MB at most.
     blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     body: bytes = save_safetensors({"header": blob, **tokens.arrays()})
     return body
 
 
 def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
-    """Raises ValueError for an invalid body."""
+    """Return the header and the tokens of all trajectories, one after the other.
+
+    Raises ValueError for an invalid body.
+    """
     try:
         arrays: dict[str, Any] = load_safetensors(body)
         head = json.loads(arrays.pop("header").tobytes())

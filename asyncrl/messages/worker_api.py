@@ -28,7 +28,7 @@ MAX_WAIT_S = 20.0
 MAX_OUTCOME_BYTES = 2**18
 
 MAX_MESSAGE_BYTES = 2**22
-"""the gateway's MAX_BODY_BYTES limits only calls."""
+"""Of workers' messages; the gateway's MAX_BODY_BYTES limits only calls."""
 
 VERIFIERS_KEY = "verifiers"
 """Key in a prompt's info of a verifiers task's data."""
@@ -134,7 +134,10 @@ class RolloutSession(Protocol):
         ...
 
     def last_completion(self) -> Completion:
-        """Raises RolloutFailure if there is no completion."""
+        """Return the newest completion, which the task's reward function scores.
+
+        Raises RolloutFailure if there is no completion.
+        """
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:

@@ -53,6 +53,9 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
     """Return the kind of attention that `module` asks for. Raises
     UnknownAttentionError.
     """
+    # A keyword of tomorrow's model may change what a token sees. The packed pass would
+    # ignore it, and the numbers would be wrong without an error. So only known ones
+    # pass.
     unknown = [
         name
         for name, value in options.items()
@@ -66,6 +69,8 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
         raise UnknownAttentionError("its attention is not causal")
     config = getattr(module, "config", None)
     window = options.get("sliding_window")
+    # Some modules pass their window as a keyword. Others have it only in the config,
+    # for the layers that layer_types names.
     of_config = {"chunked_attention": getattr(config, "attention_chunk_size", None)}
     if window is None:
         of_config["sliding_attention"] = getattr(config, "sliding_window", None)
@@ -106,6 +111,8 @@ def temperature_correction(
     floors_2N = torch.floor(
         (torch.stack((position_N, counted_N)) + 1.0) / module.floor_scale
     )
+    # The model has already multiplied by the wrong factor, so the correction is the
+    # quotient. In packed tokens, counted_N runs on over all sequences.
     right_N, wrong_N = torch.log1p(floors_2N) * module.attn_scale + 1.0
     factors_N: Tensor = right_N / wrong_N
     return factors_N

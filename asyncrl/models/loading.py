@@ -106,11 +106,14 @@ def text_config(folder: str | Path) -> Any:
     check_quantization(read_config(folder), str(folder))
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    # transformers ties by the whole model's config, vLLM by the text part's
+    # transformers ties head and embedding by the whole model's config, vLLM by the text
+    # part's. Folders have the entry in either.
     if text is not config:
         text.tie_word_embeddings = any(
             getattr(part, "tie_word_embeddings", False) for part in (text, config)
         )
+    # Otherwise transformers would build quantised layers, which cannot be trained.
+    # load_language_model adds the entry again to dequantise stored weights.
     if hasattr(text, QUANTIZATION):
         del text.quantization_config
     return text
@@ -138,6 +141,8 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
         ignore_mismatched_sizes=True,
         **options,
     )
+    # Mismatched sizes are among the missing: ignore_mismatched_sizes lets transformers
+    # load on, so that the error below names all of them at once.
     missing = sorted(
         [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     )
@@ -229,6 +234,8 @@ def renamed_prefix(names: Collection[str]) -> dict[str, str]:
     prefixes = [match[1] for match in map(PREFIX.fullmatch, names) if match]
     if not prefixes:
         return {}
+    # Several parts may have an embedding, such as an MTP head inside of the text part.
+    # The outermost one is the text part's.
     prefix = min(prefixes, key=len)
     outer = prefix.removesuffix("model.")
     # The removed suffix must be a whole name: language_model. also ends with model.
@@ -293,6 +300,8 @@ def carried_over(
     for name in sorted(others.difference(written)):
         with safe_open(files[name], framework="pt") as file:
             carried[name] = file.get_tensor(name)
+        # The exported config has no quantisation, so a reader would take the bytes for
+        # numbers. One such tensor makes its whole part unreadable.
         if carried[name].element_size() == 1:
             quantised.add(_part_of(name))
     return {

@@ -56,6 +56,7 @@ def length_border(config: Any) -> LengthBorder | None:
                 getattr(config, "original_max_position_embeddings", None) or longest
             )
         borders.append(LengthBorder(rope_type, int(longest), is_stepwise))
+    # Up to the first border, all kinds of layers are independent of the length.
     return min(borders, key=lambda border: border.length, default=None)
 
 
@@ -88,6 +89,8 @@ def forget_lengths(model: nn.Module) -> None:
     dynamic NTK's tables.
     """
     for module in rotary_modules(model):
+        # transformers resets its cached frequencies in a call that is short again. This
+        # is the shortest one: one token at position 0.
         x = torch.empty(0, device=next(module.buffers()).device)
         position_11 = torch.zeros((1, 1), dtype=torch.int64, device=x.device)
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
@@ -113,6 +116,7 @@ def _pinned(
     *args: Any,
     **options: Any,
 ) -> tuple[Tensor, ...]:
+    # transformers takes the length from the largest position, so one more is enough.
     last = torch.full_like(position_ids[..., :1], length - 1)
     tables = forward(x, torch.cat([position_ids, last], dim=-1), *args, **options)
     return tuple(table[..., :-1, :] for table in tables)

@@ -39,12 +39,21 @@ class RowCall(NamedTuple):
 def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
     """Return the calls for rows of packed tokens, each int64 [T]. A token of several
     rows has one owner.
+
+    Example: two sequences share tokens 0 and 1. Of the second row, only the end is new:
+    number 5 of the flat batch is packed token 3.
+        >>> rows = [np.array([0, 1, 2]), np.array([0, 1, 3])]
+        >>> (call,) = row_calls(rows, torch.device("cpu"))
+        >>> call.own_R.tolist(), call.place_R.tolist()
+        ([0, 1, 2, 5], [0, 1, 2, 3])
     """
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     groups = list[list[int]]()
     longest = num_tokens = 0
     for row in order:
         length = len(rows[row])
+        # Longest first: the first row of a group is its width, and padding is known
+        # before a row joins.
         padding = longest * (len(groups[-1]) + 1) - num_tokens - length if groups else 0
         if groups and padding <= FREE_PADDING + MOST_PADDING * (num_tokens + length):
             groups[-1].append(row)
@@ -52,6 +61,8 @@ def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
         else:
             groups.append([row])
             longest, num_tokens = length, length
+    # A common prefix is stored once among packed tokens, but each row computes it
+    # again, since a recurrence needs it. One row's output is kept.
     is_owned = np.zeros(1 + max(int(row.max()) for row in rows), np.bool_)
     calls = []
     for group in groups:
@@ -92,6 +103,7 @@ class MixerRows:
     def close(self) -> None:
         """Give the mixers their own forward functions back."""
         for module in self._mixers:
+            # The instance's attribute hid the method of its class.
             del module.forward
 
     def _run(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -101,6 +113,8 @@ class MixerRows:
             row_args = by_row(args, call, num_tokens)
             row_options = by_row(options, call, num_tokens)
             outputs.append(forward(*row_args, **row_options))
+        # Every token has one owner, so place_N is a permutation, and order_N its
+        # inverse.
         place_N = torch.cat([call.place_R for call in calls])
         order_N = torch.empty_like(place_N)
         order_N[place_N] = torch.arange(num_tokens, device=place_N.device)

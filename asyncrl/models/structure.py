@@ -61,6 +61,7 @@ class _Alone:
             )
             raise UnknownAttentionError(f"its attention reads {shapes}")
         self.kinds.add(kind_of(module, options))
+        # Grouped queries: several query heads share a head of keys and values.
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return value.transpose(1, 2).contiguous(), None
 
@@ -86,6 +87,7 @@ def find_structure(model: Any) -> Structure:
     before = model.config._attn_implementation
     device = next(model.parameters()).device
     position_1T = torch.arange(NUM_TOKENS, device=device)[None]
+    # Small test models have fewer ids than tokens here.
     ids_1T = position_1T % model.get_input_embeddings().num_embeddings
     found = list[str]()
     parts = {model.get_input_embeddings(): "its embedding", **parts_of_layers(model)}
@@ -168,6 +170,9 @@ def _see(
 
     def cleaned(tensor: Tensor) -> Tensor:
         spread_T = tensor[0].isnan().flatten(1).any(dim=1)
+        # Cleaned, so that only the module that spreads the poison is found and not all
+        # that follow it. Put back, because a module may swallow NaN, for example in a
+        # maximum, and those after it would pass untested.
         spread_T[POISONED] = False
         if spread_T.any() and name not in found:
             found.append(name)

@@ -25,6 +25,8 @@ TEMPLATES = {
 
 def _stored(name: str) -> str:
     text = (files("asyncrl.templates") / "content" / name).read_text(encoding="utf-8")
+    # The stored files run in a checkout: they name its schema, its folders and its
+    # extras. A user has only the written files, side by side, and a wheel.
     text = re.sub(r"^# yaml-language-server: .*\n", "", text)
     return (
         text.replace("configs/", "")
@@ -44,6 +46,8 @@ def write_template(kind: str, folder: Path) -> list[str]:
             way_out=f"name one of {', '.join(TEMPLATES)}.",
         )
     names, commands = TEMPLATES[kind]
+    # Before the first write: a refused init leaves nothing behind, and never replaces a
+    # config that the user has edited.
     if existing := [name for name in names if (folder / name).exists()]:
         raise ConfigError(
             f"{', '.join(existing)} exists in {folder}",

@@ -57,6 +57,8 @@ def sync_reference(
         prompts = [parts.next_prompt() for _ in range(num_groups)]
         prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
         places = product(range(num_groups), range(group_size))
+        # In the order in which the asynchronous run admits its groups. Seeds depend on
+        # the prompt and the sample, so equal requests give equal tokens.
         requests = [
             (prompt_ids[i], parts.derive_seed(prompts[i].prompt_id, sample))
             for i, sample in places
@@ -88,6 +90,8 @@ def sync_reference(
                     GroupId(version * num_groups + index), prompt, tuple(trajectories)
                 )
             )
+        # Every token is of this version: with max_staleness 0 nothing older may be in a
+        # batch.
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)

@@ -73,6 +73,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
+        # asyncio's loop calls select() of its selector with the time until the next
+        # timer, and nothing else here. No socket, no thread and no real sleep remain.
         self._selector = self
         self._rounds = 0
         self._in_all_blocked: list[asyncio.Future[None]] = []
@@ -92,7 +94,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         a timer.
         """
         self._rounds += 1
+        # Tasks that only yield to each other would spin here forever, without a timer
+        # to jump to.
         if self._rounds > MAX_ROUNDS:
+            # From zero, so that the tasks' cleanup may run after the error.
             self._rounds = 0
             raise DeadlockError(
                 f"time stands still after {MAX_ROUNDS} rounds of the loop", self._now_s
