@@ -31,6 +31,8 @@ from asyncrl.base.waits import uncut
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
+# Nothing else of the worker's environment: it may hold API keys, and the model runs
+# programs with what a command inherits.
 KEPT_ENV = ("PATH", "HOME", "LANG")
 MARK_ENV = "ASYNCRL_COMMAND"
 STDERR_TAIL_BYTES = 2000
@@ -70,6 +72,8 @@ class CommandHarness:
         """
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         self._env = kept | passed_env(config.pass_env) | config.env
+        # Each command runs in its own folder, in which a relative path would lead
+        # nowhere.
         command = config.command or []
         self.command = [
             str(Path(part).absolute()) if is_file(part) else part for part in command
@@ -93,6 +97,9 @@ class CommandHarness:
         self._folder: str | None = None
         if is_worker:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
+            # A worker that is killed (kill -9, out of memory) cleans nothing up. The
+            # guard sees the end of its pipe. Its own environment is empty, or it would
+            # find the mark there and kill itself.
             self._guard = subprocess.Popen(
                 [
                     "/bin/sh",
@@ -141,6 +148,8 @@ class CommandHarness:
                 "ANTHROPIC_API_KEY": session.api_key,
                 MARK_ENV: self.token,
             }
+            # In its own session, the command leads a process group that can be killed
+            # as a whole, and Ctrl-C reaches the worker only.
             start = asyncio.get_running_loop().subprocess_exec(
                 _Process,
                 *command,
@@ -161,6 +170,7 @@ class CommandHarness:
                 if cancelled is not None:
                     raise cancelled
                 feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+                # Closed at once, for programs that read to the end.
                 feed.write(_standard_input(task, session))
                 feed.close()
                 await process.ended.wait()
@@ -176,6 +186,8 @@ class CommandHarness:
         return self._checked(process, transport.get_returncode() or 0)
 
     def _checked(self, process: _Process, code: int) -> str:
+        # Before the exit code, which says only that a command that printed too much was
+        # killed.
         for fd, name in ((1, "output"), (2, "error")):
             if len(process.output[fd]) > MAX_OUTPUT_BYTES:
                 most = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
@@ -208,6 +220,8 @@ class _Process(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         output = self.output[fd]
+        # Later output is read and dropped. A full pipe would block the program's
+        # cleanup.
         if len(output) <= MAX_OUTPUT_BYTES:
             output += data
         if len(output) > MAX_OUTPUT_BYTES:
@@ -234,6 +248,7 @@ async def _end_group(group: int) -> None:
                         await asyncio.sleep(_POLL_S)
                     return
     except asyncio.CancelledError:
+        # The second cancellation does not wait for the grace of SIGTERM.
         _signal(group, signal.SIGKILL)
         raise
 
@@ -247,7 +262,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """Raises ConfigError if a variable is unset."""
+    """Return the variables of generator.pass_env. Raises ConfigError if one is unset."""
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
         raise ConfigError(
@@ -272,6 +287,7 @@ def last_line_outcome(text: str) -> Outcome:
         (line.strip() for line in reversed(text.splitlines()) if line.strip()), ""
     )
     try:
+        # A plain number is the reward, for programs without JSON.
         with contextlib.suppress(ValueError):
             last = json.dumps({"reward": float(last)})
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()

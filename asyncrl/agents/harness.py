@@ -121,6 +121,8 @@ def make_http_client() -> Any:
     import httpx
     from openai import DefaultAsyncHttpxClient
 
+    # All rollouts of a worker share this client. In a pool with a limit, long calls of
+    # some rollouts would hold up the calls of others.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     return DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
 
@@ -205,7 +207,11 @@ async def run_item(
             return as_outcome(await harness.run(task, session))
     except (ConfigError, asyncio.CancelledError):
         raise
+    # User code may raise anything, also SystemExit and KeyboardInterrupt. It fails one
+    # rollout, not the worker with all others.
     except BaseException as error:
+        # A TimeoutError of the harness's own, for example of a tool, is an error like
+        # others.
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
             error = RolloutTimeout(

@@ -29,6 +29,9 @@ ETC = (
 ).split()
 """Readable files of /etc. The rest may contain secrets."""
 
+# The sandbox has no network, only its own loopback. A listening socket keeps working
+# outside: passed to the worker, it lets programs inside reach the gateway at 127.0.0.1.
+# The memory limit follows, since it is for the command.
 _FIRST = """
 import os, resource, socket, sys
 channel, port, max_bytes, *command = sys.argv[1:]
@@ -59,6 +62,8 @@ class Sandbox:
             "/dev/shm": folder / "shm",
         }
         shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
+        # Isolated: modules in the command's folder must not replace the imports of this
+        # program.
         first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
         numbers = [str(channel), str(PORT), str(self.max_bytes)]
         return [
@@ -97,10 +102,11 @@ def bubblewrap_options(
         options += ["--bind", str(source), place]
     seen = list(SYSTEM)
     for place, path in shown.items():
+        # The mount of a parent shows it already.
         if not any(Path(place).is_relative_to(each) for each in seen):
             options += ["--ro-bind", path, place]
             seen.append(place)
-    # root and /dev are in memory
+    # The root and /dev are in memory, which a command must not fill.
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
@@ -150,7 +156,7 @@ async def _forward_all(channel: socket.socket, gateway: SplitResult) -> None:
 async def _forward(client: socket.socket, gateway: SplitResult) -> None:
     is_tls = gateway.scheme == "https"
     port = gateway.port or (443 if is_tls else 80)
-    # one end may be gone
+    # Either end may close early: a program that exits, or the gateway.
     with contextlib.suppress(OSError), contextlib.ExitStack() as ends:
         reader, writer = await asyncio.open_connection(sock=client)
         ends.callback(writer.close)
@@ -165,6 +171,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while chunk := await reader.read(2**16):
         writer.write(chunk)
         await writer.drain()
+    # Half-closed: a client that has sent everything still waits for its answer.
+    # asyncio's TLS has no such state.
     if writer.can_write_eof():
         writer.write_eof()
     else:

@@ -53,6 +53,7 @@ class VerifiersHarness:
         self.num_users = 0
         self.calls = UserCalls(f"generator.verifiers={self._name}", grace_s=GRACE_S)
         for name in _CHATTY:
+            # A user's own level counts.
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -71,6 +72,8 @@ class VerifiersHarness:
         """Share the taskset's tool servers among rollouts."""
         self.num_users += 1
         try:
+            # The first rollout starts the servers. Rollouts that begin during the start
+            # wait for it.
             async with self._changing:
                 if not self._is_open:
                     await self._servers.enter_async_context(_serving(self._env))
@@ -95,6 +98,8 @@ class VerifiersHarness:
 
     def _outcome(self, episode: Any, session: Session) -> Outcome:
         said = f"verifiers environment {self._name}"
+        # Other agents, such as judges and simulated users, have their own clients, and
+        # no samples here.
         traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
         if not self._env.complete(episode) or not traces:
             errors = [

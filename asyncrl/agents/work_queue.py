@@ -30,13 +30,15 @@ FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[Request], Awaitable[Message]]
 WorkerId = tuple[str, str]
 """(name, random text of the process)."""
+# Timers of a process that stood still (SIGSTOP, a blocked loop) fire late. Its workers
+# may have sent heartbeats in that time, still unread.
 LATE_S = 1.0
 """A timer this late means that this process was stopped."""
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """`started` may be called repeatedly."""
+    """An attempt of a rollout, until its outcome. `started` may be called repeatedly."""
 
     item: wire.WorkItem
     started: Callable[[], None]
@@ -50,6 +52,10 @@ class QueuedItem:
 
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
+    """A worker process: its newest request for work, its items, and the timer that ends
+    its lease.
+    """
+
     last_number: int = -1
     held: dict[str, QueuedItem] = field(default_factory=dict)
     silence: asyncio.TimerHandle | None = None
@@ -168,6 +174,7 @@ class RolloutQueue:
         self, handler: Handler
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            # As bytes: compare_digest raises TypeError for a str that is not ASCII.
             given = shown_key(request).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self.worker_key.encode()):
                 way_out = "start the worker with the key that the run prints."
@@ -177,8 +184,17 @@ class RolloutQueue:
         return answer
 
     async def _take(self, request: Request) -> Message:
+        """Give work to a worker, or hear its heartbeat.
+
+        Example: w asks with number 1 and gets g0/r0, but the answer is lost. It asks
+        again, with number 2 and an empty `holding`. So g0/r0 returns to the front of
+        the queue, and is in this answer. A poll with number 1 that still waits ends
+        without work.
+        """
         message, worker_id = await self._heard(request, wire.TakeRequest)
         worker = self._workers[worker_id]
+        # Items that were withdrawn, or that belong to an ended lease or an earlier
+        # gateway. The worker cancels their harnesses.
         gone = [item_id for item_id in message.holding if item_id not in worker.held]
         items = list[wire.WorkItem]()
         if message.is_leaving:
@@ -187,9 +203,14 @@ class RolloutQueue:
                 "was ended",
                 "its log says why, unless it was ended on purpose.",
             )
+        # Heartbeats (max_items=0) say nothing about lost items: they overtake the
+        # answer that brings them. An old number is a request that its worker has given
+        # up.
         elif message.max_items and message.number > worker.last_number:
             worker.last_number = message.number
             lost = worker.held.keys() - message.holding  # in transit
+            # To the front, in their order: they have waited longest, and their clocks
+            # run.
             for item_id in [
                 item_id for item_id in reversed(worker.held) if item_id in lost
             ]:
@@ -219,6 +240,8 @@ class RolloutQueue:
         ):
             num_taken = min(message.max_items, len(self._queue))
             taken = [self._queue.popitem(last=False)[1] for _ in range(num_taken)]
+            # Held from here on, although the answer may be lost on its way: then the
+            # next take does not list them, and they return to the queue.
             for item in taken:
                 item.worker = worker
                 worker.held[item.item.item_id] = item
@@ -247,6 +270,8 @@ class RolloutQueue:
             result = RolloutFailure(
                 failure.error, rule=failure.rule, way_out=failure.way_out
             )
+        # After this the worker may forget the item. If its answer is lost, it posts
+        # again, gets 410, and drops a result that already counts.
         self._end(item, result)
         return wire.Accepted()
 
@@ -287,6 +312,8 @@ class RolloutQueue:
             )
 
     def _silent(self, worker_id: WorkerId, worker: WorkerRecord, due_s: float) -> None:
+        # The worker gets its whole lease again: messages that came while this process
+        # stood still are read after this timer.
         if self._loop.time() - due_s >= LATE_S:
             self._await_sign(worker_id, worker)
             return
@@ -311,7 +338,7 @@ class RolloutQueue:
     def _end(
         self, item: QueuedItem, result: Outcome | RolloutFailure | None = None
     ) -> None:
-        """Idempotent."""
+        """Forget an item; `result`, if given, ends its run(). Idempotent."""
         item_id = item.item.item_id
         self._queue.pop(item_id, None)
         if item.worker is not None:
@@ -326,7 +353,7 @@ class RolloutQueue:
         return replace(item.posted, metrics={**item.posted.metrics, **returned.metrics})
 
     def _taker_of(self, key: str) -> Callable[[Outcome], None]:
-        """Raises ApiError (401)."""
+        """Return the receiver of outcomes posted with a key. Raises ApiError (401)."""
         if (take := self._takers.get(key)) is None:
             why = "This key sets no reward: it is unknown, its rollout has ended, or it only samples"
             source = f"generator.outcomes={self.outcomes} says where rewards come from"
@@ -353,6 +380,8 @@ class RolloutQueue:
                 else None,
                 timeout_s=work.timeout_s,
             )
+            # Here a wrong value fails its own prompt. In a worker's answer it would
+            # fail the other items, too.
             item.model_dump_json()
         except (ValueError, TypeError, RecursionError) as error:
             # pydantic's errors are ValueErrors

@@ -69,6 +69,7 @@ CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
 """Upper limit; also a quarter of lease_timeout_s."""
 MAX_BACKOFF_S = 30.0
+# Only a courtesy: without it the gateway notices after lease_timeout_s.
 GOODBYE_TIMEOUT_S = 1.0
 
 
@@ -116,7 +117,8 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                answer = await self._take()  # before a heartbeat
+                # Before heartbeats: the answer has the lease, which sets their period.
+                answer = await self._take()
                 heartbeats = tasks.create_task(
                     self._send_heartbeats(), name="heartbeats"
                 )
@@ -129,8 +131,9 @@ class Worker:
                         self.running[item.item_id] = running
                     await self._freed.wait_for(lambda: len(self.running) < self.slots)
                     answer = await self._take()
+                # Workers of `asyncrl work` return here. The run ends its own processes.
                 if self._give_up_s is None:
-                    await asyncio.Event().wait()  # the run ends this process
+                    await asyncio.Event().wait()
                 log.info("worker %s: the run is done", self.name)
                 for task in (heartbeats, *self.running.values()):
                     task.cancel()
@@ -141,6 +144,7 @@ class Worker:
                 raise
             raise error from None
         finally:
+            # The run retries the items now, not after lease_timeout_s of silence.
             leaving = self._request(0, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
                 await self._caller.post(
@@ -208,7 +212,8 @@ class Worker:
                         "%s is cancelled: the run has ended or requeued it",
                         running.get_name(),
                     )
-                    running.cancel()  # also if it posts its result
+                    # Also while it posts its result, which would be refused.
+                    running.cancel()
 
     async def _ask(
         self,
@@ -228,6 +233,8 @@ class Worker:
                     path, make(), answer, timeout_s=timeout_s
                 )
             except (CallRefused, CallLost) as error:
+                # The item belongs to nobody or to another worker. Posting again would
+                # not change that.
                 if isinstance(error, CallRefused) and error.status == 410:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):
@@ -235,6 +242,8 @@ class Worker:
                     raise ConfigError(
                         what, rule=error.body.rule, way_out=error.body.way_out
                     ) from error
+                # Anything else may pass. A run may be resumed, with the same key and,
+                # if it is configured, the same port.
                 if lost_since_s is None:
                     lost_since_s = self._clock()
                     log.warning("worker %s: %s. It retries.", self.name, error)
@@ -246,8 +255,10 @@ class Worker:
                         rule=f"--give-up-after={self._give_up_s:g} s is the limit",
                         way_out="start the run again, then the worker; or raise --give-up-after.",
                     ) from error
+            # A quarter of the lease at most. Heartbeats come every quarter and wait a
+            # third for an answer, so a lost one is repeated before the lease ends.
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
-            # workers must not return at once
+            # After a restart of the gateway, workers must not return all at once.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
 
@@ -307,6 +318,8 @@ def main() -> None:
     def kill_commands() -> None:
         getattr(harness, "kill_all_nowait", lambda: None)()
 
+    # Before user code is imported, which may take long. `harness` is read when the run
+    # has died, not here.
     die_with_parent(kill_commands)
     _log_to_stderr()
     hide_memory()

@@ -70,12 +70,16 @@ class AnswerText:
             self._may_think = self._opening.startswith(
                 begun.lstrip().rstrip(REPLACEMENT)
             )
+        # While the text may still begin a thought, nothing is released: the engine
+        # ignores stop texts inside one, and reports only the end.
         num_last = len(tokens) if self._may_think else 1
         self._last = tokens[-num_last:]
         return self._feed(tokens[:-num_last])
 
     def finish(self, *, is_stopped: bool = False) -> str:
         """`is_stopped`: an end token or a stop string ended the answer."""
+        # An answer that ends with a special token has not ended by a stop text,
+        # although its text may contain one.
         last = set(self._last[-1:])
         stop = self._stop if is_stopped and last <= self._texts.text_ids else ()
         if is_stopped and last & self._stop_ids:
@@ -259,6 +263,7 @@ class Answer:
         self._add(self.text.feed(token_ids))
 
     def finish(self, completion: Completion) -> None:
+        # A stream has fed most tokens already, by the same path.
         self.feed(completion.token_ids[self.num_tokens :])
         text = self.text.finish(is_stopped=completion.finish_reason == "stop")
         self._add(text, is_last=True)
@@ -268,7 +273,7 @@ class Answer:
             self.finish_reason = "tool_calls"
 
     def build_logprobs(self) -> None:
-        """Takes 10 us a token and alternative."""
+        """Make the logprobs of OpenAI's form, which take 10 us a token and alternative."""
 
         @cache
         def shown(token: int) -> dict[str, Any]:
@@ -301,5 +306,7 @@ class Answer:
         self._texts.append(text)
         if self.is_streamed:
             self.reader.feed(text, is_last=is_last)
+        # Parsed once, at its end: a malformed call then makes the whole answer text. A
+        # stream could not take its beginning back.
         elif is_last:
             self.reader = self.tool_format.parse("".join(self._texts), **self.options)

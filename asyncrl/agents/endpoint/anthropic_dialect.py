@@ -102,6 +102,7 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     }
     chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking is not None and asked.thinking["type"] == "disabled":
+        # Templates differ in the name of this variable.
         off = {"enable_thinking": False, "thinking": False}
         chat["chat_template_kwargs"] = off | asked.chat_template_kwargs
     chat["reasoning_effort"] = asked.output_config.get("effort")
@@ -260,6 +261,8 @@ def _block(answer: Answer, block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.part == "text":
         return {"type": "text", "text": block.text}
+    # A block that begins has no arguments yet. Clients expect an object, and the deltas
+    # follow.
     call = answer.calls[block.number]
     return {
         "type": "tool_use",

@@ -225,8 +225,9 @@ class Capture:
         prefill: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
-        """Raises ValueError if the template refuses the chat or omits a message. May
-        run in a thread in parallel with record().
+        """Find the completion that a chat continues, and the text to encode after its
+        ids. May run in a thread in parallel with record(). Raises ValueError if the
+        template refuses the chat or omits a message.
 
         `prefill`: beginning of the answer, after an open thought.
         """
@@ -244,6 +245,8 @@ class Capture:
             )
             return matcher.match()
         except RecursionError:
+            # The client chose the nesting, so this is its error (400), not a bug of the
+            # gateway.
             raise ValueError("the messages or tools are nested too deep") from None
 
     def plan(self, ids: Sequence[int], match: PromptMatch | None = None) -> PromptPlan:
@@ -251,11 +254,15 @@ class Capture:
         these ids.
         """
         added = np.array(ids, dtype=np.int32)
+        # A prompt of /v1/completions has no messages. Only its ids say which completion
+        # it continues.
         parent = match.parent if match else self._recorded.longest(added)
         if match is None and parent is not None:
             added = added[parent.whole.length :]
         how: How = match.how if match else ("extended" if parent else "edited")
         self._counts.calls += 1
+        # Nothing is recorded yet, so the harness cannot have edited anything. `new` has
+        # no counter; the other values of `how` are fields of GatewayStats.
         if parent is None and not self._nodes:
             how = "new"
         else:
@@ -263,6 +270,8 @@ class Capture:
         if match is not None:
             self._counts.deviations.update(match.deviations)
         whole = (parent.whole if parent else Prefix()).then(added)
+        # Calls get numbers when they are planned. Parallel answers end in any order,
+        # and a call that is never delivered leaves a gap.
         self._num_calls += 1
         return PromptPlan(self._num_calls - 1, how, added, parent, match, whole)
 
@@ -279,11 +288,16 @@ class Capture:
         """Record a completion. Not `is_trained`: not sampled from the run's
         distribution.
         """
+        # The engine answers with the whole prompt. The parents already hold its first
+        # `num_known` tokens. The likeliest tokens were for the client's answer only.
         num_known = completion.num_prompt - len(planned.added)
         tokens = completion.tokens.kept(in_journal).slice(num_known)
-        # a copy: a view would hold the arrays of the whole prompt
+        # A copy: a view would hold the arrays of the whole prompt, so a session of n
+        # calls would hold n prompts.
         tokens = Tokens.join([EMPTY, tokens])
         num_added = len(planned.added)
+        # The trainer must apply the same token masks to the sampled tokens, or its
+        # logprobs would be of another distribution. The prompt was not constrained.
         if grammar is not None and len(tokens) > num_added:
             tokens = replace(
                 tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),)
@@ -291,6 +305,8 @@ class Capture:
         whole = planned.whole.then(tokens.ids[num_added:])
         match = planned.match
         text = None if match is None else match.whole
+        # Decoded behind the prompt, because the text of a token depends on its
+        # neighbors. Later renders are compared with this text.
         if text is not None:
             text = text.then(
                 decode_after(self._tokenizer, planned.tail, completion.token_ids)
@@ -312,10 +328,13 @@ class Capture:
             shown=match.shown if match else None,
         )
         self._nodes[name] = node
+        # The parent ended a branch until now; its continuation does from here on. An
+        # empty answer adds no tokens to train, so it ends no branch.
         if node.num_sampled:
             self._ends.difference_update(node.path())
             self._ends.add(node)
-        # special tokens may enclose a thought
+        # With special tokens, since they may enclose a thought that answer_forms must
+        # find.
         shown = answer_text(self._tokenizer, completion.token_ids, shows_special=True)
         forms = answer_forms(message, shown, self._thinking) if match else ()
         self._recorded.add(
@@ -333,6 +352,8 @@ class Capture:
             raise RolloutFailure(
                 "the harness ended without a completion or a reward", way_out=way_out
             )
+        # Not the last recorded one: the order in which parallel answers end depends on
+        # the engines' speed, and the task may score this text.
         last = max(self._nodes.values(), key=lambda node: node.order)
         finish: Literal["stop", "length"] = "length" if last.is_truncated else "stop"
         return Completion(last.tokens, last.num_added, finish, last.num_interruptions)
@@ -346,6 +367,8 @@ class Capture:
         """
         nodes = _in_order(self._nodes.values(), outcome)
         trained = [node for node in nodes if node.has_loss]
+        # A branch ends at its last trained answer. Untrained answers behind it would
+        # cost time in the trainer, and nothing in them has a loss.
         inner = {node for end in trained for node in end.path()[:-1]}
         paths = [node.path() for node in trained if node not in inner]
         if not paths:
@@ -354,6 +377,8 @@ class Capture:
             raise RolloutFailure(
                 what, rule=rule, way_out="let it call the model with its session's key."
             )
+        # An answer that several calls continued is in several branches. It has its loss
+        # in the first; in the others it is context, or its gradient would count twice.
         owners: dict[ChatNode, int] = {}
         for branch, path in enumerate(paths):
             for node in path:
@@ -377,12 +402,17 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     own = {}
     for node in nodes:
         engines = tuple(span.engine for span in node.tokens.spans)
+        # Equal parallel calls may sample equal tokens. Then their rewards decide, then
+        # whether a later call continued them. The engine comes last, so that it decides
+        # only between answers that are equal in everything else.
         own[node] = (
             *node.content,
             outcome.turn_rewards.get(node.name, 0.0),
             node in parents,
             engines,
         )
+    # By the whole path: a parent comes before its answers, and equal answers to
+    # different prompts do not mix.
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
@@ -399,6 +429,7 @@ def _trajectory(
     for node in path:
         start, end = end + node.num_added, end + len(node.tokens)
         is_own = node in own and node.has_loss
+        # as_context() keeps values that a read token has too, such as its experts.
         parts.append(node.tokens if is_own else node.tokens.as_context())
         if is_own and node in credited:
             credits.append(Credit(start, end, *credited[node]))
@@ -419,6 +450,8 @@ def _credited(
     rewards = outcome.turn_rewards
     if not rewards:
         return {}
+    # Every trained answer needs a reward, and every name must exist. Otherwise a
+    # missing or misspelled name would silently change the advantages.
     known = {node.name for node in nodes}
     if not {node.name for node in nodes if node.has_loss} <= rewards.keys() <= known:
         raise RolloutFailure(

@@ -35,7 +35,7 @@ KeptAnswers = Newest[str, Kept]
 
 
 def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
-    """Raises ApiError: 404."""
+    """Return the chat through the answer `name`. Raises ApiError: 404."""
     if (answer := kept.get(name)) is not None:
         return answer
     why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
@@ -84,6 +84,7 @@ def encoded(*events: Event) -> bytes:
     """Encode server-sent events."""
     texts = []
     for event in events:
+        # Chunks of chats have no type, and OpenAI sends them as data lines only.
         if "type" in event:
             texts.append(b"event: %b\n" % event["type"].encode())
         texts.append(b"data: %b\n\n" % to_json(event, inf_nan_mode="null"))
@@ -138,6 +139,8 @@ async def grow_blocks(
         ):
             if last is not None:
                 yield "close", last, ""
+            # Calls may divide a text into several blocks, whose ids need different
+            # numbers.
             last = Block(part, sum(each.part == part for each in blocks))
             blocks.append(last)
             yield "open", last, ""
@@ -180,6 +183,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
+    # Both vendors' clients call /v1/models. Anthropic's always send this header.
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
     return (
         to_json(anthropic_error(error), inf_nan_mode="null")

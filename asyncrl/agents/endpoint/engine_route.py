@@ -82,7 +82,7 @@ class EngineRoute:
     async def read(
         self, session: GatewaySession, dialect: Dialect, body: bytes
     ) -> Read:
-        """Raises ApiError."""
+        """Parse and check a body in its dialect. Raises ApiError."""
         return await _run(
             self._rendering,
             lambda: dialect.read(self.reader, parse_json(body), session.kept),
@@ -92,6 +92,8 @@ class EngineRoute:
     async def count(
         self, session: GatewaySession, dialect: Dialect, body: bytes
     ) -> int:
+        # A count renders and encodes a whole chat, but uses up no call. Free calls have
+        # their own limit.
         session.free_call_nowait()
         asked, _ = await self.read(session, dialect, body)
         assert isinstance(asked, ChatRequest), "only chats are counted"
@@ -105,8 +107,12 @@ class EngineRoute:
         asked: AnyRequest,
         num_bytes: int,
     ) -> GatewayCall:
-        """Raises ApiError."""
+        """Return a call that is ready to sample: its prompt, grammar and seed, and how
+        its answer is read. Raises ApiError.
+        """
         session.check_limits()
+        # Counted before the first await, so that parallel calls cannot pass the limit
+        # together.
         session.num_calls += 1  # refusals from here on cost work
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
@@ -115,6 +121,8 @@ class EngineRoute:
         grammar = grammar_of(
             asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt
         )
+        # Before take_number: a refused grammar must not use up a number. Only an
+        # existing call is withdrawn.
         if grammar is not None:
             source = (
                 "response_format"
@@ -124,11 +132,15 @@ class EngineRoute:
             await self.checks.wait_checked(grammar, source)
         if session.user_key and session.opening is None:
             session.opening = asked.messages
+        # A seed follows from the ids of the prompt and the number among equal prompts,
+        # not from the order of arrival. So a rollout with parallel calls can be
+        # repeated.
         digest = planned.whole.state.digest()
         number = None if asked.seed is not None else session.take_number(digest)
         key = call_key(
             digest, f"seed {asked.seed}" if number is None else f"number {number}"
         )
+        # Without tools to call, text that looks like a call stays text.
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
             tool_format = (
@@ -175,11 +187,15 @@ class EngineRoute:
             is_streamed=asked.stream,
         )
         stop = tuple(asked.stop)
+        # The engine stops behind the first call. If the format has no closing mark, the
+        # model continues, and the client gets the first call only.
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
         rules = self.rules
         room = rules.max_length - planned.whole.length
         request = SamplingRequest(
+            # With the attempt: the first request of a retried rollout may reach an
+            # engine before it has ended those of the failed attempt.
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
             max_tokens=min(
@@ -205,11 +221,12 @@ class EngineRoute:
             answer=answer,
             request=request,
             is_streamed=asked.stream,
+            # Other parameters than the run's: the logprobs are of another distribution.
             is_trained=not asked.sampling,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Raises ApiError."""
+        """Sample the answer of a call, and finish it. Raises ApiError."""
         answer = call.answer
         on_tokens = call.feed if call.is_streamed else None
         try:
@@ -226,13 +243,18 @@ class EngineRoute:
         except RequestRefused as refusal:
             raise invalid(f"The engine refused this call: {refusal.why}.") from None
         except RolloutFailure as failure:  # a retry would fail too
+            # For example, the user's tool format raised an error.
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
         except ComponentError as error:
+            # Before on_broken, which leads to the end of all sessions: later calls with
+            # their keys must get 503, not 401.
             self.sessions.end_run_nowait(error.what)
             self.on_broken(error)
             raise engine_unavailable(error.what) from None
         finally:
+            # After an error, too: the writer of a stream waits for this, and would
+            # never end.
             call.is_sampled = True
             call.news.set()
         self.counts.prompt_tokens += call.planned.whole.length
@@ -258,6 +280,8 @@ class EngineRoute:
             )
         if not num_tokens:
             raise invalid("prompt has no token.", "prompt")
+        # Other calls may have been recorded since the match, which still holds:
+        # recorded nodes never change and never leave.
         return session.capture.plan(ids, match)
 
     async def _matched(
@@ -267,6 +291,7 @@ class EngineRoute:
         ApiError.
         """
         most = self.rules.max_prompt_tokens
+        # Before the chat is rendered, since even empty messages cost time.
         if len(asked.messages) > most:
             raise too_long(
                 f"{len(asked.messages)} messages of a token or more", most, asked.param
@@ -291,8 +316,10 @@ class EngineRoute:
     async def _encode(
         self, text: str, asked: AnyRequest, **place: Any
     ) -> Sequence[int]:
-        """Raises ApiError."""
+        """Return the ids of a text of a prompt. Raises ApiError."""
         most = self.rules.max_prompt_tokens
+        # A text of megabytes is refused by its length. Tokenizing it would take
+        # seconds.
         if len(text) > MAX_CHARACTERS * most:
             raise too_long(f"{len(text)} characters", most, asked.param)
         encode = partial(self.tokenizer.encode, text, **place)

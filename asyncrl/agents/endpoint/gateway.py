@@ -62,6 +62,8 @@ READ_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 8192
 """Open connections; above it, idle ones are closed."""
 _JSON = [(b"content-type", b"application/json")]
+# The last header is for nginx, which would otherwise collect a stream and send it
+# whole.
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -141,9 +143,13 @@ class Gateway:
         on_broken: OnBroken,
     ) -> EngineRoute:
         """Return a host of another engine's sessions, which stats() excludes."""
+        # Evaluations of different versions are compared, so agents must not change the
+        # parameters.
         rules = replace(
             self._route.rules, sampling=sampling, on_sampling_override="use_config"
         )
+        # This runs __post_init__ again: the new route has its own counts, locks and
+        # frames. It shares the sessions and the verdicts on grammars.
         return replace(
             self._route,
             engine=engine,
@@ -156,6 +162,8 @@ class Gateway:
         """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
         host = self._config.host
         port = self._config.port or 0
+        # Bound long before start(): the workers' specs contain the port, and a port in
+        # use must fail before anything starts.
         if self._socket is None:
             try:
                 self._socket = socket.create_server((host, port), backlog=BACKLOG)
@@ -269,9 +277,13 @@ class Gateway:
                 session, dialect, body, request, reply
             )
         except ApiError as error:
+            # A client that has left may retry. Its call stays open for that retry,
+            # which would otherwise get the answer of an equal call.
             if error.status != CLIENT_GONE:
                 session.retries.refused_nowait(digest)
             raise
+        # Before the write: if the connection breaks in it, connection_lost marks this
+        # answer as lost, and a retry gets it.
         connection.written = Written(bytes(reply.written + rest), is_stream)
         session.retries.answered_nowait(digest, connection.written)
         await reply.write(rest, is_last=True, is_stream=is_stream)
@@ -292,6 +304,10 @@ class Gateway:
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
         try:
+            # A stream gives its place back now. It may wait long for a slot, and must
+            # not hold up the heads of later streams. If sampling fails, gather raises
+            # at once, and _stream soon ends by itself, because sample() always sets
+            # is_sampled.
             if asked.stream:
                 await reply.place.aclose()
                 _, rest = await asyncio.gather(
@@ -300,10 +316,14 @@ class Gateway:
             else:
                 await route.sample(session, call)
                 rest = to_json(writer.body(call), inf_nan_mode="null")
+            # Nothing is awaited between this test and the record, so the capture has
+            # exactly the answers that are written to connected clients.
             if not is_connected(request):
                 raise client_gone()
             session.deliver_nowait(call, writer.continues)
         finally:
+            # A cancelled call gives back its number, so that its repetition has the
+            # same seed.
             session.withdraw_nowait(call)
         return rest, asked.stream
 
@@ -366,6 +386,8 @@ class _Reply:
             await self.send(
                 {"type": "http.response.start", "status": 200, "headers": headers}
             )
+        # One piece beyond the limit shows Retries that the answer is too long to
+        # remember.
         if not is_last and len(self.written) <= MAX_REMEMBERED:
             self.written += content
         await self.send(
@@ -407,7 +429,9 @@ def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, b
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError."""
+    """Return the body of a request. Raises ApiError: 413 above `max_bytes`, 408 after
+    READ_TIMEOUT_S.
+    """
     body = bytearray()
     is_here = not request.scope["connection"].cycle.more_body
     try:
@@ -466,6 +490,8 @@ class Connection(HttpToolsProtocol):
                 if timer
             }
             if not ends:
+                # uvicorn's protocol must not read from a connection that it does not
+                # count.
                 transport.set_protocol(asyncio.Protocol())
                 self.transport = transport
                 self._refuse(
@@ -475,6 +501,7 @@ class Connection(HttpToolsProtocol):
                 )
                 return
             oldest = min(ends, key=lambda each: ends[each])
+            # At once, since abort() reports the loss only in the loop's next round.
             connections.discard(oldest)
             oldest.transport.abort()
         super().connection_made(transport)
@@ -499,6 +526,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._num_head is not None:
             self._num_head += len(data)
+            # The parser has no limit and would collect an endless head.
             if self._num_head > MAX_HEAD:
                 self.send_400_response("The request head is too long.")
 
@@ -548,6 +576,8 @@ class AppServer:
             lifespan="off",
             ws="none",
         )
+        # uvicorn.Server would do this, but it also takes over the signals of the
+        # process.
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
         self._state = ServerState()
@@ -573,6 +603,8 @@ class AppServer:
             self._server.close()
         for connection in list(self._state.connections):
             connection.shutdown()
+        # The gateway has ended its sessions before. So its open answers are mostly
+        # errors by now, which clients should still read.
         if self._state.tasks:
             _, late = await asyncio.wait(set(self._state.tasks), timeout=CLOSE_S)
             for task in late:

@@ -1,3 +1,7 @@
+"""Grammars of structured output and forced calls, in llguidance's syntax, and their
+checks.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -154,6 +158,7 @@ class _Rules:
                 return None
             schema = tool.get("parameters") or NO_ARGUMENTS
             arguments = self.json(schema, is_strict=tool.get("strict") is True)
+            # The prefill is in the prompt. The grammar describes only what is sampled.
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
         return self._add("call", " | ".join(calls))
@@ -188,6 +193,8 @@ class _Rules:
         )
 
     def _until(self, mark: str) -> str:
+        # A special token is never part of TEXT, so it ends it. A mark of plain
+        # characters needs a lazy rule, which stops at the first one.
         if mark in self._marks:
             return f"TEXT {self.spelled(mark)}"
         return self._add("until", f"TEXT {json.dumps(mark)}", options="[lazy]")
@@ -215,6 +222,7 @@ class GrammarChecks:
     async def wait_checked(self, text: str, param: str) -> None:
         key = blake2b(text.encode(), digest_size=16).digest()
         if key not in self._known:
+            # Two calls may check one grammar at the same time, which costs only time.
             async with self._checking:
                 try:
                     await asyncio.to_thread(check_grammar, text)

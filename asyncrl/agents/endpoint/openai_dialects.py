@@ -72,6 +72,7 @@ class ChatWriter(Writer):
         )
         async for piece in call.pieces():
             yield self._event(call, delta=_delta(call.answer, piece))
+        # Logprobs are made once the answer is whole, so they come with the last chunk.
         yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
 
     def failed(self, error: ApiError) -> bytes:
@@ -233,6 +234,8 @@ def _read_response(
         }
         for name, each in functions.items()
     ]
+    # Not part of the chat that later calls continue: as at OpenAI, each call sends its
+    # own instructions.
     first = (
         [{"role": "system", "content": asked.instructions}]
         if asked.instructions
@@ -305,6 +308,7 @@ def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
     """Return the item that an item_reference names. Raises ApiError: 404."""
     match item:
         case {"type": "item_reference", "id": str(name)}:
+            # `rs_resp-3_0` is an item of the call resp-3.
             answer = kept_answer(name.partition("_")[2].partition("_")[0], param, kept)
             for each in answer.items:
                 if each["id"] == name:
@@ -322,7 +326,9 @@ else.
 
 
 def unsealed(item: Mapping[str, Any], where: str) -> str:
-    """Raises ApiError for the encrypted_content of another server."""
+    """Return the thought in an item's encrypted_content. Raises ApiError if another
+    server wrote it.
+    """
     hidden = str(item.get("encrypted_content") or _SEALED)
     if hidden.startswith(_SEALED):
         with contextlib.suppress(ValueError):
@@ -385,6 +391,7 @@ class ResponseWriter(Writer):
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
         answer = call.answer
+        # A stream has its blocks already, in sampled order.
         self._blocks = self._blocks or whole_blocks(answer)
         usage = {
             "input_tokens": call.planned.whole.length,
@@ -503,6 +510,8 @@ class ResponseWriter(Writer):
             return item | {"type": "reasoning", "summary": [], "content": [part]}
         part |= {
             "annotations": [],
+            # They belong to all sampled tokens, not to parts of them, so the first text
+            # has all.
             "logprobs": (not block.number and answer.logprobs) or [],
         }
         return item | {"type": "message", "role": "assistant", "content": [part]}

@@ -103,6 +103,11 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were
     delivered.
+
+    Example: call 0 delivered a thought and "4". The chat of turn 2 has "4" without the
+        thought, the chat of turn 3 has both. Both forms are recorded for call 0, and
+        both chats continue from the delivered form. So turn 3 finds the answer of
+        turn 2.
     """
 
     def __init__(
@@ -126,6 +131,9 @@ class Chain:
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
             key = self.key_with(message)
+            # An answer may come back in another form, for example without its thought.
+            # The chat continues from the delivered form. Otherwise the next answer
+            # would not be found.
             if message.get("role") == "assistant":
                 self.answers.append((index, key))
                 key = recorded.delivered_key(key)
@@ -143,6 +151,8 @@ def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> b
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
+        # A client may return an answer in parts. The template's joint between them
+        # would change its text, and so its key.
         answer = {
             **message,
             "content": fields.pop("unjoined_content", message.get("content")),
@@ -191,6 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(text: str) -> float | None:
+    # -0.0 + 0.0 is 0.0. Large integers lose digits here as they do in JavaScript.
     number = float(text) + 0.0
     return number if math.isfinite(number) else None
 
@@ -238,6 +249,8 @@ class Recorded:
         if node.text is not None:
             places.append(node.text.place)
             self._lengths[str].add(node.text.length)
+        # Equal answers to parallel calls may claim one place. Their rank decides, so
+        # that the winner does not depend on the order of arrival.
         for place in places:
             known = self._nodes.get(place)
             if known is None or (
@@ -258,6 +271,9 @@ class Recorded:
     def longest(self, whole: str | npt.NDArray[np.int32]) -> ChatNode | None:
         prefix = Prefix()
         found: ChatNode | None = None
+        # One pass over the text tries all lengths, since the hash of a prefix continues
+        # the hash of a shorter prefix. tuple() copies the set in one step of the
+        # interpreter, so that add() may run in the loop's thread at the same time.
         for length in sorted(
             length
             for length in tuple(self._lengths[type(whole)])
@@ -275,6 +291,8 @@ def _rank(node: ChatNode, place: Hashable) -> tuple[Any, ...]:
 
 # ---- the match
 
+# Random: a message that contained it would move the border between recorded and new
+# text.
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 """Replaces an answer in a trial render; not guessable."""
 PLACEHOLDER = "answer"
@@ -349,6 +367,8 @@ class ChatMatcher:
         try:
             whole = self.render(self.messages)
         except ValueError:
+            # Templates may refuse two calls in one answer. The trial render retries
+            # with one call.
             joined = self._joined(at, answer, None)
             if joined is None:
                 raise
@@ -363,15 +383,19 @@ class ChatMatcher:
                 "neighbor": self._neighbor(node),
             }
             extended = self._match("extended", node, node.num_messages, rest, **fields)
+        # The recorded text reaches the last answer that the messages name. If it ends
+        # earlier, the answer that they name has more ids to keep.
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
+        # A chat without answers needs no placeholder.
         shown = None if self.chain.answers else Prefix().then(whole)
         fields = {"whole": Prefix().then(text), "shown": shown}
         found = (
             joined or extended or self._match("edited", None, at + 1, text, **fields)
         )
         if found is None:
+            # Once more, because _match says only that a message is missing.
             index = left_out(self.render, self.messages, text, at + 1)
             what = f"the chat template drops messages[{index}]"
             rule = f"it does not support role {self.messages[index or 0]['role']} at that position"
@@ -392,6 +416,8 @@ class ChatMatcher:
         """Return the match if the text, the end of the render of `chat`, has every
         message after the first `num_covered`.
         """
+        # A frame describes a text that begins right after the covered messages. A whole
+        # render of a chat with covered messages does not.
         is_tail = parent is not None or num_covered == 0
         frames = self.recorded.frames if is_tail else None
         if (
@@ -399,6 +425,7 @@ class ChatMatcher:
             is not None
         ):
             return None
+        # A later answer was not recorded, or the harness has changed it.
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
         return PromptMatch(
@@ -438,6 +465,9 @@ class ChatMatcher:
             return None
         for joint in self._joints(at, answer):
             lacks_opening = self._lacks_opening(at, answer, joint.trial.before)
+            # The template has changed earlier text, for example moved the tools. A
+            # server would send the whole render, so the recorded ids are given up.
+            # Without a render there is nothing to send instead.
             if lacks_opening is None and whole is not None:
                 return None
             text = self._begun(joint.rest)
@@ -481,6 +511,9 @@ class ChatMatcher:
         before, prompt, closed = (
             drop_marks(text, self.chain.marks) for text in (before, prompt, closed)
         )
+        # `opening` is the prompt up to its generation prompt. A history that agrees
+        # with it so far lacks only text of the generation prompt. Any earlier
+        # difference is another prompt.
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
@@ -570,14 +603,20 @@ class ChatMatcher:
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
         earlier = [self._stand_in(message) for message in self.messages[:at]]
         shown = [*earlier, stand_in, *self.messages[at + 1 :]]
+        # All calls first. A template that refuses two calls in one answer still shows
+        # where to continue after one call.
         for num_calls in (None, 1):
             chat = [_with_calls(each, num_calls) for each in shown]
             with contextlib.suppress(ValueError):
                 text = self.render(chat)
+                # Every call of the answer contains the sentinel: the text before is
+                # that before the first, and the text after follows the last.
                 before, _, _ = text.partition(SENTINEL)
                 _, found, after = text.rpartition(SENTINEL)
                 if not found:
                     break
+                # A render without some of the calls says nothing about later renders of
+                # the chat.
                 is_whole = num_calls is None and (
                     keeps_calls or not self.messages[at].get("tool_calls")
                 )
@@ -624,6 +663,7 @@ WAYS: Sequence[Callable[[str], str]] = (
     lambda text: json.dumps(text)[1:-1],
 )
 """Ways in which templates write a content."""
+# A session can invent any sequence of roles, and all sessions share the table.
 MAX_FRAMES = 256
 
 
@@ -642,6 +682,10 @@ def left_out(
     `/no_think` from a text. It also gives the frame of these messages. A later text
     that is exactly their contents in the same frame needs no render. `frames`: known
     ones, if `text` begins behind messages[start - 1].
+
+    Example: Phi-3's template omits tool results. The chat is the question "In 2018?"
+        and the result "18". The marked render has the marks of message 0 only, so the
+        result is 1, although the text contains 18.
     """
     tail = messages[start:]
     contents = [
@@ -670,6 +714,7 @@ def left_out(
             (at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)),
             None,
         )
+    # A template may write its text in capitals.
     shown = written.casefold()
     for index, message in enumerate(tail, start):
         before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
@@ -682,6 +727,7 @@ def left_out(
         frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
     )
     if frames is not None and is_kept and len(others) == 2 * len(contents):
+        # `whole` may begin with covered messages. Only its end belongs to `text`.
         num_head = len(text) - len("".join(others))
         frames[roles] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
     return None

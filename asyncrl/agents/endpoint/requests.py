@@ -576,7 +576,9 @@ class RequestReader:
         body: dict[str, Any],
         functions: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> ChatRequest:
-        """`functions`: those that a tool result may name. Raises ApiError."""
+        """Check the body of a chat. `functions`: the tools that a tool result may name.
+        Raises ApiError.
+        """
         reading = Reading(self._joint, functions or {})
         asked = self.checked(body, ChatRequest, reading)
         if reading.has_notes:
@@ -597,6 +599,8 @@ class RequestReader:
                 f"tool_choice {shown(asked.tool_choice)} is not among the tools.",
                 "tool_choice",
             )
+        # The template writes tools as text. After validation they may lack unknown
+        # keys, and a server would send another prompt.
         asked.tools = body.get("tools") or []  # unchanged, keys in order
         limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
@@ -627,6 +631,7 @@ class RequestReader:
     ) -> Shape:
         given = {}
         for name, value in body.items():
+            # Clients send null for parameters that nobody has set.
             if value is None:
                 continue
             if name in shape.model_fields:
@@ -665,6 +670,7 @@ class RequestReader:
             or asked.top_p == 0
             or (asked.temperature or 1) < LOWEST_TEMPERATURE
         ):
+            # top_p=0 keeps only the likeliest token, so it is greedy, too.
             asked.temperature = 0.0  # greedy
             asked.top_p = None
         for name, fixed in self._rules.sampling.parameters.items():
@@ -675,6 +681,7 @@ class RequestReader:
                 self.log_once(
                     name, f"calls ask for {name}={value} and get {name}={fixed}"
                 )
+            # None is the run's value. A call without any other is trained.
             setattr(asked, name, None)
 
     def log_once(self, name: str, text: str) -> None:
@@ -684,7 +691,7 @@ class RequestReader:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Raises ApiError."""
+    """Return the JSON object of a body. Raises ApiError."""
     try:
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:

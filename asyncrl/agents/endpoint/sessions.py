@@ -27,6 +27,7 @@ from asyncrl.messages.sampling import SamplingRequest
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
 
+# Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once."""
 OPEN_SHARE = 4
@@ -35,6 +36,8 @@ NUM_RETRIED = 16
 """Answers that a session remembers for retries."""
 MAX_REMEMBERED = 2**18
 """Bytes of the longest of them."""
+# Refused calls do not count toward max_calls. Without this limit, an agent that repeats
+# a wrong call would go on until rollout.timeout_s.
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
@@ -91,9 +94,13 @@ class Retries:
             if num_open == 0 and self._num_answered[digest] == 1:
                 found += written
             if found:
+                # The connection that carries the copy sets this again if it breaks,
+                # too.
                 found[0].is_lost = False
                 return found[0]
-        # otherwise it replaces a call without an answer
+        # A retry takes over the place of a call without an answer. The gateway may
+        # notice only later that the first client has left, and must not count the call
+        # twice.
         if num_open == 0 or not is_retry:
             self._num_open[digest] += 1
         return None
@@ -101,10 +108,13 @@ class Retries:
     def answered_nowait(self, digest: bytes, written: Written) -> None:
         self._num_answered[digest] += 1
         self.refused_nowait(digest)
+        # The retry of a longer answer is sampled like a new call.
         if len(written.content) <= MAX_REMEMBERED:
             self._written.append((digest, written))
 
     def refused_nowait(self, digest: bytes) -> None:
+        # A first try and the retry that took over its place share one count, and both
+        # may end.
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
 
 
@@ -166,9 +176,13 @@ class GatewayCall:
                 await self.news.wait()
                 timer.cancel()
                 self.news.clear()
+            # Read before the pieces are: once it is true, the answer has all of them.
+            # Pieces that arrive while the consumer writes belong to the next round.
             is_last = self.is_sampled
             for piece in self.answer.reader.pieces[num_yielded:]:
                 num_yielded += 1
+                # With parallel_tool_calls=false further calls stay hidden. They do not
+                # put off the ping, since the client sees nothing of them.
                 if piece.number < self.answer.most_calls:
                     ping_at = loop.time() + PING_S
                     yield piece
@@ -238,10 +252,14 @@ class GatewaySession:
         if self.ended is not None:
             return
         self.ended = reason
+        # The owner keeps this object until the rollout is scored. Until then,
+        # remembered answers and chats would hold memory for nothing.
         self.retries = Retries()
         self._numbers.clear()
         self.kept.clear()
         del self.sessions.open[self.key]
+        # A deadline in the past: the loop cancels each block in its next rounds, and
+        # _until_end turns that into the block's own error.
         for scope in self._scopes:
             scope.reschedule(0.0)
 
@@ -254,6 +272,8 @@ class GatewaySession:
         self.num_free_calls += 1
         if self.num_free_calls <= FREE_SHARE * self.limits.max_calls or self.user_key:
             return
+        # The agent ignores a limit that has already truncated the rollout. Ending the
+        # session keeps its answers; failing it would sample the rollout again.
         if self.overflow is not None:
             self.end_nowait(f"the agent kept calling after a limit: {self.overflow}")
             return
@@ -267,6 +287,8 @@ class GatewaySession:
 
     def take_number(self, digest: bytes) -> int:
         taken = self._numbers[digest]
+        # The smallest free number: the repetition of a call that was never delivered
+        # gets the number that its withdrawal has freed, and so the same seed.
         number = next(number for number in itertools.count() if number not in taken)
         taken.add(number)
         return number
@@ -281,6 +303,8 @@ class GatewaySession:
         """Record an answer just before it is written. Raises ApiError if the session
         ended.
         """
+        # The rollout may already be scored. An answer after that would reach the agent,
+        # but no trainer.
         if self.ended is not None:
             raise session_ended(self.ended)
         message = call.answer.message
@@ -297,6 +321,8 @@ class GatewaySession:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
             )
+        # The agent continued after the refused call, for example with a condensed
+        # prompt. So the limit did not cut its work, and the rollout is not truncated.
         if call.order > self._overflow_order:
             self.overflow = None
 
@@ -311,6 +337,7 @@ class GatewaySession:
             ),
         ):
             limit = getattr(self.limits, name)
+            # The users of `asyncrl serve gateway` have their own keys, and no limits.
             if limit is not None and number >= limit and not self.user_key:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
                 self._overflowed_nowait(why)
@@ -331,7 +358,9 @@ class GatewaySession:
         return self.capture.num_completions
 
     def last_completion(self) -> Completion:
-        """Raises RolloutFailure if there is none."""
+        """Return the completion of the call that was planned last. Raises
+        RolloutFailure if there is none.
+        """
         return self.capture.last_completion()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
@@ -358,6 +387,8 @@ class GatewaySession:
         def cut(reason: str | None) -> ApiError:
             if reason is None:
                 return client_gone()
+            # If the session ended because the run ends, clients get the 503 of all
+            # other calls, not the 410 of a finished rollout.
             run_end = self.sessions.run_end
             return (
                 session_ended(reason)
@@ -373,8 +404,12 @@ class GatewaySession:
                     await place.enter_async_context(self._open_requests)
                     yield place
         except ApiError as error:
+            # A prompt that no longer fits is a limit like max_calls: unless the agent
+            # continues with a shorter prompt, its rollout is truncated, not failed.
             if error.error["code"] == TOO_LONG:
                 self._overflowed_nowait(str(error))
+            # 410 says that the session has ended, 499 that the client has left. Neither
+            # refuses what the agent asked for.
             if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
                 self.free_call_nowait()
             raise
@@ -395,6 +430,9 @@ class GatewaySession:
         self, error: Callable[[str | None], Exception]
     ) -> AsyncIterator[asyncio.Timeout]:
         try:
+            # A timeout without a limit, whose rescheduling cancels exactly this block.
+            # scope.expired() separates that from a cancellation of the whole task, and
+            # from a TimeoutError of the code inside.
             async with asyncio.timeout(None) as scope:
                 self._scopes.add(scope)
                 try:
@@ -419,10 +457,12 @@ class Sessions:
         """
 
     def find(self, key: str) -> GatewaySession:
-        """Raises ApiError (401, 503 while the run ends), never with the key: answers
-        are logged.
+        """Return the session of a key. Raises ApiError (401, 503 while the run ends),
+        never with the key: answers are logged.
         """
         if (session := self.open.get(key)) is None:
+            # The run's end has closed its sessions. An agent that still calls should
+            # stop retrying, not believe that its key was wrong.
             if self.run_end is not None:
                 raise engine_unavailable(self.run_end)
             why = "Unknown or missing session key, or its session has ended. Send `Authorization: Bearer KEY`"

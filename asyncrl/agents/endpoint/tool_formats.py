@@ -28,6 +28,7 @@ from asyncrl.messages.json_values import (
     typed,
 )
 
+# A model may write anything, from broken JSON to endless nesting.
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _TOOL = r"(?P<tool>[a-zA-Z0-9_./:-]{1,128})"
 
@@ -77,6 +78,8 @@ class GrowingText:
         return "".join(piece.text for piece in self._pieces if piece.part == self._part)
 
     def add(self, text: str) -> None:
+        # A stream cannot take text back, and white space before a call is part of the
+        # call's form. What follows decides.
         bare = text.rstrip()
         if bare:
             self._show(bare)
@@ -111,7 +114,7 @@ def check_arguments(text: str) -> None:
     arguments = from_json(text, allow_inf_nan=False)
     if not isinstance(arguments, dict):
         raise ValueError("a call needs an object of arguments")
-    json.dumps(arguments, allow_nan=False)  # 1e999
+    json.dumps(arguments, allow_nan=False)  # 1e999 is read as infinity
 
 
 @cache
@@ -256,12 +259,16 @@ class AnswerReader:
             held = (
                 None if self.is_last else find_growing(self.text, self.at, partial=True)
             )
+            # A match that begins here may still grow longer, or into another one. Only
+            # more text can decide.
             is_stuck = held is not None and held.start() == self.at
             found = None if is_stuck else find(self.text, self.at)
             is_held = held is not None and (
                 found is None or held.start() <= found.start()
             )
             if into is not None:
+                # Text before the first possible match can be shown now: no later text
+                # makes it part of one.
                 next_match = held if is_held else found
                 end = next_match.start() if next_match else len(self.text)
                 into.add(self.text[self.at : end])
@@ -293,6 +300,8 @@ _STRING = r'"\w+"\s*:\s*"[^"]*"'
 _NAME = rf'"(?:tool_)?name"\s*:\s*"{_TOOL}"'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
 _OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
+# Possessive (`++`, `*+`): the engine never tries other lengths of a part. Long nonsense
+# of a model would otherwise take exponential time.
 _BRACES = r'(?P<braces>\{(?:[^{}"]++|"(?:[^"\\]|\\.)*+"|(?&braces))*+\})'
 JSON_HEAD = (
     rf"(?P<object>\{{)\s*{_OTHERS}"
@@ -321,6 +330,8 @@ def _grow(reader: AnswerReader) -> Steps[None]:
     is_quoted = False
     while True:
         start = reader.at
+        # A backslash at the end of the text matches nothing, and waits for its
+        # character.
         for piece in _JSON_PIECE.finditer(reader.text, start):
             reader.at = piece.end()
             if piece[0] == '"':
@@ -347,6 +358,7 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     while found := (yield from reader.read(pattern)):
         key, raw = found["key"], found["value"]
         kind = found.groupdict().get("kind")
+        # Both would be in the stream already, and JSON readers keep only the last.
         if key in keys:
             raise ValueError("an argument is given twice")
         if kind is None:
@@ -459,7 +471,7 @@ class ToolFormat:
         return reader
 
     def steps(self, reader: AnswerReader) -> Steps[None]:
-        """Raises MALFORMED errors."""
+        """Read an answer: a thought, then text and calls. Raises MALFORMED errors."""
         if reader.splits_thought or not self.has_channels:
             yield from self._read_thought(reader)
         yield from self.read_text(reader)
@@ -513,6 +525,8 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
+        # Noise, such as the heads of channels, consists of these marks. It must be
+        # recognized without tools, too.
         marks = self.marks if self.noise else ()
         return ToolFormat(
             noise=self.noise,
@@ -532,10 +546,14 @@ class UserFormat(ToolFormat):
     function: Callable[[str], Any]
 
     def read_text(self, reader: AnswerReader) -> Steps[None]:
+        # The function gets whole answers only, so content is not streamed.
         while not reader.is_last:
             yield
         try:
             found = self.function(reader.text)
+        # By contract a ValueError says that a call is malformed, and deep nesting is
+        # the model's doing: the answer is text. Any other error is a bug of the
+        # function.
         except (ValueError, RecursionError):
             raise
         except BaseException as error:  # user errors are data
@@ -544,6 +562,7 @@ class UserFormat(ToolFormat):
             pairs = [(name, arguments) for name, arguments in found or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
+        # feed() reads the answer again as text.
         if not pairs:
             raise ValueError("there is no call")
         for name, arguments in pairs:
@@ -620,6 +639,8 @@ class TemplateProbe:
         tools: Tools | None = None,
         is_open: bool = False,
     ) -> str:
+        # Private, but it is the environment in which servers render: with their
+        # filters, and sandboxed.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         chat = {
@@ -659,6 +680,8 @@ class TemplateProbe:
             calls.append({"type": "function", "id": call_id, "function": function})
         text = self.answer(content="", tool_calls=calls)
         _, _, end = self.answer(content=_SAID).partition(_SAID)
+        # The end of a turn may differ after calls. The common end of both answers is
+        # the end of a turn. It may begin inside a mark, which the next line drops.
         end = os.path.commonprefix([text[::-1], end[::-1]])[::-1]
         end = re.sub(r"\A[^<>]*>", "", end)
         return text.removesuffix(end) if _PROBED in text else ""
@@ -695,6 +718,7 @@ def _find_readers(
                 _CALLS[:number]
             ):
                 continue
+            # A forced call must begin as the model was trained to begin it.
             if (tool_format.prefill(_PROBED) or "") in text:
                 yield tool_format
             others.append(tool_format)
