@@ -71,6 +71,9 @@ def test_defaults_that_a_client_adds_to_a_call_do_not_count(
         "all": {"type": "boolean", "default": False},
         "a": {"default": "1"},
         "b": {"default": 1},
+        "c": {"default": "1"},
+        "mode": {"default": "utf-8"},
+        "end": {"default": ""},
     }
     function = {
         "name": "add",
@@ -84,6 +87,8 @@ def test_defaults_that_a_client_adds_to_a_call_do_not_count(
     play.answer(plan(play.capture, [user("1+2")], tools), sampled, called('{"a": "2"}'))
     for arguments, how in (
         ('{"a": "2", "all": false, "b": 1.0}', "realigned"),
+        ('{"a": "2", "c": "1", "mode": "utf-8", "end": ""}', "realigned"),
+        ('{"a": "2", "c": 1}', "edited"),
         ('{"a": "2", "all": 0}', "edited"),
         ('{"a": "2", "b": "1"}', "edited"),
         ("{}", "edited"),
@@ -92,6 +97,14 @@ def test_defaults_that_a_client_adds_to_a_call_do_not_count(
             plan(play.capture, [user("1+2"), called(arguments), RESULT], tools).how
             == how
         )
+
+
+@pytest.mark.parametrize("properties", [["a"], {"a": None}, None, "a"])
+def test_tools_with_any_schema_have_a_plan(properties: object) -> None:
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": "add", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    assert plan(Play().capture, [user("hi")], tools).how == "new"
 
 
 def test_other_tools_are_another_chat() -> None:
@@ -349,6 +362,13 @@ def test_message_is_found_however_the_template_writes_it() -> None:
     ]
     for habit in habits:
         assert left_out(habit, said, habit(said)) is None
+
+
+@pytest.mark.parametrize("text", ["\u00df" * 60, "\u0587" * 60, "\ufb01" * 60])
+def test_text_that_grows_when_folded_hides_no_message(text: str) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, user(text)]
+    assert left_out(contents, chat, contents(chat)) is None
+    assert left_out(partial(contents, but="system"), chat, text) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import gc
 import json
 import socket
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from token_cases import completion_of
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
+from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.sessions import (
     MAX_REMEMBERED,
     NUM_RETRIED,
@@ -124,6 +126,25 @@ async def test_calls_in_flight_get_the_first_reason_of_the_end() -> None:
         assert "rollout.timeout_s=5" in answer["error"]["message"]
         assert world.engine.cancelled == ["g0/r0/a0/c0"]
         assert world.session.num_completions == 0
+
+
+@in_loop
+async def test_session_may_end_while_a_client_leaves() -> None:
+    async with gateway_world() as world:
+        client = SimpleNamespace(on_lost=lambda: None, written=None)
+
+        async def call() -> None:
+            async with world.session.in_hand(client):
+                await asyncio.Event().wait()
+
+        calling = asyncio.ensure_future(call())
+        await asyncio.sleep(0)
+        client.on_lost()
+        await asyncio.sleep(0)  # its block is cancelled, and has not ended yet
+        client.on_lost()
+        world.session.end_nowait("done")
+        with pytest.raises(ApiError, match="This session has ended: done"):
+            await calling
 
 
 @streams

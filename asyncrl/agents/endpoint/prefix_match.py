@@ -169,7 +169,8 @@ def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any
     adds them.
     """
     name = call["function"]["name"]
-    arguments = _plain(call["function"]["arguments"])
+    written = call["function"]["arguments"]
+    arguments = _plain(written if isinstance(written, str) else _to_json(written))
     if isinstance(arguments, dict):
         known = defaults.get(name, {})
         arguments = {
@@ -182,19 +183,21 @@ def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any
 
 def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
     """Return the JSON of the default of each parameter that has one."""
-    parameters = (function.get("parameters") or {}).get("properties") or {}
+    parameters = (function.get("parameters") or {}).get("properties")
+    if not isinstance(parameters, Mapping):
+        return {}
+    # A default is a value, not a text of JSON: "1" is another default than 1.
     return {
-        name: _to_json(_plain(schema["default"]))
+        name: _to_json(_plain(_to_json(schema["default"])))
         for name, schema in parameters.items()
         if isinstance(schema, Mapping) and "default" in schema
     }
 
 
-def _plain(value: Any) -> Any:
-    """Return a value, or its JSON text, with the numbers that a JavaScript client would
+def _plain(text: str) -> Any:
+    """Return the value of a JSON text with the numbers that a JavaScript client would
     send back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
     """
-    text = value if isinstance(value, str) else _to_json(value)
     return json.loads(
         text, parse_int=_number, parse_float=_number, parse_constant=_number
     )
@@ -716,10 +719,12 @@ def left_out(
         )
     # A template may write its text in capitals.
     shown = written.casefold()
+    num_folded = len(text.casefold())
     for index, message in enumerate(tail, start):
         before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
-        num_after = len(_MARK.sub("", after))  # `text` is the end
-        is_there = f"{SENTINEL}{index}b" in before and num_after < len(text)
+        num_after = len(_MARK.sub("", after))
+        # `text` is the end. Both lengths are of folded text, which is longer for ß.
+        is_there = f"{SENTINEL}{index}b" in before and num_after < num_folded
         if message["role"] != "assistant" and not is_there:
             return index
     whole, *others = _MARK.split(written)

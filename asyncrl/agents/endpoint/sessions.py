@@ -131,6 +131,14 @@ def engine_unavailable(reason: str) -> ApiError:
     )
 
 
+def _cut(scope: asyncio.Timeout) -> None:
+    """Cancel the block of a scope, unless that has begun already: a client may leave
+    while its session ends.
+    """
+    if not scope.expired():
+        scope.reschedule(0.0)
+
+
 def client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "The client has disconnected.")
 
@@ -261,7 +269,7 @@ class GatewaySession:
         # A deadline in the past: the loop cancels each block in its next rounds, and
         # _until_end turns that into the block's own error.
         for scope in self._scopes:
-            scope.reschedule(0.0)
+            _cut(scope)
 
     def fail_nowait(self, failure: RolloutFailure) -> None:
         if self.ended is None:
@@ -399,7 +407,7 @@ class GatewaySession:
         ended = self._until_end(cut)
         try:
             async with ended as scope:
-                connection.on_lost = partial(scope.reschedule, 0.0)
+                connection.on_lost = partial(_cut, scope)
                 async with AsyncExitStack() as place:
                     await place.enter_async_context(self._open_requests)
                     yield place
