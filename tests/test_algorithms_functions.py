@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,29 @@ def test_weighted_kl_has_the_gradient_of_the_kl(estimator: str, is_stale: bool) 
     plain_V = expected_gradient(sampled_V.exp(), kl(current_V, reference_V, estimator))
     is_right = torch.allclose(plain_V, exact_V, rtol=0.05)
     assert is_right == (estimator == "k2" and not is_stale)
+
+
+@pytest.mark.parametrize("difference", [-30.0, 5.0, 19.0, 21.0, 60.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_of_distant_policies_has_the_gradient_of_its_formula(
+    estimator: str, difference: float
+) -> None:
+    """A token that the reference finds far likelier must become likelier."""
+    reference_M = tokens(-0.5)
+    current_M = (reference_M - difference).requires_grad_()
+    anchor_M = current_M.detach() - 0.25
+
+    def gradient_of(kl_M: Tensor) -> float:
+        (gradient_M,) = torch.autograd.grad(kl_M.sum(), current_M)
+        return float(gradient_M)
+
+    ratio = math.exp(0.25)
+    weighted_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
+    assert gradient_of(weighted_M) == pytest.approx(-ratio * difference, rel=1e-4)
+    plain = gradient_of(kl(current_M, reference_M, estimator))
+    most = math.exp(min(difference, losses.LARGEST_LOG_RATIO))
+    expected = {"k2": -difference, "k3": 1 - most}[estimator]
+    assert plain == pytest.approx(expected, rel=1e-4)
 
 
 # ---- names, and the page

@@ -275,7 +275,11 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
             return -difference_M
         case "k2":
             return difference_M.square() / 2
-    return difference_M.clamp(max=LARGEST_LOG_RATIO).exp() - difference_M - 1
+    # Beyond the clamp exp continues as its tangent. A constant would leave only the
+    # gradient of -d, which lowers a probability that is far too low already.
+    exp_M = difference_M.clamp(max=LARGEST_LOG_RATIO).exp()
+    beyond_M = (difference_M - LARGEST_LOG_RATIO).clamp(min=0)
+    return exp_M + exp_M.detach() * beyond_M - difference_M - 1
 
 
 def weighted_kl(
@@ -291,9 +295,16 @@ def weighted_kl(
     use_bias_correction_kl.
     """
     ratio_M = exp_ratio(current_M - anchor_M)
-    return kl(current_M, reference_M, estimator) * (
-        ratio_M.detach() if estimator == "k2" else ratio_M
-    )
+    kl_M = kl(current_M, reference_M, estimator)
+    if estimator == "k1":
+        return ratio_M * kl_M
+    if estimator == "k2":
+        return ratio_M.detach() * kl_M
+    # Autograd would find -r d as the difference of two terms near r exp(d), which
+    # cancel in float32 only for small d. So the gradient is written down.
+    slope_M = ratio_M * (current_M - reference_M)
+    step_M = current_M - current_M.detach()  # 0, with the gradient of current
+    return (ratio_M * kl_M).detach() + slope_M.detach() * step_M
 
 
 def kl_reward_penalty(
