@@ -85,6 +85,8 @@ class BroadcastGroup:
         several nodes.
         """
         self._send_all, self._folder = send, folder
+        # Shorter than the push's own limit, so a member that died in a broadcast fails
+        # the round for the others before the push gives them up as well.
         self._timeout_s = min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
         self._store, self._wait_up = store, wait_up
         self._version = -1
@@ -94,11 +96,15 @@ class BroadcastGroup:
         """Its group is whole, and is used again by the same members."""
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
+        """Wait for this engine before `version` is sent."""
         if version != self._version:
+            # A push of a new version starts from nothing: engines that prepared an
+            # older one must prepare again.
             self._version, self._expected, self._here = version, {}, {}
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
+        """Expect this lost or restarted engine no more. Idempotent."""
         self._expected.pop(name, None)
         turn = self._here.pop(name, None)
         if turn is not None and not turn.done():
@@ -108,17 +114,21 @@ class BroadcastGroup:
                     name, what, rule="weights go only to engines that take part"
                 )
             )
+        # A successor is another process: the group of the old one cannot be used again.
         if self._last is not None and name in self._last.ranks:
             self._last = None
+        # It may have been the last one that the others were waiting for.
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
+        """Form a new group next time: the trainer is another process."""
         self._last = None
 
     async def receive(self, name: str, version: int, take: Take) -> None:
         """Have `take` join and receive for this engine. Raises EngineError,
         WeightsLost, and errors of wait_up.
         """
+        # Before the check: a new version may be announced while the trainer restarts.
         await self._wait_up()
         if version != self._version or name not in self._expected:
             what = f"is to receive policy_version {version}, and it did not prepare it"
@@ -131,9 +141,15 @@ class BroadcastGroup:
             await self._take_part(await turn, name, take)
         except BaseException as error:
             if turn.cancelled():
+                # Cancelled before the round began, by a limit or a lost process. The
+                # others must not wait for it.
                 self.leave_nowait(name)
+            # The round had begun: all members are in one sequence of collective calls,
+            # which no member can finish by itself. An exception in `turn` means that it
+            # had not.
             elif turn.exception() is None:
                 begun = turn.result()
+                # After a failed call the group's members may be at different calls.
                 if self._last is begun:
                     self._last = None
                 why = (
@@ -147,6 +163,8 @@ class BroadcastGroup:
     def _begin_nowait(self) -> None:
         if not self._expected or self._here.keys() != self._expected.keys():
             return
+        # Sorted, so that the same engines get the same ranks again: a group that is
+        # whole is used for the next version, without connecting.
         sizes = dict(sorted(self._expected.items()))
         size = 1 + sum(sizes.values())
         last = self._last
@@ -154,6 +172,8 @@ class BroadcastGroup:
             last is not None and [*last.ranks] == [*sizes] and last.sender.size == size
         )
         sender = GroupMember(
+            # A path is used for one group only. A member that is late for an old group
+            # then waits there, not in the new one.
             path=last.sender.path
             if last and is_kept
             else str(self._folder / f"group-{uuid.uuid4().hex}"),
@@ -163,6 +183,8 @@ class BroadcastGroup:
             rank=0,
             timeout_s=self._timeout_s,
         )
+        # Rank 0 is the trainer. An engine has a rank per worker: the first one here,
+        # and its workers add their own number.
         firsts = accumulate(sizes.values(), initial=1)
         ranks = {
             name: sender.model_copy(update={"rank": rank})
@@ -172,17 +194,21 @@ class BroadcastGroup:
         self._last = Broadcast(self._version, ranks, sender, outcome)
         for turn in self._here.values():
             turn.set_result(self._last)
+        # Who comes now is in another round: members are fixed from here on.
         self._expected, self._here = {}, {}
 
     async def _take_part(self, begun: Broadcast, name: str, take: Take) -> None:
         """Take part until all are sent, or one has failed."""
         parts = [asyncio.ensure_future(take(begun.ranks[name]))]
+        # Exactly one member asks the trainer. A separate task would outlive the push
+        # that needs the answer.
         if name == next(iter(begun.ranks)):
             parts.append(asyncio.ensure_future(self._send(begun)))
         try:
             await asyncio.wait(
                 [begun.outcome, *parts], return_when=asyncio.FIRST_EXCEPTION
             )
+            # The own error before the round's: it names what happened here.
             for part in parts:
                 if part.done():
                     part.result()
@@ -190,6 +216,7 @@ class BroadcastGroup:
                 raise begun.failed(name)
         finally:
             for part in parts:
+                # Also the other part: nothing of a round may outlive its push.
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
@@ -201,5 +228,6 @@ class BroadcastGroup:
         except TrainerError as error:
             begun.fail_nowait(error)
         else:
+            # A member may have failed while the last buffers were sent.
             if not begun.outcome.done():
                 begun.outcome.set_result(None)

@@ -40,6 +40,9 @@ class CallScope:
     @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
         """Raise EngineLost once the process is given up, EngineError for a failed call."""
+        # A timeout without a deadline is a switch: break_nowait sets the deadline to
+        # now, which ends the block in its own task. To cancel the task instead would
+        # look like a cancellation by its caller.
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -51,6 +54,7 @@ class CallScope:
                     self._limits.discard(limit)
         except TimeoutError:
             if not limit.expired():
+                # A TimeoutError of the block itself, such as a shorter limit inside it.
                 raise
             self.check_whole()
         except (CallLost, CallRefused) as failure:
@@ -62,12 +66,16 @@ class CallScope:
             raise self.lost(self._why_cut) from None
 
     def disconnect_nowait(self) -> None:
-        """Idempotent."""
+        """Give the process up: the supervisor ends it, so no call may wait for it.
+        Idempotent.
+        """
         self.is_given_up = True
         self.break_nowait("was given up")
 
     def break_nowait(self, what: str) -> None:
         """Mark the process as broken; calls report it to the supervisor. Idempotent."""
+        # The first reason wins. Giving up a process whose commit has failed must not
+        # hide why.
         self._why_cut = self._why_cut or what
         while self._limits:
             self._limits.pop().reschedule(asyncio.get_running_loop().time())
@@ -75,12 +83,17 @@ class CallScope:
     def lost(self, what: str) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
         lost = EngineLost(self.name, what, way_out=way_out)
+        # The supervisor has cut the calls itself, so these errors are not a second loss
+        # to report.
         lost.is_told = self.is_given_up
         return lost
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         where = f"({self.caller.url})"
         way_out = f"read {self.name}'s log."
+        # An answer, even an invalid one, shows that the process lives: EngineError,
+        # which ends the run instead of restarting a server that would answer the same
+        # again.
         if isinstance(failure, CallRefused):
             said = failure.body
             what = f"{where} answered {failure.status} to {failure.path}: {said.error}"
@@ -96,10 +109,14 @@ class CallScope:
 def refused(
     name: str, request: SamplingRequest, refusal: CallRefused
 ) -> RequestRefused:
+    """Return the error of a request that the server cannot serve. It fails only this
+    rollout: the server is well.
+    """
     said = refusal.body
     sizes = f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
+    # `why` is for an agent's client, which does not know our request ids.
     why = said.error.replace(f"request {request.request_id}", "this call")
     return RequestRefused(what, why=why, rule=said.rule, way_out=way_out)
 
@@ -189,6 +206,8 @@ class EngineClient(ServerClient):
 
     def disconnect_nowait(self) -> None:
         self._line.disconnect_nowait()
+        # A broadcast waits for all engines that have prepared. A lost engine must
+        # leave, or the others wait until their limit.
         self._leave_group_nowait()
 
     def reset_nowait(self) -> None:
@@ -247,7 +266,10 @@ class EngineServer(EngineClient):
 
     def _begin_nowait(self) -> None:
         self._line = CallScope(self._caller, self._start_version)
+        # Opened by the first request: at a reset the new process does not run yet.
         self._link: Link | None = None
+        # Offered means sent, `version` is confirmed. Between the two, tokens of both
+        # may arrive.
         self._offered_version = self._start_version
         self._expected: ExportResponse | None = None
 
@@ -264,6 +286,8 @@ class EngineServer(EngineClient):
         on_chunk: OnChunk = None,
         on_interrupted: OnInterrupted = None,
     ) -> SegmentPart:
+        # The scope of this process: after a reset `self._line` belongs to its
+        # successor, whose version does not apply to these tokens.
         line = self._line
         check = SegmentCheck(self.name, request, oldest=line.version)
         # calls() would set up a timeout per request.
@@ -277,6 +301,8 @@ class EngineServer(EngineClient):
         except (CallLost, CallRefused) as failure:
             if isinstance(failure, CallRefused) and failure.status in (400, 422):
                 raise refused(self.name, request, failure) from failure
+            # Before error_of: a given-up process is reported as given up, not as the
+            # closed connection that its calls see.
             line.check_whole()
             raise await line.error_of(failure) from failure
 
@@ -300,6 +326,7 @@ class EngineServer(EngineClient):
 
     async def prepare(self, manifest: ExportResponse) -> str:
         if self._group is not None and manifest.is_held:
+            # A member that is already gone would make all other engines wait for it.
             self._line.check_whole()
             self._group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
@@ -311,12 +338,18 @@ class EngineServer(EngineClient):
     async def commit(
         self, version: int, digest: str, interrupt: api.Interrupt
     ) -> api.CommitResponse:
+        # Transport nccl: only now is it known who takes part, since every engine has
+        # prepared or has left.
         expected, self._expected = self._expected, None
         if expected is not None:
             await self._receive(expected)
+        # Before the call: the link is another connection, and brings tokens of the new
+        # version before /commit is answered. SegmentCheck would refuse them as too new.
         self._offered_version = max(self._offered_version, version)
         request = api.CommitRequest(version=version, digest=digest, interrupt=interrupt)
         answer = await self._post("/commit", request, api.CommitResponse)
+        # Only after the answer: from now on no request may return an older token. Set
+        # before, it would refuse tokens that were sampled before the swap.
         self._line.version = version
         return answer
 
@@ -333,7 +366,9 @@ class EngineServer(EngineClient):
         return (await self._post("/load_chunk", request, api.Loaded)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
-        """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
+        """Have the server stage the trainer's broadcast. Raises EngineLost after two
+        failures, and WeightsLost if the trainer is lost.
+        """
         assert self._group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(
             include={"version", "digest", "num_tensors", "num_bytes"}
@@ -348,6 +383,9 @@ class EngineServer(EngineClient):
 
         for is_last in (False, True):
             try:
+                # A broadcast ends for all members when one fails. This engine still
+                # samples from its old weights and has lost nothing, so it is asked once
+                # more.
                 return await self._group.receive(self.name, manifest.version, take)
             except EngineLost:
                 raise
@@ -355,6 +393,7 @@ class EngineServer(EngineClient):
                 if is_last:
                     self._line.break_nowait(error.fault)
                     raise self._line.lost(error.fault) from error
+                # The failed round has used up the announcement.
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
     async def _post(

@@ -99,6 +99,7 @@ def embedded_spec(order: ServerOrder) -> Body:
     rollout = order.config.rollout
     return _model_spec(order) | {
         "deterministic": rollout.deterministic,
+        # A conversation comes back for its next turn, a single-turn prompt does not.
         "num_kept": order.slots if order.config.keeps_turns else 0,
         "stays": order.stays,
         "share": order.share,
@@ -131,6 +132,8 @@ def _vllm_spec(order: ServerOrder) -> Body:
         args["gpu_memory_utilization"] = order.share
     is_told_to_sleep = {"enable-sleep-mode", "enable_sleep_mode"} & args.keys()
     if order.moves and order.is_rollout and not is_told_to_sleep:
+        # vLLM allocates weights and cache in memory that it can free only if it was
+        # started so.
         args["enable_sleep_mode"] = True
     return _model_spec(order) | {
         "deterministic": config.is_deterministic(order.device),
@@ -150,6 +153,8 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
     elif limit == "auto":
         limit = CANARY_LIMITS[config.model.dtype]
     tokenizer = order.tokenizer
+    # vLLM finds stop strings in text, where special tokens have none. Those are passed
+    # as stop ids.
     special = {
         tokenizer.decode([number], skip_special_tokens=False): number
         for number in sorted(tokenizer.special_ids)
@@ -165,6 +170,8 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
         returns_routing=order.returns_routing,
         canary_limit=limit,
         decode=tokenizer.decode,
+        # New for each client, and so for each run: an external server outlives a run,
+        # and its tokens of a run before must not pass as ours.
         mark=secrets.token_hex(4),
     )
     return VllmServer(caller, needed, broadcast_group=order.group)

@@ -51,7 +51,8 @@ def are_sampled(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -
 
 
 class SegmentCheck:
-    """Raises EngineError for invalid answers of server `name` to `request`.
+    """Checks every chunk of a segment, and its end, before any other code sees them.
+    Raises EngineError for invalid answers of server `name` to `request`.
 
     Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest`
         (offered last). A completion's last token comes with its finish_reason, so a
@@ -71,6 +72,9 @@ class SegmentCheck:
         request = self._request
         num_known = len(request.prompt_ids) + self._num_accepted
         num_context = part.tokens.num_context
+        # An answer with experts repeats the prompt, and all tokens that were accepted
+        # before. Any other context is checked as if it were new, and fails: a resumed
+        # completion would get a token twice, or lose one.
         if num_context == num_known and num_context <= len(part.tokens):
             new = part.new
         else:
@@ -91,6 +95,9 @@ class SegmentCheck:
     ) -> str:
         num_new = len(new.ids)
         num_left = self._request.max_tokens - self._num_accepted
+        # The last token of the budget must come with its finish_reason. If it came in a
+        # chunk and the server died then, a stop would be recorded as a cut at the
+        # limit.
         if num_left < 0 or (finish is None and not num_left):
             return f"{self._num_accepted} tokens and finish_reason {finish}"
         if (finish == "length" and num_left) or (finish == "stop" and not num_new):
@@ -115,6 +122,7 @@ class SegmentCheck:
             ):
                 break
             end = span.end
+            # Kept across chunks: versions never decrease over the whole segment.
             self._version = span.version
         return "" if end == num_new else f"spans {new.spans[:6]} over {num_new} tokens"
 
@@ -146,6 +154,8 @@ class Link:
         self._asked: list[OpenRequest] = []
         self._resumed: list[int] = []
         self._aborted: list[int] = []
+        # Set, not sent at once: requests, resumes and aborts of one loop iteration
+        # become one frame of each kind.
         self._has_news = asyncio.Event()
         self._broken: Exception | None = None
         self._running = asyncio.ensure_future(self._run())
@@ -163,7 +173,9 @@ class Link:
         ]
 
     async def sample(self, opened: OpenRequest) -> SegmentPart:
-        """Raises CallRefused, CallLost or EngineError."""
+        """Send a request and return the end of its answer; chunks go to its on_chunk.
+        Raises CallRefused, CallLost or EngineError.
+        """
         if self._broken is not None:
             raise self._broken
         opened.number = next(self._numbers)
@@ -173,6 +185,8 @@ class Link:
         try:
             return await opened.done
         finally:
+            # Still open, so the caller was cancelled. Without an abort the server would
+            # keep sampling for nobody.
             if self._open.pop(opened.number, None) is not None:
                 self._aborted.append(opened.number)
                 self._has_news.set()
@@ -183,6 +197,8 @@ class Link:
 
     def close_nowait(self) -> None:
         """Open requests raise CallLost."""
+        # The cancelled task closes the socket, but reports nothing: callers are woken
+        # here.
         self._running.cancel()
         self._break(CallLost(self._caller.name, PATH, "the link was closed"))
 
@@ -192,6 +208,7 @@ class Link:
             socket = await self._caller.connect(PATH)
             writer = asyncio.ensure_future(self._write(socket))
             await self._read(socket)
+        # Not a cancellation: close_nowait and _write have set the reason already.
         except Exception as error:
             self._break(error)
         finally:
@@ -201,6 +218,7 @@ class Link:
                 await socket.close()
 
     def _break(self, why: Exception) -> None:
+        # Later errors are consequences of the first.
         self._broken = self._broken or why
         while self._open:
             _, opened = self._open.popitem()
@@ -212,6 +230,8 @@ class Link:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
+                # Swapped before the first await below: what arrives during a send
+                # belongs to the next round.
                 asked, self._asked = self._asked, []
                 # Taken together, so that resumes and aborts follow their requests.
                 numbers_of = {
@@ -220,6 +240,8 @@ class Link:
                 }
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
+                    # A burst of requests, as after a restart, must not stop the loop
+                    # while it is encoded.
                     if first:
                         await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
@@ -231,6 +253,8 @@ class Link:
                 for kind, numbers in numbers_of.items():
                     if numbers:
                         await socket.send(codec.numbers_frame(kind, numbers))
+        # Also an error while encoding. The reader would otherwise wait for answers to
+        # requests that were never sent.
         except Exception as error:
             self._break(error)
             self._running.cancel()
@@ -246,6 +270,8 @@ class Link:
                     # checks.
                     has_fine_values = are_sampled(tokens.ids, tokens.behaviour_logprobs)
                     rows = iter(codec.read_sampled(frame, tokens))
+                    # Each row may wake a rollout. A turn ends the iteration, so timers
+                    # and other sockets are served between 32 rows.
                     while turn := [*itertools.islice(rows, TURN_ROWS)]:
                         async with loop_turn():
                             for row in turn:
@@ -261,6 +287,8 @@ class Link:
 
     def _take(self, row: codec.Sampled, *, has_fine_values: bool) -> None:
         opened = self._open.get(row.number)
+        # Its caller has left. The abort is on its way, and these tokens were sent
+        # before it arrived.
         if opened is None:
             return
         try:
@@ -274,11 +302,17 @@ class Link:
             elif row.then != "interrupted":
                 self._end(opened, part)
             elif opened.on_interrupted is not None and opened.on_interrupted(part):
+                # Resumes of all rows of this turn leave as one frame, and the server
+                # continues them in their slots.
                 self._resumed.append(row.number)
                 self._has_news.set()
             else:
+                # Ends the server's hold on the slot. The request goes elsewhere with
+                # the tokens that it has got.
                 self.abort_nowait(opened)
                 self._end(opened, part)
+        # Of the check or of a callback: it concerns this request only, so the reader
+        # continues.
         except Exception as error:
             self.abort_nowait(opened)
             self._end(opened, error)

@@ -58,6 +58,8 @@ class EnginePool:
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
         """Requests of each server, in order of arrival."""
+        # A request in flight counts as minus its start, so busy_s() adds only the
+        # number of open requests times now, and does not walk over them.
         self._busy_s = [0.0] * len(servers)
         self._changed = Signal()
         self._interrupted = self._tokens = 0
@@ -98,12 +100,16 @@ class EnginePool:
 
     def counted_apart(self) -> EnginePool:
         """Return a view with separate counts, for untrained tokens."""
+        # A shallow copy: the router, the open requests and the signal stay common, so
+        # both views charge the same slots, and a lost server is down for both.
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
         return other
 
     def down_nowait(self, name: str) -> None:
-        """Stop routing to this server. Idempotent."""
+        """Stop routing to this server. Its calls continue until the supervisor cuts them.
+        Idempotent.
+        """
         self._router.up.discard(self._index[name])
 
     def up_nowait(self, name: str) -> None:
@@ -113,6 +119,7 @@ class EnginePool:
 
     async def drain(self, name: str) -> None:
         """Stop routing to this server and move its requests."""
+        # First, so that the aborted requests cannot come back to this server.
         self.down_nowait(name)
         index = self._index[name]
         if requests := list(self._sent[index]):
@@ -146,7 +153,10 @@ class EnginePool:
             if on_tokens is not None and len(new):
                 on_tokens(new.ids.tolist())
 
+        # Each round is one stay on one server. A request comes back here with its
+        # tokens when that server is lost, drained or overloaded.
         while not join.is_finished:
+            # Nothing is awaited between this check and take(), so a server is up there.
             if not self._router.up:
                 with waiting("an engine that is up", on="supervisor"):
                     await self._changed.wait_for(lambda: self._router.up)
@@ -156,10 +166,17 @@ class EnginePool:
                         charge, join, on_part, is_streamed=on_tokens is not None
                     )
                 except EngineLost as lost:
+                    # Streamed chunks of the lost segment were checked on arrival. They
+                    # stay, so the next server continues after them; only unreported
+                    # tokens are sampled again.
                     join.cut()
                     if self._on_lost is None:
                         raise
+                    # It takes the server down before it returns. Otherwise this loop
+                    # would choose the dead server again at once.
                     self._on_lost(lost)
+        # Counted once, at the end. A partial completion brings the count of its
+        # process, which ended before it could add it.
         self._interrupted += join.num_interruptions
         return join.completion()
 
@@ -181,6 +198,9 @@ class EnginePool:
             join.add(part, index)
             on_part(part.new)
 
+        # Called by the link's reader, before this task runs again. False gives up the
+        # slot that the server still holds for this request; its tokens then arrive as
+        # the answer.
         def on_interrupted(part: SegmentPart) -> bool:
             if self._router.moves(charge):
                 return False
@@ -190,6 +210,8 @@ class EnginePool:
         clock = asyncio.get_running_loop().time
         sent = self._sent[index]
         while True:
+            # The same request_id again is fine: the link numbers its requests, and
+            # vLLM's client adds a random part.
             request = join.next_request()
             sent[request.request_id] = None
             self._busy_s[index] -= clock()
@@ -204,10 +226,14 @@ class EnginePool:
                 del sent[request.request_id]
                 self._busy_s[index] += clock()
             on_chunk(rest)
+            # vLLM cannot hold an interrupted request, so it asks here whether to move.
+            # The changed index says that on_interrupted has decided already.
             if join.is_finished or charge.index != index or self._router.moves(charge):
                 return
 
     def _near(self, request: SamplingRequest) -> int:
+        # The previous turn's tokens are in that engine's cache only as long as it
+        # serves the same weights: a push drops the rows that it keeps for next turns.
         after = request.after
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
@@ -242,6 +268,8 @@ class Router:
     @contextlib.contextmanager
     def take(self, route_key: str, near: int = -1) -> Iterator[Charge]:
         """Charge a server until the block ends. "" is no key; a server must be up."""
+        # Siblings of a group, and the calls of an agent, share a key: the prompt is
+        # read once, where the first of them went.
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
@@ -254,19 +282,31 @@ class Router:
         finally:
             self.load[charge.index] -= 1
             if route_key:
+                # The key is forgotten with its last request. Otherwise the table would
+                # grow by an entry per group of the run.
                 last, num_taken = self._keys.pop(route_key)
                 if num_taken > 1:
                     self._keys[route_key] = last, num_taken - 1
 
     def moves(self, charge: Charge) -> bool:
-        """Return whether an interrupted request must move, and move its charge."""
+        """Return whether an interrupted request must move, and move its charge.
+
+        Example: slots=4, server 0 has 6 requests, server 1 has 3. The first interrupted
+        request of server 0 moves (5, 4). The second stays: server 1 is full now.
+        """
         index = charge.index
+        # More than its slots: requests are waiting there, for instance because another
+        # server was down. A server that is exactly full keeps its requests, since
+        # elsewhere they would lose their cached prefix for nothing.
         is_full = self.load[index] > self.slots
         if index in self.up and not (
             is_full and any(self.load[other] < self.slots for other in self.up)
         ):
             return False
         if self.up:
+            # The charge moves here and now. One frame interrupts many requests, and
+            # each asks before any of them is sent again: without this, one free slot
+            # elsewhere would attract all of them.
             self.load[index] -= 1
             charge.index = self._least_loaded()
             self.load[charge.index] += 1
@@ -278,6 +318,7 @@ class Router:
         return True
 
     def _least_loaded(self) -> int:
+        # Sorted, so that a tie always goes to the first server.
         return min(sorted(self.up), key=lambda other: self.load[other])
 
 
@@ -321,6 +362,8 @@ class SegmentJoin:
         """Sampled tokens of ended segments."""
         if partial is not None:
             self._kept = partial.sampled
+            # Keeps what the earlier process learned of the prompt (its experts): this
+            # process reads the prompt under newer weights.
             if partial.num_prompt:
                 self._prompt = partial.tokens.slice(0, partial.num_prompt)
         self._chunks = list[Tokens]()
@@ -331,6 +374,7 @@ class SegmentJoin:
         self.num_tokens = len(self._kept)
         self.num_interruptions = 0
         if partial is not None:
+            # The end of the earlier process was an interruption too.
             self.num_interruptions = partial.num_interruptions + 1
         self._has_stopped = False
 
@@ -344,10 +388,14 @@ class SegmentJoin:
         return self._has_stopped or self.num_left <= 0
 
     def next_request(self) -> SamplingRequest:
-        """Continue after the last segment: the server draws by (seed, absolute
-        position).
+        """Return the rest of the request, with the sampled tokens as part of the prompt.
+
+        The server draws by (seed, absolute position), so the tokens that follow are the
+        ones that an uninterrupted request would have got under the same weights.
         """
         request = self.request
+        # The same prompt object: a frame encodes the prompt of a whole group once, by
+        # identity.
         if not self.num_tokens:
             return request
         parts = [self._prompt, self._kept, *self._blocks, *self._chunks]
@@ -361,10 +409,14 @@ class SegmentJoin:
 
     def add(self, part: SegmentPart, engine: int = -1) -> None:
         new, num_context = part.new, part.tokens.num_context
+        # A streamed answer comes token by token. Joining at every token would be
+        # quadratic, and keeping 10,000 chunks would take 8 MB.
         if len(self._chunks) == MAX_CHUNKS:
             self._blocks.append(Tokens.join(self._chunks))
             self._chunks = []
         self._chunks.append(new)
+        # All chunks of one segment come from one server, so the number is set on the
+        # joined segment.
         self._engine = engine
         self.num_tokens += len(new)
         self._has_stopped = part.finish_reason == "stop"
@@ -397,6 +449,7 @@ class SegmentJoin:
         self._blocks = [
             earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
         ]
+        # The newest chunk is the part that brought the context, and has its own values.
         del self._chunks[:-1]
 
     def _end_segment(self, *, is_interrupted: bool) -> None:
@@ -406,6 +459,8 @@ class SegmentJoin:
         self._blocks, self._chunks = [], []
         if is_interrupted:
             self.num_interruptions += 1
+            # The journal needs no copy of a segment without tokens. A completion at its
+            # budget is recorded as a whole instead.
             if (
                 self._on_segment is not None
                 and self.num_left > 0

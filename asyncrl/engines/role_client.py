@@ -72,6 +72,8 @@ class RoleClient(ServerClient):
                 await self._up.wait()
             try:
                 with waiting(f"an answer to {path}", on=self.name, who="rollouts"):
+                    # The scope is read after the wait for a place, during which the
+                    # process may have been replaced.
                     async with self._places, self._scope.calls():
                         return await self._caller.post(
                             path, body, answer, timeout_s=CALL_TIMEOUT_S
@@ -79,9 +81,13 @@ class RoleClient(ServerClient):
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
+                # It clears `_up`, so the next round waits for a new process. Repeating
+                # is safe, because these servers keep nothing between calls.
                 self._on_lost(lost)
             except EngineError as error:
                 refusal = error.__cause__
+                # 400 is about this rollout's data, and fails only this rollout. Any
+                # other status would fail every rollout.
                 if not isinstance(refusal, CallRefused) or refusal.status != 400:
                     raise
                 raise RequestRefused(

@@ -41,6 +41,7 @@ class Teacher(RoleClient):
         (places,) = np.nonzero(branch.loss_mask)
         start, end = int(places[0]), int(places[-1]) + 1
         request = ScoreRequest(
+            # What follows the last sampled token changes no logprob before it.
             token_ids=branch.token_ids[:end].tolist(),
             start=start,
             temperature=self._temperature,
@@ -59,6 +60,8 @@ class Teacher(RoleClient):
             )
         logprobs = np.zeros(len(branch.token_ids), np.float32)
         logprobs[start:end] = found
+        # Between the first and the last sampled token stand answers of tools and users,
+        # which the teacher has scored along.
         logprobs[~branch.loss_mask] = 0.0
         # Under a grammar the teacher would have sampled from other tokens: no term.
         for span in branch.tokens.grammars:

@@ -62,6 +62,8 @@ class Text(Read):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
+        # Caller decodes every answer with this method, and routes like /metrics answer
+        # plain text, or nothing.
         return cls(
             text=json_data
             if isinstance(json_data, str)
@@ -131,6 +133,9 @@ def vllm_request(
         "request_id": request_id,
         "cache_salt": f"v{label}",
         "model": model,
+        # Only the run's end ids may end a request (stop_token_ids); vLLM would add the
+        # ids in the model's files. Only stop strings need text, which costs time.
+        # logprobs 0: only the sampled token's.
         "sampling_params": {"logprobs": 0, "ignore_eos": True, "detokenize": False}
         | sampling,
     }
@@ -152,6 +157,7 @@ def _vllm_errors() -> Iterator[None]:
             error = answer.get("error") or answer.get("detail")
         error = error if isinstance(error, dict) else {"message": error}
         body = ErrorBody(error=str(error.get("message") or garbled.why))
+        # In a stream the status was 200 before the error came, so the error has a code.
         raise CallRefused(
             garbled.server, garbled.path, error.get("code", garbled.status), body
         ) from garbled
@@ -205,6 +211,9 @@ class VllmProcess(CallScope):
         """Mark the weights as unknown until confirm_nowait."""
         self.state = "loading"
         for segment in self.sent:
+            # From here its tokens may come from other weights, or from half a set. They
+            # wait in wait_settled until the canary has agreed, or are lost with the
+            # process.
             segment.is_certain = False
 
     def confirm_nowait(self) -> None:
@@ -216,6 +225,8 @@ class VllmProcess(CallScope):
         await self.changed.wait_for(
             lambda: segment.is_aborted or (self.state == "serving" and not self.asleep)
         )
+        # In the same step as the check: a commit that begins now finds this segment
+        # among the sent ones.
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
@@ -228,6 +239,8 @@ class VllmProcess(CallScope):
         while wire_ids := [
             segment.wire_id for segment in segments if not segment.answered.is_set()
         ]:
+            # vLLM accepts an abort of an id that it does not know yet, and does
+            # nothing. So it is repeated until the request's own answer arrives.
             await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ASK_AGAIN_S):
@@ -238,6 +251,8 @@ class VllmProcess(CallScope):
         """Return EngineLost if the engine is dead: its server briefly answers 500 or
         above.
         """
+        # Otherwise a dead engine would look like a refusal, which ends the run.
+        # EngineLost restarts the server.
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
                 await self.get("/health", Text, _HEALTH_LIMIT_S)
@@ -316,6 +331,7 @@ class VllmProcess(CallScope):
         results: list[dict[str, Any]] = (await self.post(_RPC, body, Json)).root[
             "results"
         ]
+        # One worker that failed is enough: each holds a part of the model.
         for result in results:
             if "error" in result:
                 raise CallRefused(
@@ -341,6 +357,7 @@ class VllmProcess(CallScope):
             r"^vllm:(\w+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE
         ):
             if name in values:
+                # Summed, since a metric may have a line per engine core.
                 values[name] += float(value)
         return {
             ours: sum(values[theirs] for theirs in names)
@@ -384,6 +401,8 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     """Raise ConfigError if settings differ."""
     config = info["vllm_config"]
     model = config["model_config"]
+    # These change tokens or logprobs: the run would train on wrong numbers without any
+    # error. vLLM's default logprobs_mode is before temperature and top_p.
     equal: dict[str, tuple[Any, Any]] = {
         "model": (
             os.path.realpath(model["model"]),
@@ -393,6 +412,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
         "logprobs_mode": (model["logprobs_mode"], "processed_logprobs"),
         _PLUGIN: (config["structured_outputs_config"][_PLUGIN], GRAMMARS),
     }
+    # These make requests fail or wait, late in a run.
     at_least = {
         "max_model_len": (model["max_model_len"], needed.max_length),
         "max_num_seqs": (config["scheduler_config"]["max_num_seqs"], needed.slots),
@@ -450,6 +470,8 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
             vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling),
         )
     except CallRefused as refusal:
+        # A wrong key, or routes that only VLLM_SERVER_DEV_MODE opens: a server that was
+        # started without our settings.
         if refusal.status not in (401, 403, 404):
             raise
         what = f"{process.name}: the vLLM server there refuses {refusal.path} ({refusal.body.error})"
@@ -460,6 +482,8 @@ async def _until_up(process: VllmProcess) -> None:
     """Wait for an answer; an external server may refuse connections at first."""
     while True:
         with contextlib.suppress(CallLost):
+            # Without a limit: while our server loads its model, the connection waits in
+            # the backlog of its socket. The caller limits the whole start.
             await process.get("/health", Text)
             return
         await asyncio.sleep(_ASK_AGAIN_S)

@@ -89,6 +89,8 @@ class Segment:
     ) -> None:
         self.request = request
         self.on_chunk = on_chunk
+        # The pool sends a request again under the same name, and the abort of an
+        # earlier segment must not end this one.
         self.wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
         self.is_sent = self.is_aborted = False
         self.is_certain = True
@@ -105,19 +107,27 @@ class Segment:
         self._num_told = 0
 
     async def sample(self) -> SegmentPart:
-        """Raises RequestRefused, EngineLost or EngineError."""
+        """Return the end of the segment. If it was aborted before it was sent, it has no
+        tokens. Raises RequestRefused, EngineLost or EngineError.
+        """
         process = self._process
         async with process.calls():
             process.segments[self.wire_id] = self
             try:
+                # Registered before the wait: abort() finds segments that were never
+                # sent.
                 await process.wait_open(self)
                 if not self.is_sent:
                     return self._part([], "abort")
+                # Read in the same step in which wait_open let it pass, so version,
+                # label and adapter of the body belong together.
                 self._version = process.version
                 self._check = SegmentCheck(
                     process.name, self.request, oldest=self._version
                 )
                 await self._ask()
+                # A commit waits for this in end(). It must come before wait_settled,
+                # which waits for that commit.
                 self.answered.set()
                 await process.wait_settled(self)
                 return self._response()
@@ -126,11 +136,13 @@ class Segment:
                     # Sent before /pause, it arrived after. The pool sends it again.
                     return self._part([], "abort")
                 error = await process.error_of(refusal)
+                # Errors of the server, not of this request.
                 if isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
                     raise error from refusal
                 raise refused(process.name, self.request, refusal) from refusal
             finally:
                 del process.segments[self.wire_id]
+                # On every way out: a commit must not wait for a segment that is gone.
                 self.answered.set()
 
     async def _ask(self) -> None:
@@ -144,6 +156,8 @@ class Segment:
             async for part in parts:
                 num_before = len(self._token_ids)
                 self._add(part)
+                # Without a thought only the first tokens can complete a string that
+                # began in an earlier segment; vLLM finds the others itself.
                 if watch is not None and num_wanted is None:
                     end = len(self._token_ids)
                     # past its window no stop string reaches back
@@ -154,7 +168,11 @@ class Segment:
                             num_wanted = at + 1
                             break
                     if num_wanted is not None and self._finish is None:
+                        # The stream is still read to its end: only its last part has
+                        # the labels.
                         await process.abort([self.wire_id])
+                # After a load has begun the tokens wait for the end, whose labels say
+                # which weights sampled them.
                 if self._finish is None and num_wanted is None and self.is_certain:
                     self._tell()
         if self._finish is None:
@@ -162,6 +180,7 @@ class Segment:
                 process.name, GENERATE, "the answer broke off before its end"
             )
         if num_wanted is not None:
+            # vLLM sampled on until the abort arrived.
             self._cut(num_wanted, "stop")
 
     def _body(self) -> dict[str, Any]:
@@ -169,6 +188,7 @@ class Segment:
         bits) depends on the segment's position.
         """
         request, requirements = self.request, self._requirements
+        # With only the seed, every segment would draw the same numbers as the first.
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
         # vLLM would also stop inside a thought, so stop strings after a thought are
@@ -199,6 +219,8 @@ class Segment:
             content = [] if choice.logprobs is None else choice.logprobs.content or []
             self._token_ids += choice.token_ids or []
             self._logprobs += [
+                # vLLM writes this value for NaN too. NaN fails SegmentCheck; a logprob
+                # of -9999 would be trained on.
                 math.nan if one.logprob <= _NO_LOGPROB else one.logprob
                 for one in content
             ]
@@ -209,6 +231,7 @@ class Segment:
             self._routed = choice.routed_experts or self._routed
         num_tokens = len(self._token_ids)
         num_top = len(self._top) if self.request.top_logprobs else num_tokens
+        # Here, not at the end: chunks pair tokens and logprobs by position.
         if not len(self._logprobs) == num_top == num_tokens:
             raise EngineError(
                 self._process.name,
@@ -221,6 +244,8 @@ class Segment:
     def _tell(self) -> None:
         num_tokens = len(self._token_ids)
         if self.on_chunk is not None and num_tokens > self._num_told:
+            # Labels come only with the end, but nothing was loaded since it was sent:
+            # is_certain.
             chunk = self._part([VersionSpan(0, num_tokens, self._version)], None)
             self._check.accept(chunk, newest=self._version)
             self.on_chunk(chunk)
@@ -309,6 +334,7 @@ class Segment:
             return None
         assert self._routed is not None, "the server has --enable-return-routed-experts"
         num_read = len(self.request.prompt_ids) + num_tokens - 1
+        # vLLM has read tokens after a stop string, which were cut.
         read = decode_experts(self._routed)[:num_read]
         if len(read) != num_read:
             raise EngineError(
@@ -318,6 +344,8 @@ class Segment:
                 rule="algorithm.router_replay needs the experts of every token that is read",
                 way_out="use vLLM 0.32 or 0.33, or set algorithm.router_replay=false.",
             )
+        # A token's experts are recorded with the next token, whose sampling they belong
+        # to. Nothing was read before the first one.
         unknown = np.full((1, read.shape[1]), NO_EXPERT, np.uint16)
         return np.concatenate([unknown, read])
 
@@ -343,6 +371,8 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
     the others.
     """
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    # A router never picks an expert twice, and a layer without one has k zeros. This
+    # needs k of 2 or more.
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
     found: npt.NDArray[np.uint16] = (
         experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
@@ -359,6 +389,7 @@ def joint_watch(
     decode = requirements.decode
     special = requirements.special_ids
     thinking = request.thinking
+    # A first segment without a thought needs no watch: vLLM sees all its text.
     if decode is None or not any(request.stop) or not (request.num_resumed or thinking):
         return None
     resumed_ids = ids_of(request)[len(request.prompt_ids) - request.num_resumed :]

@@ -83,7 +83,11 @@ class Load:
         is_new = True
         while True:
             workers = await self.process.rpc("stage", is_new=is_new, **request)
+            # Later calls only ask for the state; with is_new the workers would begin
+            # again.
             is_new = False
+            # Each worker reads and hashes the whole file, so any of them can answer for
+            # all.
             if all(worker["state"] == "staged" for worker in workers):
                 self.staged = workers[0]
                 return str(self.staged["digest"])
@@ -139,6 +143,7 @@ class AdapterLoad(Load):
         adapter = {
             "lora_name": ADAPTER,
             "lora_path": self.staged["folder"],
+            # The name stays the same over all versions, so requests need no new one.
             "load_inplace": True,
         }
         await self.process.tell("/v1/load_lora_adapter", adapter)
@@ -165,6 +170,7 @@ async def check_canary(load: Load, limit: float) -> None:
         return
     process, version = load.process, load.version
     label = process.label_of(version)
+    # One after the other: the second would fill the prefix cache for the first.
     choices = []
     for name, probe in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
         sampling = {"max_tokens": 1, "temperature": 0.0} | probe
@@ -180,9 +186,12 @@ async def check_canary(load: Load, limit: float) -> None:
     assert sampled is not None, "requested with logprobs"
     assert sampled.content, "one token was requested"
     next_gap = abs(sampled.content[0].logprob - canary.next_logprob)
+    # `answer` is the last probe's, which asked for prompt logprobs. The first token has
+    # no entry, because nothing predicts it.
     scored = zip(answer.prompt_logprobs or [], canary.token_ids, strict=True)
     prompt = [entry[token].logprob for entry, token in scored if entry is not None]
     prompt_gap = float(np.abs(np.subtract(prompt, canary.logprobs)).mean())
+    # `not <=` instead of `>`: NaN agrees with nothing.
     if labels != [label, label] or not next_gap <= limit or not prompt_gap <= limit:
         what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
         what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
@@ -255,6 +264,7 @@ class VllmServer(EngineClient):
             if request_ids is None or segment.request.request_id in request_ids
         ]
         for segment in segments:
+            # Segments in wait_open end too, without having been sent.
             segment.is_aborted = True
         process.changed.notify()
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
@@ -265,6 +275,8 @@ class VllmServer(EngineClient):
         process = self._process
         async with process.calls():
             await process.get("/health", Text, timeout_s)
+            # vLLM's own label, not our record of it: this shows an external server that
+            # another run has pushed to.
             label = await process.served_label(timeout_s)
             counts = await process.counts(timeout_s=timeout_s)
         num_waiting = sum(not segment.is_sent for segment in process.segments.values())
@@ -278,6 +290,7 @@ class VllmServer(EngineClient):
         )
 
     async def prepare(self, manifest: ExportResponse) -> str:
+        # If staging fails, a commit must not find the version before.
         self._staged = None
         load = load_of(self._process, manifest, self._group)
         with reading(manifest):
@@ -289,6 +302,8 @@ class VllmServer(EngineClient):
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         process = self._process
         self._staged = None
+        # A chunk overwrites weights at once, so from the first one on they belong to no
+        # version.
         process.begin_load_nowait()
         request = api.LoadChunkRequest.model_validate(
             chunk, from_attributes=True
@@ -317,6 +332,9 @@ class VllmServer(EngineClient):
             process.version,
             process.digest,
         ) and process.state == "serving":
+            # A repeated push of what this engine serves already. It has announced
+            # itself in prepare and will not receive, so the others must not wait for
+            # it.
             self._leave_group_nowait()
             return answer
         if load is None or (load.version, load.digest) != (version, digest):
@@ -334,6 +352,8 @@ class VllmServer(EngineClient):
         with self._all_or_broken(process, version):
             async with process.calls():
                 if process.asleep:
+                    # The KV cache may still be asleep, so the canary cannot run. wake()
+                    # runs it before the first request.
                     await self._load(process, load)
                     self._unchecked = load
                 else:
@@ -349,6 +369,7 @@ class VllmServer(EngineClient):
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)
         process.asleep = {*_TAGS}
+        # Before the first call: no segment is sent from now on.
         process.state = "asleep"
         self._unchecked = None
         if process.asleep != asleep_before:
@@ -358,6 +379,8 @@ class VllmServer(EngineClient):
                 else:
                     await self._wake(asleep_before)  # vLLM sleeps as a whole
                     await process.tell("/sleep?level=2&mode=abort")
+                # A request that reached vLLM after the sleep's own abort is ended too:
+                # none may stay in a server without weights.
                 await process.end(process.sent)
         return api.TransferStats(
             num_bytes=0, seconds=asyncio.get_running_loop().time() - started
@@ -369,6 +392,8 @@ class VllmServer(EngineClient):
             async with process.calls():
                 if not self.needed.stays:
                     await self._wake(woken)
+                # With `stays` there is nothing to allocate, only a pause to end, once
+                # every part may be used.
                 elif woken == process.asleep:
                     await process.tell("/resume")
             if woken == process.asleep and self._unchecked is not None:
@@ -376,6 +401,7 @@ class VllmServer(EngineClient):
                 with self._all_or_broken(process, load.version):
                     async with process.calls():
                         await self._confirm(process, load)
+            # After the canary: a segment may be sent as soon as nothing sleeps.
             process.asleep -= woken
             process.changed.notify()
         return api.TransferStats(
@@ -401,6 +427,7 @@ class VllmServer(EngineClient):
             process.state = "paused"
         try:
             await process.tell(f"/pause?{urlencode(pause)}")
+            # The requests that vLLM finished before it paused were served, not held up.
             if interrupt == "wait":
                 started = clock()
             # End streams, whose tokens could not be reported early, and leave the
@@ -419,7 +446,11 @@ class VllmServer(EngineClient):
                 await process.reset_cache()
             await self._load(process, load)
         finally:
+            # Also after an error or a cancellation: a server that stays paused answers
+            # nothing, and an external one would stay so after this run.
             _, cancelled = await uncut(self._resume(process))
+            # The load has not begun, so the old weights serve on. In `loading` only the
+            # canary, or a new process, ends the state.
             if process.state == "paused":
                 process.confirm_nowait()
             if cancelled is not None:
@@ -432,6 +463,8 @@ class VllmServer(EngineClient):
         )
 
     async def _load(self, process: VllmProcess, load: Load) -> None:
+        # Before the first byte: an answer that arrives during the load must not be
+        # trusted.
         process.begin_load_nowait()
         await load.load()
         await process.set_label(process.label_of(load.version))
@@ -450,6 +483,8 @@ class VllmServer(EngineClient):
                     process.break_nowait(what)
 
     async def _confirm(self, process: VllmProcess, load: Load) -> None:
+        # The server samples already (its canary is a request too), but new segments
+        # wait and finished ones are held back until this returns.
         await check_canary(load, self.needed.canary_limit)
         process.version = load.version
         process.digest = load.digest
@@ -464,10 +499,15 @@ class VllmServer(EngineClient):
         try:
             yield
         except BaseException as error:
+            # A supervisor may have replaced the process during the commit. Its
+            # successor may be in the group already, and stays.
             if process is self._process:
                 self._leave_group_nowait()
             if process.state == "loading":
                 process.break_nowait(failed)
+                # Workers' errors become a loss: a new process gets whole weights. A
+                # failed canary does not: a restart would load the same weights and
+                # disagree again.
                 if isinstance(error, EngineError) and not isinstance(
                     error, EngineLost | CanaryError
                 ):

@@ -85,6 +85,7 @@ class RunQueue(Generic[AnyRun]):
         self.queued.update(dict.fromkeys(runs))
 
     def put_first(self, runs: Sequence[AnyRun]) -> None:
+        # Reversed, because each run is put in front of the last.
         for run in reversed(runs):
             self.queued[run] = None
             self.queued.move_to_end(run, last=False)
@@ -152,6 +153,8 @@ def uniform_draws(
     """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) for
     resumed requests.
     """
+    # SplitMix64 gives the number at any position directly. So a resumed request draws
+    # as if it had never stopped, on any server.
     counter = (
         _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     )
@@ -178,6 +181,9 @@ class ServedLink:
         self._loop = asyncio.get_running_loop()
         self._runs: dict[int, Run] = {}
         self._sending = threading.Lock()
+        # A duplicate stays valid until serve() ends. If the transport closed the only
+        # one, the engine's thread could write into a new connection with the same
+        # number.
         self._socket: socket.socket = transport.get_extra_info("socket").dup()
         self._unsent: list[bytes] = []
         self._is_behind = False
@@ -200,6 +206,8 @@ class ServedLink:
                 self._take(codec.read_frame(message.data))
         finally:
             self._engine.abort(list(self._runs.values()))
+            # The engine still reports the aborted runs. sampled() drops tokens of runs
+            # that it does not know.
             self._runs.clear()
             with self._sending:
                 self._socket.close()
@@ -207,8 +215,14 @@ class ServedLink:
     def _send(self, frame: bytes) -> None:
         message = _message(frame)
         with self._sending, suppress(RuntimeError):  # the loop is closed
+            # Usually the engine's thread writes to the socket itself: waking the event
+            # loop for each decode step cost both threads more than the frame. Once the
+            # kernel's buffer is full, the transport sends the rest, and this thread
+            # must not overtake it.
             if not self._is_behind:
                 num_sent = 0
+                # The buffer is full, or the connection is gone, which the transport
+                # finds out.
                 with suppress(OSError):
                     num_sent = self._socket.send(message)
                 message = message[num_sent:]
@@ -222,6 +236,8 @@ class ServedLink:
             # some Python versions' writelines() ignores a lost connection
             self._transport.write(b"".join(self._unsent))
             self._unsent.clear()
+            # If the transport has sent everything, frames may go directly again.
+            # Otherwise the next frame comes here too, and looks again.
             self._is_behind = self._transport.get_write_buffer_size() > 0
 
     def _take(self, frame: codec.Frame) -> None:
@@ -244,6 +260,8 @@ class ServedLink:
                     codec.refused_frame(one.number, refusal.status, refusal.body)
                 )
             else:
+                # Before submit: the first tokens may come from the engine's thread at
+                # once.
                 self._runs[one.number] = run
                 runs.append(run)
         self._engine.submit(runs)
@@ -267,6 +285,7 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
 
     async def link(request: web.Request) -> web.WebSocketResponse:
         # a pong could split a frame, so pings are errors
+        # aiohttp's limit is 4 MB, and one frame may hold 256 prompts.
         opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
         await opened.prepare(request)
         if request.transport is not None:  # the client is still here

@@ -125,7 +125,7 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._go_on()
 
     def commit(self, request: engine_api.CommitRequest) -> Future[CommitResponse]:
-        """Raises Refused (409)."""
+        """Swap now, or with interrupt=wait once no run is active. Raises Refused (409)."""
         answer = self.weights.begin_commit(request)
         committed = self._committed = Future()
         if answer is not None:
@@ -204,6 +204,8 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             - request.num_resumed
             - run.num_told,
         )
+        # The length follows from the seed, so an interrupted request ends where an
+        # uninterrupted one ends.
         run.then = "stop" if wanted <= limit else "length"
         run.length = min(wanted, limit)
         run.first = run.num_told
@@ -244,13 +246,18 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             )
             self._running.pop(run).cancel()
             if not self._running:
+                # Seconds in which at least one request ran, like decode_s of a real
+                # engine.
                 self._busy_s += _now_s() - self._busy_since_s
         for place in (self._streamed, self.queued, self.interrupted):
             place.pop(run, None)
         self._report(run, end, then)
 
     def _num_sampled(self, run: SimulatedRun) -> int:
+        # EPSILON: a timer that fires on time may see a clock that is a rounding error
+        # early.
         num_steps = int((_now_s() - run.start_s) / self.spec.decode_step_s + EPSILON)
+        # The last token comes only with its end, from _finish.
         return run.first + max(0, min(num_steps, run.length - 1))
 
     def _report(self, run: SimulatedRun, end: int, then: str) -> None:

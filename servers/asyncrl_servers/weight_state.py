@@ -24,6 +24,8 @@ def check_arrived(
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
+    # Counts too: they say in the message whether tensors are missing or bytes are
+    # wrong.
     if (len(digests), num_bytes, digest) != expected:
         what = f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced "
         what += f"were {expected[0]} of {expected[1]} with digest {expected[2]} (version {announced.version})"
@@ -72,6 +74,7 @@ class ChunkedPush:
         """Load a chunk with `read` and return its digest; an error ends the push.
         Raises Refused (409).
         """
+        # A new push, perhaps after a failed one of the same version.
         if request.index == 0:
             self.clear()
         elif (request.version, request.index) != (self.version, self.num_chunks):
@@ -83,6 +86,8 @@ class ChunkedPush:
             arrived = read(request)
             digest = check_arrived(request.place, arrived, request)
         except Exception:
+            # The weights now hold part of a chunk. Only a whole new push makes them a
+            # version again.
             self.clear()
             raise
         self.version = request.version
@@ -91,15 +96,18 @@ class ChunkedPush:
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
-        """Raises Refused (409) for an incomplete push, missing `names`, or another
-        digest.
+        """Accept the loaded chunks as this version, and forget them. Raises Refused (409)
+        for an incomplete push, missing `names`, or another digest.
         """
+        # The trainer's digest covers only the tensors that it sent. A parameter that
+        # was never sent would have content of no version.
         missing = sorted(set(names) - self.digests.keys())
         loaded = joint_digest(self.digests.values())
         is_other = (self.version, loaded) != (version, digest)
         what = f"commit of policy_version {version} with digest {digest}: loaded are "
         what += f"{self.num_chunks} chunks of {self.version} with digest {loaded}, "
         what += f"which lack {len(missing)} tensors {missing[:3]}"
+        # Also when refused: a second commit must not find half of a push.
         self.clear()
         if missing or is_other:
             raise Refused(409, what, way_out=PUSH_AGAIN)
@@ -112,7 +120,7 @@ class Staged:
 
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
-    """Raise Refused (409) for another version or digest."""
+    """Return the staged set. Raise Refused (409) for another version or digest."""
     if staged is None or (staged.request.version, staged.request.digest) != (
         version,
         digest,
@@ -188,6 +196,8 @@ class WeightState:
     def prepare(self, request: api.PrepareRequest) -> api.Loaded:
         """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
+            # Before read(): two staged sets would need three times the memory of the
+            # weights.
             self.staged = None
             self.staged = Staged(request, self.read(request))
         return api.Loaded(digest=request.digest)
@@ -197,6 +207,8 @@ class WeightState:
         chunks.
         """
         with self.lock:
+            # A chunk goes into the serving weights. With content, requests may be
+            # sampling from them; asleep, there is no memory.
             if self.has_content or "weights" in self._asleep:
                 rule = "chunks are loaded into weights that have slept, and are awake"
                 raise Refused(
@@ -211,12 +223,15 @@ class WeightState:
         """
         version, digest = request.version, request.digest
         # Compare the digest last: the initial digest takes long to compute.
+        # A sleep loses the content and its digest. The version that served before may
+        # then be committed again, which is how a sleep is undone.
         is_same = version == self.version and self.digest in (
             {digest} if self.has_content else {"", digest}
         )
         if version <= self.version and not is_same:
             what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
             raise Refused(409, what, rule="versions only grow")
+        # Chunks are in place already, so there is nothing to swap.
         if not self.has_content and self.push.version == version:
             self.push.take(version, digest, self.names)
             self.settle(version, digest)

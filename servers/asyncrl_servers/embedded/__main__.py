@@ -24,6 +24,8 @@ def main() -> None:
         what = f"{spec.name}: the engine loop died: {type(error).__name__}: {error}"
         body = ErrorBody(error=what, way_out="see the traceback in this log.")
         print(fatal_line(body), file=sys.stderr, flush=True)
+        # This is the engine's thread: SystemExit would end only the thread, and the
+        # server would accept requests that nobody runs.
         os._exit(1)
 
     engine = build_engine(spec, on_crash)

@@ -124,7 +124,7 @@ class LoadedModel:
 
     @cached_property
     def grammars(self) -> TokenGrammars:
-        """Raises GrammarError."""
+        """Made at the first request with a grammar. Raises GrammarError."""
         return TokenGrammars(self.tokenizer, self.vocab_size)
 
     def decode(
@@ -199,6 +199,8 @@ class LoadedModel:
             for i in range(min(num_probed, spec.max_length))
         ]
         ids_1T = torch.tensor([self.probe_ids], device=self.device)
+        # Before set_attn_implementation: check_same_model compares our attention with
+        # these.
         with self.short_windows(spec.max_length):
             self.reference_logits: Tensor = (
                 self.model(input_ids=ids_1T, use_cache=False).logits[0].float()
@@ -208,6 +210,7 @@ class LoadedModel:
             Mixer(name, self.model.get_submodule(name)) for name in structure.mixers
         ]
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
+        # From here on the model calls _attention of kv_attention.py in every layer.
         self.model.set_attn_implementation(NAME)
         positions_R = torch.arange(NUM_TOKENS, device=self.device)
         state = DynamicCache(config=self.model.config) if self.mixers else None
@@ -234,6 +237,8 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     """Copy all tensors in one transfer. Values must be exact in float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
+    # Each transfer waits for the device, so a decode step has one. float64 holds every
+    # token id and float32 value exactly.
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     pieces = zip(
         packed.split_with_sizes([tensor.numel() for tensor in tensors]),
@@ -427,14 +432,18 @@ def sample(
     temperatures = sampling["temperature"].astype(np.float32)
     top_ps = sampling["top_p"]
     if (temperatures != 1.0).any():
+        # A greedy row keeps its logits: its logprobs are of temperature 1.
         divisors = np.where(temperatures == 0.0, np.float32(1.0), temperatures)
         logits_NV = logits_NV / to_device(divisors, device)[:, None]
     is_cut = (top_ps < 1.0) & (temperatures > 0.0)
     if is_cut.any():
         logits_NV = _cut_top_p(logits_NV, np.flatnonzero(is_cut), top_ps)
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    # In float32 the sum over a large vocabulary would round away rare tokens.
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     draws = to_device(uniform_draws(seeds, positions), device)[:, None]
+    # right=True skips tokens of probability 0, which add nothing to the sum. The total
+    # is a factor because it is not exactly 1.
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
     # A product may round up to the total; take the last token with probability above 0.
     tokens_N1 = torch.minimum(
@@ -468,8 +477,10 @@ def _cut_top_p(
     index = to_device(cut, logits_NV.device)
     limits = to_device(top_ps[cut], logits_NV.device)[:, None]
     chosen_MV = logits_NV[index]
+    # Stable: of equal logits the same ones are cut each time.
     ordered_MV, order_MV = chosen_MV.sort(dim=-1, descending=True, stable=True)
     probabilities_MV = torch.softmax(ordered_MV, dim=-1).double()
+    # Without its own probability: the token that reaches top_p stays in.
     is_out_MV = probabilities_MV.cumsum(-1) - probabilities_MV >= limits
     is_out_MV[:, 0] = False
     ordered_MV = ordered_MV.masked_fill(is_out_MV, float("-inf"))

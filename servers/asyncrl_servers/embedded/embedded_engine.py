@@ -89,7 +89,7 @@ class Engine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
-        """Raises Refused (400)."""
+        """Check a request and return its sequence for submit(). Raises Refused (400)."""
         return self._scheduler.new_sequence(asked, listener)
 
     def submit(self, runs: Iterable[Sequence]) -> None:
@@ -114,18 +114,24 @@ class Engine:
         return self._ask(lambda answer: answer.set_result(self._wake(request)))
 
     def score(self, request: api.ScoreRequest) -> Future[api.ScoreResponse]:
-        """Needs a scorer. Raises Refused (400)."""
+        """Compute logprobs of given tokens between decode steps. Needs a scorer. Raises
+        Refused (400).
+        """
         assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], None]) -> Future[Answer]:
         """Run `action`, which answers or raises Refused, in the loop's thread."""
         answer: Future[Answer] = Future()
+        # A caller that leaves cancels its future. A running future cannot be cancelled,
+        # so set_result never raises in the engine's thread.
         answer.set_running_or_notify_cancel()
 
         def act() -> None:
             try:
                 action(answer)
+            # Other errors end the loop, and with it the process: they leave weights or
+            # cache in an unknown state.
             except Refused as error:
                 answer.set_exception(error)
 
@@ -139,8 +145,12 @@ class Engine:
         torch.set_num_threads(self.spec.threads)
         try:
             while not self._is_stopping:
+                # Everything that can give it work (a request, a resume, a commit, a
+                # wake) comes through the inbox.
                 if not self._scheduler.has_work:
                     self._inbox.get()()
+                # Also after an action without work: a commit may be due, and results
+                # wait for hand_over.
                 self.turn()
         except Exception as error:
             if self._on_crash is None:
@@ -149,6 +159,8 @@ class Engine:
 
     @torch.inference_mode()
     def turn(self) -> None:
+        # All at once: requests of one frame are admitted in the same step, and a
+        # group's prompt is read once.
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         if self._scorer is not None:
@@ -160,8 +172,10 @@ class Engine:
         if started_s - self._streamed_s >= STREAM_S:
             self._streamed_s = started_s
             self._scheduler.report_streams()
+        # interrupt=wait: the last running row has ended in this turn.
         if self.weights.swapping is not None and not self._scheduler.rows:
             self._finish_commit()
+        # At the end: tokens of a step leave as one frame for each controller.
         self._scheduler.hand_over()
 
     def _stop(self) -> None:
@@ -172,7 +186,10 @@ class Engine:
     @torch.inference_mode(False)  # other threads load chunks into these tensors
     def _sleep(self) -> api.TransferStats:
         started_s = time.perf_counter()
+        # First: the rest frees memory that a decode step would read.
         self._scheduler.interrupt()
+        # The caller of a commit that still waits for rows gets its answer; the weights
+        # are gone right after.
         if self.weights.swapping is not None:
             self._finish_commit()
         self._scheduler.forget_kept()
@@ -180,6 +197,7 @@ class Engine:
         if not self.spec.stays:
             num_bytes += self.runner.cache.num_bytes
             self.runner.take_cache(slots=0)
+            # Graphs hold memory of the device, and addresses that are freed here.
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()
             self.runner.loaded.give_back()
@@ -200,6 +218,7 @@ class Engine:
                     self.runner.take_cache(self.runner.slots)
                     num_bytes += self.runner.cache.num_bytes
                 self.weights.set_awake("kv")
+        # The part stays asleep, as /health reports it, so the wake can be repeated.
         except RuntimeError as error:
             way_out = "lower rollout.slots, or use a smaller model."
             raise Refused(
@@ -218,6 +237,7 @@ class Engine:
             self._scheduler.forget_kept()
             answer.set_result(served)
             return
+        # Answered by _finish_commit: now, or when the last row has ended.
         self._committed = answer
         if request.interrupt != "wait" or not self._scheduler.rows:
             self._finish_commit()
@@ -233,6 +253,8 @@ class Engine:
             else len(scheduler.rows)
         )
         scheduler.hand_over()  # the client works during the swap
+        # Nothing is sampled between swap and weights_changed, so no token can carry the
+        # wrong version.
         self.weights.swap()
         scheduler.weights_changed(request.version, rereads=request.interrupt == "keep")
         answer = api.CommitResponse(
@@ -276,7 +298,10 @@ def build_engine(
         is_exact=is_exact,
         cache_tokens=spec.cache_tokens,
     )
+    # Before the checks, so that they check the steps that will serve.
     is_fused = use_fused(runner, spec)
+    # On the loaded model and this machine: which kernels run depends on both, and no
+    # library promises their bits.
     with loaded.short_windows(spec.max_length):
         check_same_model(runner, spec.name)
         if is_exact:
@@ -318,6 +343,8 @@ def check_same_model(runner: Runner, name: str) -> None:
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
     num_prefilled = max(1, len(ids) - 2)
     ends = sorted({max(1, num_prefilled // 2), num_prefilled})
+    # Two parts of the prompt and two decoded tokens, so that all paths are compared: a
+    # fresh prefill, a continued one and decoding.
     runner.cache.reserve(0, len(ids))
     ours = [
         runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])
@@ -329,6 +356,7 @@ def check_same_model(runner: Runner, name: str) -> None:
     lasts = torch.tensor([*ends, *range(num_prefilled + 1, len(ids) + 1)]) - 1
     difference = (torch.stack(ours).float() - reference_TV[lasts]).abs().max().item()
     limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
+    # `not <=`: NaN is a difference too.
     if not difference <= limit:
         fail(
             f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
@@ -351,6 +379,8 @@ def check_determinism(runner: Runner, name: str) -> None:
         half.
         """
         slot = n - 1
+        # Prompts of other lengths in all slots below, so that rows, padding and
+        # stretches differ from a single sequence's.
         others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]
         found = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
         found += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
@@ -358,6 +388,7 @@ def check_determinism(runner: Runner, name: str) -> None:
         return [*found, runner.step([*others, (slot, ids, total // 2)])[-1]]
 
     decoded = logits(1)[:-2]
+    # 17 needs a second block of EXACT_ROWS and a third chunk of rows.
     for n in sorted({1, min(2, slots), min(17, slots), slots}):
         if not all(map(torch.equal, logits(n), [*decoded, decoded[-1], decoded[-1]])):
             fail(

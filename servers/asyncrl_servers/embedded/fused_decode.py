@@ -136,6 +136,7 @@ class FusedSteps(DecodeGraphs):
         self.run_layer = (
             torch.compile(fused_layer, fullgraph=True) if is_cuda else fused_layer
         )
+        # Without CUDA there are no graphs to capture; tests run the steps uncompiled.
         self.is_refused = not is_cuda
 
     def drop(self) -> None:
@@ -155,6 +156,8 @@ class FusedSteps(DecodeGraphs):
         inputs[:2, :num] = last_ids, lengths
         self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
         self._runner.cache.table_on_device()  # outside of the graph
+        # Powers of two: a graph for each of a few numbers of rows, captured at first
+        # use.
         return min(max(2, 1 << (num - 1).bit_length()), self._most_rows), ()
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
@@ -164,6 +167,7 @@ class FusedSteps(DecodeGraphs):
         hidden_RH = self._runner.loaded.model.model.embed_tokens(ids_R)
         added_RH, int_lengths_R = torch.zeros_like(hidden_RH), lengths_R.int()
         for one in (hidden_RH, added_RH, *rotation, int_lengths_R):
+            # The number of rows, so that one compilation serves all of them.
             torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001
         read = cache.table_on_device(), int_lengths_R, decoder.scaling
         for layer, keys, values in zip(

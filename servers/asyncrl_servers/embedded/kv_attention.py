@@ -165,6 +165,8 @@ class SlotCache:
             self._is_current = False
 
     def release(self, slot: int) -> None:
+        # The table keeps the old pages. That is harmless, because no row reads a slot
+        # that owns none.
         self._free += self.table[slot, : self._num_owned[slot]].tolist()
         self._num_owned[slot] = 0
 
@@ -201,6 +203,7 @@ class SlotCache:
             places = [
                 self.table[slot, :num_pages].tolist() for slot in (source, target)
             ]
+            # Whole pages: positions after `length` are masked until they are written.
             num_positions = self.page
         sources, targets = places
         for one in (*self.keys, *self.values):
@@ -262,6 +265,11 @@ def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
 
     Neighboring chunks are joined unless this wastes more positions than a stretch is
     `worth`.
+
+    Example: the second chunk would waste 8 * 32 positions in a stretch of 96. The third
+    wastes only 2 * 32 in one of 64.
+        >>> cut_rows(np.array([96] * 8 + [64] * 8 + [32] * 2), worth=100)
+        [(0, 8, 96), (8, 18, 64)]
     """
     stretches: list[tuple[int, int, int]] = []
     for chunk_start in range(0, len(padded_lengths), CHUNK):
@@ -320,6 +328,8 @@ class Pass:
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
         for cache, new in ((self.cache.keys, key), (self.cache.values, value)):
             new = (
+                # The rows after these are padding of exact mode, which has no place in
+                # the cache.
                 new[: len(self.pages)]
                 if self.source is None
                 else new.index_select(0, self.source)
@@ -360,6 +370,8 @@ class Pass:
         )
         copies = 1
         if self.is_exact and tokens * repeat < MIN_ROWS:
+            # Below 4 rows MKL sums in another order. Copies of the queries fill the
+            # product up, and only the first of them are used.
             copies = -(-MIN_ROWS // (tokens * repeat))
             grouped = torch.cat([grouped] * copies, dim=2)
         num_rows = grouped.shape[2] * tokens
@@ -396,6 +408,7 @@ class Pass:
         each.
         """
         key = number, kind.window, kind.chunk, heads
+        # One mask serves all layers of a kind in this call.
         if key not in self._biases:
             stretch, (kv_heads, queries) = self.stretches[number], heads
             positions, own = stretch.positions, stretch.own
@@ -428,6 +441,9 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)
+    # Above 192 positions the library splits the sum, and the bits change with the
+    # batch. Sums over at most 128 keep theirs, and the blocks are added from left to
+    # right.
     mixed = torch.matmul(probabilities[..., :CONTRACTION], values[..., :CONTRACTION, :])
     for start in range(CONTRACTION, length, CONTRACTION):
         end = min(start + CONTRACTION, length)
@@ -485,6 +501,8 @@ def _attention(
     if running.mixer:
         raise UnknownAttentionError(f"{running.mixer} has both attention and a state")
     kind = reaching(kind_of(module, options), running.max_length)
+    # Counted, not taken from the layer's number: hybrids skip layers, and a module may
+    # be called more than once in a pass.
     place, running.place = running.place, running.place + 1
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     axis = 2 if query.shape[0] == 1 else 0

@@ -75,6 +75,8 @@ class Weights(WeightState):
             and group is not None
             and group.path != request.member.path
         ):
+            # On CUDA this ends the collective in which an earlier prepare() may still
+            # wait, with the lock that this call needs.
             group.close()
         return super().prepare(request)
 
@@ -94,9 +96,13 @@ class Weights(WeightState):
             # Copied, because the next export may replace the file, and overwrites the
             # trainer's memory.
             copies = {name: places[name].copy_(one) for name, one in sent.items()}
+            # Of the copies, which will serve: a digest of the file would not notice a
+            # fault on the way into memory.
             check_arrived(request.place, digest_and_size(copies), request)
         if request.kind == "weights":
             return tensors
+        # Adapters are defined over the initial weights, which a whole push or a sleep
+        # has dropped.
         if self._base is None:
             what = f"{request.path} has adapters, and the initial weights are no longer here"
             raise Refused(
@@ -123,12 +129,16 @@ class Weights(WeightState):
         request, tensors = self.swapping[1].request, self.swapping[1].tensors
         if request.kind != "lora":
             self._base = None
+        # The initial weights under adapters: the next adapters are merged over them, so
+        # nothing may be written there.
         kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
             is_there = (
                 parameter.shape == tensors[name].shape
                 and parameter.data_ptr() not in kept
             )
+            # The pause grows by this copy, but decode graphs stay valid. Over the
+            # initial weights the pointer moves instead, and the graphs are dropped.
             if self.keeps_place and is_there:
                 parameter.data.copy_(tensors[name])
             else:
@@ -140,6 +150,7 @@ class Weights(WeightState):
         remains.
         """
         num_bytes = 0
+        # A prepare() or a chunk in another thread ends before the memory goes.
         with self.lock:
             self._base = None  # with `stays`, chunks overwrite it
             self.set_asleep()
@@ -176,6 +187,8 @@ class Weights(WeightState):
             digests = take_announced(
                 self._joined(member).receive(), request, place, take
             )
+            # Each buffer was checked as it came. This finds parameters that were in no
+            # buffer.
             self._check_parameters({name: places[name] for name in digests}, place)
         except BaseException as error:
             self._leave()  # other members may still be in it
@@ -187,7 +200,7 @@ class Weights(WeightState):
         return tensors
 
     def _joined(self, member: GroupMember) -> WeightGroup:
-        """Raises GroupBroken."""
+        """Return the member's group; join it if it is new. Raises GroupBroken."""
         if member.is_new:
             self._leave()
             self._group = WeightGroup(member, self._device)

@@ -85,6 +85,8 @@ class Runner:
             PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
         )
         is_cut = all(mixer.is_continuing for mixer in loaded.mixers)
+        # A recurrent layer that cannot continue with several tokens at once would read
+        # every chunk after the first token by token.
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
@@ -112,9 +114,13 @@ class Runner:
         """
         if self.graphs is not None and not jobs:
             return self.graphs.step(last_ids, lengths)
+        # Fused steps decode only. cat copies their logits, which the next step
+        # overwrites.
         if self.graphs is not None and self.graphs.is_alone and len(last_ids):
             return torch.cat([self.graphs.step(last_ids, lengths), self.step(jobs)])
         calls = cut_calls(jobs, self._query_chunk)
+        # The decoded rows share a call with the start of the prompts, so a step with
+        # short prompts is a single call.
         logits = [self._step_call(last_ids, lengths, calls[0])]
         logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -128,6 +134,8 @@ class Runner:
         cuts = cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, worth)
         stretches = self.decode_stretches(cuts, to_device(lengths - 1, device))
         stretches += self.read_stretches(parts)
+        # Logits are [rows, V]. Only rows that need them pass the head: decoded rows,
+        # and the last row of each prompt that ends in this call.
         kept, row = list(range(num_decoded)), num_decoded
         for _, all_ids, start, end in parts:
             row += end - start
@@ -135,6 +143,8 @@ class Runner:
                 kept.append(row - 1)
         keep = None
         if parts:
+            # In exact mode the head's product needs padding too, or its bits would
+            # depend on the number of prompts that end here.
             padded = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
             padded[: len(kept)] = kept
             keep = to_device(padded, device)
@@ -189,6 +199,7 @@ class Runner:
         device, rows = self.loaded.device, self._num_rows(len(ids))
         padded = np.zeros((2, rows), dtype=np.int64)
         padded[:, : len(ids)] = ids, positions
+        # One transfer for all four arrays: on CUDA each transfer has a fixed cost.
         packed = np.concatenate(
             (padded.reshape(-1), self.cache.places_of(slots, positions))
         )
@@ -229,6 +240,8 @@ def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
     for slot, ids, first in jobs:
         for start in range(first, len(ids), query_chunk):
             end = min(start + query_chunk, len(ids))
+            # A part is never cut to fit, so a prompt's parts are the same in any
+            # company.
             if end - start > room:
                 calls.append([])
                 room = PREFILL_ROWS
@@ -266,9 +279,12 @@ class DecodeGraphs:
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """Return logits [n, V]; the next step overwrites them."""
+        # A graph reads the addresses of its capture. After a swap of pointers, or with
+        # a new cache, it would read old or freed memory without any error.
         if self._addresses != self._addresses_now():
             self.drop()
             self._prepare()
+            # After _prepare: fused steps merge weights, which moves them.
             self._addresses = self._addresses_now()
         layout = self._fill(last_ids, lengths)
         logits = self._take_logits()
@@ -322,6 +338,8 @@ class DecodeGraphs:
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Padding rows repeat the first row's key; their slots may be in use."""
         num, most_length = len(last_ids), padded_length(self._runner.max_length)
+        # Numbers of rows and lengths are rounded, so that few layouts exist: a layout
+        # is captured only after it has recurred.
         rows = min(
             -(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows
         )
@@ -365,6 +383,7 @@ class DecodeGraphs:
         if layout in self._replays:
             self._replays.move_to_end(layout)
             return self._replays[layout]
+        # A bound for the table. Layouts that recur are counted again soon.
         if len(self._num_steps) >= 16 * MOST_GRAPHS:
             self._num_steps.clear()
         self._num_steps[layout] += 1
@@ -373,6 +392,7 @@ class DecodeGraphs:
         try:
             replay = self.capture(partial(self._compute, layout, logits))
         except RuntimeError as error:
+            # Not an error: the same kernels run one by one, which is only slower.
             self.is_refused = True
             self._replays.clear()
             what = "decode steps go on without CUDA graphs: a step of %d rows cannot be captured: %s"
@@ -402,7 +422,7 @@ class Scorer(Runner):
         self._waiting = deque[ScoredText]()
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
-        """Raises Refused (400)."""
+        """Queue a text for the next run(). Raises Refused (400)."""
         ids = np.asarray(request.token_ids, np.int64)
         is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
         if is_unknown.any():
@@ -413,6 +433,7 @@ class Scorer(Runner):
         self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:
+        # In the loop's thread, between decode steps: no other thread may use the model.
         while self._waiting:
             texts = [
                 self._waiting.popleft()
@@ -431,6 +452,7 @@ class Scorer(Runner):
     ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Return float32 [T - 1] per text."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
+        # The last token predicts nothing that was asked for.
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
         for parts in cut_calls(jobs, self._query_chunk):
             logits = self._call(self.read_stretches(parts), parts, None)

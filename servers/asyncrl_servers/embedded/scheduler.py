@@ -97,6 +97,8 @@ class Rows:
         self.sampling = np.zeros(
             slots, [(name, np.float64) for name in SAMPLING_PARAMETERS]
         )
+        # Least recently used first. Kept rows come after the slots: a decode step needs
+        # running rows 0..n-1 without a gap.
         self.kept = OrderedDict.fromkeys(range(slots, num_rows))
 
     def __len__(self) -> int:
@@ -124,6 +126,9 @@ class Rows:
     def use_kept(self, row: int, length: int) -> None:
         """A row that is extended is the next to be replaced."""
         if row in self.kept:
+            # If the new sequence contains the whole row, it will be kept instead when
+            # it ends. If it branches off earlier, other turns may still continue the
+            # row, so the row counts as used.
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
     def forget_kept(self, most: int | None = None) -> list[int]:
@@ -246,6 +251,9 @@ class Rows:
         best = int(nums.argmax())
         best_row, longest = int(rows[best]), int(nums[best])
         if longest == head < len(token_ids):
+            # Only rows that agree on the whole head are compared further. A row that
+            # differs at the best length so far cannot be longer, so one token rules it
+            # out.
             for row, num in zip(
                 rows[nums == head].tolist(), most[nums == head].tolist(), strict=True
             ):
@@ -263,6 +271,14 @@ class Rows:
 def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
     """Return moves (source, target) that close the gap at `row`; similar lengths stay
     together.
+
+    Example: rows 0..7 have 90 tokens, 8..11 have 60, 12..15 have 50, and 16 and 17 have
+    20 and 10. In units of LENGTH_STEP the chunks' maxima are 3, 2 and 1. Row 0 ends: the
+    longest row of chunk 1 fills the gap, then the longest of chunk 2, then the last row.
+    The last row in slot 0 instead would be read up to 96 positions in every step.
+        >>> lengths = np.array([90] * 8 + [60] * 4 + [50] * 4 + [20, 10])
+        >>> moves_after_removal(0, lengths)
+        [(8, 0), (16, 8), (17, 16)]
     """
     moves, gap, last = [], row, len(lengths) - 1
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
@@ -272,6 +288,8 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
         else []
     )
     for number, start in enumerate(starts.tolist()):
+        # If the longest row of the next chunk is as long, it fills the gap as well, and
+        # one move is saved.
         if longest[number] not in longest[number + 1 : number + 2]:
             source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
             moves.append((source, gap))
@@ -313,6 +331,8 @@ class Scheduler(RunQueue[Sequence]):
 
     @property
     def _num_free(self) -> int:
+        # An interrupted sequence keeps its slot until the controller resumes or aborts
+        # it: new requests must not overtake it between the two.
         return self._spec.slots - len(self.rows) - len(self.interrupted)
 
     @property
@@ -321,6 +341,8 @@ class Scheduler(RunQueue[Sequence]):
 
     @property
     def _may_admit(self) -> bool:
+        # With interrupt=wait a commit is pending here: no new rows, or they would never
+        # run out.
         is_serving = self._weights.swapping is None and self._weights.can_serve
         return bool(self.queued) and self._num_free > 0 and is_serving
 
@@ -348,6 +370,9 @@ class Scheduler(RunQueue[Sequence]):
             raise grammar_refusal(request, error) from None
 
     def abort(self, wanted: set[Sequence]) -> None:
+        """End these sequences with their tokens so far; ended ones are ignored."""
+        # From the last row on: removing a row moves only rows above it, which were
+        # visited already.
         for row in reversed(range(len(self.rows))):
             if self.rows.sequences[row] in wanted:
                 self._report(row, "abort")
@@ -355,16 +380,24 @@ class Scheduler(RunQueue[Sequence]):
         for waiting in (self.queued, self.interrupted):
             for sequence in wanted & waiting.keys():
                 del waiting[sequence]
+                # Empty: an interrupted sequence reported all tokens when it was
+                # interrupted, and a queued one has sampled none since.
                 self.report(sequence, Sampled(sequence.number, EMPTY, "abort"))
 
     def interrupt(self) -> int:
+        """Report and stop all running sequences; return their number. Each keeps a slot
+        until it is resumed or aborted.
+        """
         rows = self.rows
         for row, sequence in enumerate(rows.sequences):
             self._report(row, "interrupted")
+            # Its row will be used by others. On resume it is read as a prompt, under
+            # the new weights.
             sequence.token_ids = rows.token_ids[row, : rows.lengths[row]].copy()
             sequence.next_logits_V = None
             sequence.is_mixed = False
             self.interrupted[sequence] = None
+            # Nothing of the old cache is used again.
             self._runner.cache.release(row)
         num_interrupted = len(rows)
         rows.sequences.clear()
@@ -375,14 +408,22 @@ class Scheduler(RunQueue[Sequence]):
         newest tokens.
         """
         rows, runner = self.rows, self._runner
+        # Older weights computed them.
         self.forget_kept()
+        # Before other weights read these tokens again: the record is of the experts
+        # that took part in sampling.
         rows.record_routing(range(len(rows)), runner.cache.routing)
         kept = []
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
             sequence.marks.append((length, version))
+            # Without logits the row is no source for new sequences, which would copy
+            # the cache of older weights.
             sequence.next_logits_V = None
+            # With keep_kv the cache stays mixed until the sequence ends. Then the row
+            # is not kept: the next turn would sample over a cache of older weights.
             sequence.is_mixed = not rereads
+            # Without the newest token, which the next decode step reads.
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
             runner.step(kept)
@@ -392,19 +433,29 @@ class Scheduler(RunQueue[Sequence]):
             self._runner.cache.release(row)
 
     def step(self) -> None:
+        """Admit sequences, and sample one token for each running one in one model call."""
         rows, runner, num_running = self.rows, self._runner, len(self.rows)
+        # Admission adds rows behind the running ones, so their prefill and this decode
+        # step are one call.
         reads = self._admit()
         lengths = rows.lengths[:num_running].copy()
         last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
         partial = [one for one in reads if not one.is_whole]
         for one in partial:
+            # Before the call, which computes the rest of these prompts over the copied
+            # start.
             if one.num_copied:
                 runner.cache.copy_slot(one.source, one.row, one.num_copied)
         jobs = [(one.row, one.ids, one.num_copied) for one in partial]
         computed = runner.step(jobs, last_ids, lengths)
         for one, logits_V in zip(partial, computed[num_running:], strict=True):
+            # A view would keep the logits of the whole call in memory for as long as
+            # the sequence runs.
             rows.sequences[one.row].next_logits_V = logits_V.clone()
         for one in reads:
+            # After the call: the source may be a sibling that was read in this very
+            # call. Equal prompts cost one prefill and a copy, also if they arrive while
+            # the first one is decoding.
             if one.is_whole:
                 runner.cache.copy_slot(one.source, one.row, one.num_copied)
                 rows.sequences[one.row].next_logits_V = rows.sequences[
@@ -435,9 +486,13 @@ class Scheduler(RunQueue[Sequence]):
         num_pages = 0
         while self.queued and len(taken) < self._num_free:
             sequence = next(iter(self.queued))
+            # Pages for the prompt and its whole budget: a running sequence can then
+            # never run out of cache, so none is ever preempted.
             num_pages += cache.pages_of(sequence.limit)
             while num_pages > cache.num_free:
                 forgotten = self.rows.forget_kept(1)
+                # The first in the queue waits for its pages, and all others behind it.
+                # Letting small ones pass could starve it.
                 if not forgotten:
                     return taken
                 cache.release(forgotten[0])
@@ -464,6 +519,8 @@ class Scheduler(RunQueue[Sequence]):
             whole.clear()  # the states of these rows have read answers too
         reads = dict[int, Prefill]()
         later = list[Sequence]()
+        # Shortest first: a prompt that continues another prompt of this step finds it
+        # in `reads`.
         for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
             ids = sequence.token_ids
             key, row = ids.tobytes(), len(rows)
@@ -479,6 +536,8 @@ class Scheduler(RunQueue[Sequence]):
                 source, num_copied = rows.common_prefix(ids, usable)
                 if num_copied < MIN_COPIED:
                     source, num_copied = row, 0
+                # The start of this prompt is computed in this step. One step later it
+                # can be copied.
                 elif source in reads:
                     later.append(sequence)
                     continue
@@ -493,6 +552,7 @@ class Scheduler(RunQueue[Sequence]):
         return list(reads.values())
 
     def _sample(self, logits_NV: Tensor) -> None:
+        """Draw a token for each row, and report and remove the rows that end with it."""
         rows = self.rows
         running = slice(len(rows))
         allowed = {
@@ -513,6 +573,8 @@ class Scheduler(RunQueue[Sequence]):
             rows.lengths[running],
             num_top,
         )
+        # This ends the process: its tokens would be trained on, and an error as the
+        # answer would leave the same weights in place.
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(
                 f"policy_version {self._weights.version} gives non-finite logits"
@@ -544,6 +606,7 @@ class Scheduler(RunQueue[Sequence]):
                 )
             else:
                 self._report(row, "stop" if is_stop[row] else "length")
+            # Kept before _remove, which fills this row with another one.
             if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:
                 self._runner.cache.move_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)

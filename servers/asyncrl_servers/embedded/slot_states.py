@@ -98,12 +98,16 @@ class SlotStates:
 
     def _view(self, start: int, end: int, is_first: bool) -> Any:
         if (start, end) not in self._views:
+            # The memo of deepcopy: for these tensors it takes the views as copies that
+            # exist already. So the modules write into the slots in place, and nothing
+            # is gathered for a step.
             parts = {
                 id(old): new[start:end]
                 for old, new in zip(self._originals, self.tensors, strict=True)
             }
             self._views[start, end] = copy.deepcopy(self._example, parts)
         cache = self._views[start, end]
+        # Otherwise a text would continue from the state of the last text in its slot.
         if is_first:
             cache.reset()
         return cache
@@ -117,7 +121,7 @@ class Mixer:
     """A module with a state, whose forward runs over the slots of this thread's pass."""
 
     def __init__(self, name: str, module: Any) -> None:
-        """Raises UnknownAttentionError."""
+        """Replace the module's forward by this object. Raises UnknownAttentionError."""
         self._name, self._forward = name, module.forward
         self._signature = inspect.signature(module.forward)
         names = [one for one in CACHE_NAMES if one in self._signature.parameters]
@@ -142,6 +146,8 @@ class Mixer:
         running.mixer = self._name
         try:
             for place_SL, cache, is_first in running.pass_.cuts:
+                # Some modules ignore their state when they read several tokens. Those
+                # get the tokens of a continued text one by one.
                 size = place_SL.shape[1] if is_first or self.is_continuing else 1
                 for part_SL in place_SL.split(size, dim=1):
                     calls.append(RowCall(part_SL, ALL, ALL))
@@ -182,6 +188,8 @@ class Mixer:
         for states, key in own:
             running.pass_.known.add(id(states))
             poison = torch.full_like(states[key], torch.nan)
+            # One token must continue from the state, or decoding is impossible. Several
+            # need not: then is_continuing is false.
             for rows_SL in (place_SL[:, :1], place_SL):
                 output = self._read(
                     bound,

@@ -37,6 +37,7 @@ GRACE_S = 5.0
 
 def main() -> None:
     if os.getpgrp() != os.getpid():
+        # Workers inherit the group, so the reaper finds them all, also grandchildren.
         os.setpgid(0, 0)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
     start_reaper(scratch)
@@ -45,6 +46,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # vLLM shuts down in less than a second
         time.sleep(GRACE_S)  # then the reaper ends all
 
+    # After start_reaper, which forks: this starts a thread.
     die_with_parent(end_all)
     spec, fd = read_spec(VllmSpec)
     secret = secret_of(SECRET_ENV)
@@ -83,6 +85,8 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
         build_arguments(spec, is_cpu=is_cpu_build())
     )
     validate_parsed_serve_args(args)
+    # A socket object that knows its family. From the bare number asyncio would take a
+    # Unix socket, leave Nagle's algorithm on, and every answer would wait some 40 ms.
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
@@ -126,13 +130,20 @@ def start_reaper(scratch: Path) -> None:
     if os.fork():
         return
     try:
+        # A signal to the group, such as Ctrl-C, must not end the reaper before the
+        # others.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         pidfd = os.pidfd_open(leader)
+        # It inherited the listening socket. While it holds that, a dead server would
+        # still accept connections into its backlog.
         os.closerange(3, pidfd)
         os.closerange(pidfd + 1, 4096)
+        # Otherwise the leader died before pidfd_open, which may then name another
+        # process.
         if os.getppid() == leader:
             select.select([pidfd], [], [])
+        # This process is a member, so the number still means this group.
         end_group(leader)
         shutil.rmtree(scratch, ignore_errors=True)
     finally:

@@ -93,8 +93,8 @@ KV_CACHE = {
 
 
 def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
-    """Raises Refused for arguments that the run sets itself; vLLM's parser refuses
-    unknown ones.
+    """Return vLLM's command line: defaults, the user's arguments, then ours. Raises
+    Refused for arguments that the run sets itself; vLLM's parser refuses unknown ones.
     """
     given = {
         name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()
@@ -161,6 +161,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
                 folder, ours["dtype"], spec.slots, spec.max_length
             )
             defaults["kv_cache_memory_bytes"] = num_bytes
+    # The user may change our defaults, not what correctness depends on.
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
 

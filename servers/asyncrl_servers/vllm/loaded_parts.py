@@ -76,6 +76,8 @@ class LoadedParts:
             if name in self._places
         }
         known = {name: part for name, part in parts.items() if part is not None}
+        # A whole tensor has the digest of its transport; only cut ones are hashed
+        # again.
         cut = {
             name: part for name, part in known.items() if part.shape != sent[name].shape
         }
@@ -105,6 +107,7 @@ class LoadedParts:
 
     def _part(self, name: str, tensor: Tensor) -> Tensor | None:
         held = self.held(name)
+        # Packed or quantized: other bytes than were sent, so nothing can be compared.
         if (held.dim(), held.dtype) != (tensor.dim(), tensor.dtype):
             return None
         for axis, size in enumerate(held.shape):

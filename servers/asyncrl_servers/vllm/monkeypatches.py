@@ -42,6 +42,9 @@ def patch_grammars() -> None:
     def create_and_resume(manager: Any, request: Any) -> Any:
         grammar = create(manager, request)
         given = request.sampling_params.extra_args or {}
+        # Resumed tokens are part of the prompt for vLLM, but of the answer for the
+        # grammar. From its start the grammar would ask for the beginning of the answer
+        # again.
         if num_resumed := given.get("num_resumed", 0):
             resumed = list(request.prompt_token_ids[-num_resumed:])
             if not grammar.accept_tokens(request.request_id, resumed):
@@ -146,6 +149,8 @@ def patch_routing() -> None:
             num_computed_tokens_np=batch.num_computed_tokens_cpu[:num].copy(),
         )
         pending = runner.asyncrl_routing.prepare_output(seen)
+        # A prompt that is read in parts samples a token in each step; all but the last
+        # are discarded.
         num_sampled = 1 - runner.discard_request_mask.np[:num].astype(np.int32)
         output = sample(runner, *args, **named)
         if pending is not None:

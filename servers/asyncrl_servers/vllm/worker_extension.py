@@ -85,6 +85,8 @@ class Loader:
         """Parts that this worker must hold when the open update ends."""
         self._push = ChunkedPush()
         self._group: WeightGroup | None = None
+        # One thread: /collective_rpc holds up the engine's loop, so staging runs here,
+        # and the client asks for its state.
         self._staging = ThreadPoolExecutor(1, "stage weights")
         self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = (
             Future()
@@ -117,6 +119,7 @@ class Loader:
             request = PrepareRequest(**fields)
             self._staged = Staged(request, self._memory.tensors(request))
             self._checked = self._staging.submit(self._check, self._staged)
+        # No wait here: no token is sampled during a call.
         if not self._checked.done():
             return {"state": "staging"}
         return {"state": "staged", **self._checked.result()[0]}
@@ -132,12 +135,14 @@ class Loader:
         # Memory of the trainer is on this device already.
         if is_whole and request.memory is None:
             tensors = self._pinned(tensors)
+        # After the copy, so that the digest is of the bytes that will be loaded.
         arrived = digest_and_size(tensors)
         digest = check_arrived(request.place, arrived, request)
         if is_whole:
             return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
         self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
         write_peft(tensors, Path(self._adapters[-1]))
+        # Two stay: the serving version and the staged version.
         for old in self._adapters[:-2]:
             shutil.rmtree(old)
         del self._adapters[:-2]
@@ -156,6 +161,7 @@ class Loader:
         if self.pins is None:
             num_workers = self.worker.vllm_config.parallel_config.world_size
             self.pins = self.worker.device.type == "cuda"
+            # Every worker pins all weights, and pinned memory cannot be swapped out.
             self.pins &= 2 * num_bytes * num_workers <= available_memory()
         if not self.pins:
             return tensors
@@ -170,18 +176,23 @@ class Loader:
         return copies
 
     def load(self, version: int, digest: str) -> None:
+        # Before the update is opened: a refusal here leaves the old weights in place.
         the_staged(self._staged, version, digest)
+        # Done: the client commits only what every worker has reported as staged.
         _, tensors, expected = self._checked.result()
         self._begin(version)
         self._expected = expected
         with self._changing():
             self.add(tensors.items())
             self._finish()
-        self._staged = None  # frees the file
+        # Loaded once. `_checked` holds the tensors, and so the file, until the next stage.
+        self._staged = None
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
         """Load from a file or shared memory; chunk 0 opens an update. Raises Refused."""
         request = LoadChunkRequest(**fields)
+        # A failure has closed the update. ChunkedPush then refuses this chunk, which
+        # has no update to go into.
         if request.index and self._open_version is None:
             self._push.clear()
         tensors: dict[str, Tensor] = {}
@@ -197,6 +208,7 @@ class Loader:
             return arrived
 
         digest = self._push.load(request, read)
+        # Only now: a corrupt first chunk does not touch the model.
         if request.index == 0:
             self._begin(request.version)
         self._expected |= self.parts.expected(tensors, digests)
@@ -227,6 +239,7 @@ class Loader:
             if self._group is not None:
                 self._group.close()
             config = self.worker.vllm_config.parallel_config
+            # The member's rank is the rank of this engine's first worker.
             rank = (
                 member.rank
                 + config.data_parallel_index * config.world_size
@@ -253,6 +266,7 @@ class Loader:
         without a word.
         """
         manager = self.worker.model_runner.lora_manager._adapter_manager
+        # Exactly one: max_loras is 1, and load_inplace replaces it.
         [adapter] = manager.list_adapters().values()
         if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
             what = f"vLLM uses no adapters of {len(unused)} layers of version {version}, like {unused[0]}"
@@ -293,10 +307,12 @@ class Loader:
         version = self._open_version
         rule = "the weights of this server are of no version until a load succeeds"
         way_out = "load a whole set again, or restart it."
+        # vLLM's load_weights does not object to missing tensors.
         if missing := self.incomplete():
             what = f"version {version} lacks {len(missing)} parameters: {missing[:5]}"
             raise Refused(409, what, rule=rule, way_out=way_out)
         self._close()
+        # After _close: only then have parameters their computing form.
         if wrong := self.parts.wrong(self._expected):
             what = f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} "
             what += f"as they were sent: {wrong[:5]}"
@@ -340,6 +356,8 @@ class Loader:
         """Restore the computing form, complete or not."""
         self._open_version = None
         with self._loading():
+            # Also for an incomplete update: a layer without tensors would end the
+            # engine at the next request.
             finalize_layerwise_reload(self.model, self.worker.model_runner.model_config)
             for method, kernel in self._cpu_experts.items():
                 method.moe_kernel = kernel
@@ -381,6 +399,8 @@ def _rpc(name: str) -> Callable[..., dict[str, Any]]:
                 **(getattr(worker.asyncrl_loader, name)(**json.loads(request)) or {}),
             }
         except Refused as refusal:
+            # As an answer: an exception in a worker ends vLLM's engine, and the other
+            # workers wait for it.
             return refusal.body.model_dump()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
