@@ -434,7 +434,7 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
             talk.world.engine.error = error
             with pytest.raises(raised, match=message):
                 await talk.chat()
-        assert [each.room for each in talk.world.broken] == ["engine-0"]
+        assert [each.component for each in talk.world.broken] == ["engine-0"]
 
 
 @in_loop

@@ -237,9 +237,8 @@ async def run_item(
 def as_outcome(value: object) -> Outcome:
     """Convert None, a finite number, or an Outcome. Raises RolloutFailure."""
     try:
-        if not isinstance(value, Outcome):
-            value = Outcome(value)  # type: ignore[arg-type]
-        return OUTCOME.validate_python(value)
+        outcome = value if isinstance(value, Outcome) else Outcome(value)  # type: ignore[arg-type]
+        return OUTCOME.validate_python(outcome)
     except ValueError as error:
         kind = type(value).__name__
         what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
