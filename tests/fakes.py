@@ -86,10 +86,13 @@ class FakeTokenizer:
     """
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Code points of all contents."""
-        return tuple(
-            ord(character) for message in messages for character in message["content"]
-        )
+        """Code points of all contents. Raises ValueError for a zero byte, as a template
+        may for any message.
+        """
+        text = "".join(message["content"] for message in messages)
+        if "\0" in text:
+            raise ValueError("no zero bytes")
+        return tuple(map(ord, text))
 
     end_ids = frozenset({END_TOKEN})
 

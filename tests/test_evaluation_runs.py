@@ -103,6 +103,19 @@ class House:
 
 
 @virtual
+async def test_weights_that_cannot_be_kept_end_only_the_evaluation() -> None:
+    house = House(every=2, last=5)
+    (house.folder / "eval-4.safetensors").touch()
+    await house.live()
+    assert house.versions == [0, 2]
+    (trouble,) = house.troubles
+    assert trouble.startswith(
+        "the run continues without evaluation: evaluation: cannot"
+    )
+    assert "eval-4.safetensors: File exists" in trouble
+
+
+@virtual
 async def test_several_evaluations_follow_their_schedules() -> None:
     house = House(every={"often": 2, "seldom": 5}, last=7)
     post, loaded = house.eval_engine.post, list[int]()

@@ -12,7 +12,7 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, save
 from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import AnswerText
-from asyncrl.messages.sampling import StopWatch
+from asyncrl.messages.sampling import LeadingThought, StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MARKER = "<tool_call>"
@@ -220,3 +220,19 @@ def test_stop_text_counts_only_after_the_thought(
     shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
     assert shown == cut_after_thought(text, stop, thinking)
     assert (answer.stopped_by is not None) == is_stopped
+
+
+def test_white_space_before_a_thought_is_decoded_once() -> None:
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return "".join(map(chr, token_ids))
+
+    thought = LeadingThought(("<t>", "</t>"), decode)
+    for _ in range(2000):
+        assert thought.add(ord(" ")) is None
+    assert (num_decoded, thought.state) == (2000, "unsure")
+    after = [thought.add(ord(letter)) for letter in "<t>a</t> b"]
+    assert (after[-3:], thought.state) == (["", None, None], "text")

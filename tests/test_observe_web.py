@@ -212,6 +212,9 @@ def test_the_status_port_serves_only_bearers_of_its_key(
     play(make, story)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     play(make, story)  # a resumed run has the key that Prometheus knows
+    key_file.write_text("\n")
+    play(make, story)  # an empty key would let in everybody
+    assert key_file.read_text().strip()
     key_file.unlink()
     monkeypatch.setenv(KEY_ENV, "ours")
     play(make, story)

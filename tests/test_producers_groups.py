@@ -165,16 +165,33 @@ async def test_prompt_that_always_fails_is_given_up() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("prompt_id", "content", "why"),
+    [
+        (
+            "long",
+            "a prompt of more tokens than sixteen",
+            "prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are",
+        ),
+        (
+            "odd",
+            "\0",
+            "the chat template refuses prompt odd: no zero bytes.\n",
+        ),
+    ],
+)
 @virtual
-async def test_too_long_prompt_is_given_up_without_a_try() -> None:
+async def test_impossible_prompt_is_given_up_without_a_try(
+    prompt_id: str, content: str, why: str
+) -> None:
     async with House(num_tickets=0, retries=2) as house:
-        long = "a prompt of more tokens than sixteen"
-        house.source.front.append(Prompt("long", ({"role": "user", "content": long},)))
+        messages = ({"role": "user", "content": content},)
+        house.source.front.append(Prompt(prompt_id, messages))
         house.sink.allow(2)
         await asyncio.sleep(5.0)
         tries = [event[2:4] for event in house.journal.named("rollout_failed")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
-        why = "r1 cannot be sampled: prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are"
+        why = f"r1 cannot be sampled: {why}"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [
             house.count(name) for name in ("failed_groups", "given_up", "retried")

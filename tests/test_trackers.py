@@ -98,6 +98,17 @@ def test_a_tracker_that_raises_is_turned_off_and_others_continue(
     assert "SystemExit: no quota is left" in said[0]
 
 
+def test_a_full_disk_turns_no_tracker_off(tmp_path: Path, left: list[str]) -> None:
+    (tmp_path / trackers_module.SENT_FILE).mkdir()  # no number can be noted
+    said, log = list[str](), tmp_path / "log"
+    trackers = started(tmp_path, said, Noting=log)
+    for step in range(2):
+        trackers.tell("step", step, {})
+    finish(trackers)
+    assert [call[0] for call in calls(log)] == ["start", "step", "step", "close"]
+    assert (said, left) == ([], [])
+
+
 def test_a_tracker_that_hangs_holds_up_no_call(
     tmp_path: Path, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

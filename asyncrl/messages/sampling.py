@@ -116,6 +116,10 @@ class LeadingThought:
 
     def _read(self) -> tuple[ThoughtState, str | None]:
         answer = self._text(self._ids).lstrip()
+        if not answer:
+            # White space before the thought says nothing. Kept, it would be decoded
+            # again with each further token.
+            self._ids.clear()
         if not answer.startswith(self._opening):
             may_begin = self._opening.startswith(answer.rstrip(REPLACEMENT))
             return ("unsure" if may_begin else "text"), None

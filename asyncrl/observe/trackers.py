@@ -256,8 +256,10 @@ class Background:
                         getattr(tracker, method)(*arguments)
                         sent[key] = arguments[0]
                         # After the call: if the process dies between both, the number
-                        # is sent twice, which is better than never.
-                        replace_text(path, json.dumps(sent))
+                        # is sent twice, which is better than never. So is a number
+                        # that a full disk cannot note: the tracker works.
+                        with contextlib.suppress(OSError):
+                            replace_text(path, json.dumps(sent))
 
     @contextlib.contextmanager
     def _turned_off(self, name: str, method: str) -> Iterator[None]:

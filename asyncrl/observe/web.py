@@ -214,10 +214,13 @@ def _status_key(path: Path) -> str:
     """Return the user's key, or the key of the file, kept over resumes."""
     if given := os.environ.get(KEY_ENV):
         return given
-    if not path.exists():
+    key = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    # An empty key would let in requests without one.
+    if not key:
+        key = secrets.token_hex(24)
         # In a file, so that Prometheus's config stays valid after a resume.
-        write_whole(path, secrets.token_hex(24), is_private=True)
-    return path.read_text(encoding="utf-8").strip()
+        write_whole(path, key, is_private=True)
+    return key
 
 
 def openmetrics(

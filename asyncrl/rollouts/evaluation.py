@@ -283,7 +283,13 @@ class Evaluation:
             # A hard link costs no copy and outlives the export. The trainer deletes all
             # but its two newest files v*.safetensors, so the name must not match.
             path = self.folder / f"eval-{version}.safetensors"
-            os.link(manifest.path, path)
+            try:
+                os.link(manifest.path, path)
+            except OSError as error:
+                what = f"cannot keep the weights as {path}: {error.strerror}"
+                way_out = "choose a disk with hard links for weight_sync.disk_dir."
+                self.give_up(ComponentError("evaluation", what, way_out=way_out))
+                return
             manifest = manifest.model_copy(update={"path": str(path)})
         self._keep(DueVersion(version, manifest, due))
 

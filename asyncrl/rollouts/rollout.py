@@ -256,7 +256,9 @@ class FailedRollout:
 
 
 def how_failed(num_attempts: int) -> str:
-    return f"failed {num_attempts} times, last" if num_attempts else "cannot be sampled"
+    if num_attempts == 0:
+        return "cannot be sampled"
+    return "failed" if num_attempts == 1 else f"failed {num_attempts} times, last"
 
 
 class RolloutRunner:
@@ -400,7 +402,13 @@ class SingleTurn:
         refused.
         """
         prompt, index = attempt.prompt, attempt.sample_index
-        prompt_ids = self._prompt_ids(prompt)
+        try:
+            prompt_ids = self._prompt_ids(prompt)
+        except ValueError as error:  # another attempt would render the same
+            raise PromptUnusable(
+                f"the chat template refuses prompt {prompt.prompt_id}: {error}",
+                way_out="correct the prompt's messages, or leave it out of the task.",
+            ) from error
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
