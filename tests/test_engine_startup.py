@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
 from launch_cases import EVAL, NO_TOKENS, OWN, load, machine
@@ -22,6 +23,7 @@ from asyncrl.launch.plan import make_plan
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
 from asyncrl_servers.embedded.kv_attention import LayerShape
+from asyncrl_servers.embedded.runner import PREFILL_ROWS, cut_calls
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -152,3 +154,14 @@ def test_a_model_with_experts_starts_at_the_defaults(
     refusal = refusal_of(capfd, build_engine, make_spec(folder, deterministic=True))
     assert "logits change" in refusal.error
     assert "rollout.deterministic=false" in refusal.way_out
+
+
+def test_part_longer_than_a_call_is_a_call_of_its_own() -> None:
+    """Without chunks a prompt is one part, however long it is."""
+    long, short = np.zeros(PREFILL_ROWS + 1, np.int64), np.zeros(5, np.int64)
+    for jobs in ([(0, long, 0), (1, short, 0)], [(1, short, 0), (0, long, 0)]):
+        calls = cut_calls(jobs, query_chunk=10 * PREFILL_ROWS)
+        assert [[part[0] for part in parts] for parts in calls] == [
+            [jobs[0][0]],
+            [jobs[1][0]],
+        ]

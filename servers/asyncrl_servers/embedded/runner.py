@@ -241,8 +241,8 @@ def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
         for start in range(first, len(ids), query_chunk):
             end = min(start + query_chunk, len(ids))
             # A part is never cut to fit, so a prompt's parts are the same in any
-            # company.
-            if end - start > room:
+            # company. Without chunks a part may be longer than a whole call.
+            if end - start > room and calls[-1]:
                 calls.append([])
                 room = PREFILL_ROWS
             calls[-1].append((slot, ids, start, end))
