@@ -82,6 +82,46 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
     assert "CUDA out of memory" in str(error)
 
 
+@pytest.mark.parametrize("dies_again", [False, True])
+def test_failed_turn_for_a_new_engine_ends_the_run(dies_again: bool) -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        house.worker.refuse["/offload"] = "a bug: once"
+        asked = house.ask(make_request(max_tokens=4000))
+        house.fakes[1].die()
+        if dies_again:
+            # its start, then the handover to the trainer
+            await asyncio.sleep(START_S + 2.5 * MOVE_S)
+            assert house.publisher.lease.phase.startswith("trainer: offload")
+            house.fakes[1].die()
+        async with asyncio.timeout(600):
+            await asked
+
+    error = fails(story)
+    assert "cannot be restarted: handing over failed while" in str(error)
+    assert "a bug: once" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("after_s", "phase"),
+    [(1.5 * MOVE_S, "trainer: onload"), (6.5 * MOVE_S, "publisher: push")],
+)
+def test_handover_limit_leaves_out_restarts(after_s: float, phase: str) -> None:
+    async def story(house: House) -> None:
+        async def kill() -> None:
+            await asyncio.sleep(after_s)
+            assert house.publisher.lease.phase.startswith(phase)
+            house.worker.die()
+
+        killing = house.tasks.create_task(kill(), name="killer")
+        await house.step()
+        await killing
+        assert house.announced == [1]
+        assert [what for what, _ in house.events] == ["trainer lost", "trainer up"]
+
+    live(story, timeout_s=START_S - 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

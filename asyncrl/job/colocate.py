@@ -106,6 +106,7 @@ class Colocated(ColocatedPush):
             timeout_s=self.timeout_s,
             on_change=self._changed.notify,
             resident=self.resident,
+            wait_up=self._wait_trainer,
         )
         self._handover = asyncio.Lock()
         self._num_needing = 0
@@ -165,10 +166,16 @@ class Colocated(ColocatedPush):
         """Extend the engines' turn until the block ends."""
         while True:
             async with self._handover:
-                if self.lease.state == "broken":
-                    what = f"{name} cannot be restarted: the device lease is broken: {self.lease.broken}"
+                # The trainer owns the devices although the train loop waits for the
+                # engines: a batch, and so the engines' turn, would never come.
+                if self.lease.failed and self.lease.owner != "engines":
+                    why = self.lease.failed
+                    if self.lease.broken:
+                        why = f"the device lease is broken: {self.lease.broken}"
                     raise ComponentError(
-                        "placement", what, way_out="start the run again to resume it."
+                        "placement",
+                        f"{name} cannot be restarted: {why}",
+                        way_out="start the run again to resume it.",
                     )
                 # The lock is held until the engine serves. A handover during the start
                 # would bring the trainer's state to devices where a process is loading
@@ -215,15 +222,21 @@ class Colocated(ColocatedPush):
             )
 
     async def _hand_to_trainer(self) -> TransferStats:
-        # A new trainer process needs the memory that the engines hold, and its restart
-        # may take longer than the lease allows for a call. So both come before the
-        # handover. The lease's own sleep then finds them asleep.
+        # A new trainer process needs the memory that the engines hold. So their sleep
+        # and its restart come before the handover. The lease's own sleep then finds
+        # them asleep.
         if not self.trainer.is_up:
             await asyncio.gather(
                 *self._calls(Call("engines", "sleep", ("kv", "weights"))).values()
             )
-            await self._needing(self.trainer.wait_up())
+            await self._wait_trainer()
         return await self.lease.hand_to("trainer")
+
+    async def _wait_trainer(self) -> int:
+        """Return once the trainer is up, with its number of restarts."""
+        # Needing: a push whose call has ended no longer lets the trainer restart.
+        await self._needing(self.trainer.wait_up())
+        return self.trainer.num_restarts
 
     def _calls(self, call: Call) -> Mapping[str, Awaitable[TransferStats]]:
         if call.of == "engines":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, ComponentError
-from asyncrl.base.waits import note_span, uncut, waiting, within
+from asyncrl.base.waits import note_span, uncut, waiting
 from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
@@ -90,8 +90,8 @@ class Lease:
 
     Life: idle -> handover -> generating or training -> handover -> ...; a failed undo
         breaks the lease.
-    Waits: hand_to and undo wait timeout_s at most per call; cancellation does not
-        interrupt an undo.
+    Waits: hand_to and undo wait timeout_s at most per call, apart from restarts of the
+        trainer; cancellation does not interrupt an undo.
     Invariant: one owner after the first turn, unless broken; the other side has
         released its memory.
     """
@@ -103,18 +103,23 @@ class Lease:
         timeout_s: float,
         on_change: Callable[[], None],
         resident: bool = False,
+        wait_up: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """`calls` begins a call and returns pending answers by process name.
-        `on_change`: of the state.
+        `on_change`: of the state. `wait_up` returns once the trainer is up, with its
+        number of restarts; None: it never restarts.
         """
         self._resident = resident
         self._calls = calls
         self._timeout_s = timeout_s
         self._on_change = on_change
+        self._wait_up = wait_up
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
         self.broken = ""
+        self.failed = ""
+        """Why the last handover failed; empty after one that did not."""
         self.num_handovers = 0
         self.num_phases = 0
 
@@ -158,6 +163,7 @@ class Lease:
             self.num_phases += 1
         self.owner = to
         self.state = RESTING[to]
+        self.failed = ""
         self.num_handovers += 1
         self._on_change()
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
@@ -172,7 +178,7 @@ class Lease:
         """Return (total bytes, first error)."""
         works = []
         for name, work in self._calls(call).items():
-            works.append(self._one(name, call.verb, work))
+            works.append(self._one(name, call, work))
         # Wait for all answers, even after an error: the undo must not begin while an
         # engine still works on this call.
         outcomes = await asyncio.gather(*works, return_exceptions=True)
@@ -189,16 +195,33 @@ class Lease:
             error = ComponentError("placement", "a call was cancelled from outside")
         return num_bytes, error
 
-    async def _one(self, name: str, verb: str, work: Awaitable[TransferStats]) -> int:
-        late = ComponentError(
+    async def _one(self, name: str, call: Call, work: Awaitable[TransferStats]) -> int:
+        working = asyncio.ensure_future(work)
+        num_restarts = 0
+        last_restarts: int | None = None
+        try:
+            with waiting(f"{call.verb} of {name}", on=name, who="handover"):
+                while not working.done():
+                    # The call of a trainer that restarts is repeated, and a recovery
+                    # may train for long on journaled batches. Only a trainer that was
+                    # up all the time is late.
+                    if call.of != "engines" and self._wait_up is not None:
+                        num_restarts = await self._wait_up()
+                    if num_restarts == last_restarts:
+                        raise self._late(name, call)
+                    last_restarts = num_restarts
+                    await asyncio.wait({working}, timeout=self._timeout_s)
+            return working.result().num_bytes
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    def _late(self, name: str, call: Call) -> ComponentError:
+        return ComponentError(
             name,
-            f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
+            f"{call.verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
             way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
         )
-        with waiting(f"{verb} of {name}", on=name, who="handover"):
-            async with within(self._timeout_s, lambda: late):
-                moved = await work
-        return moved.num_bytes
 
     async def _undo(self, why: str, error: BaseException) -> BaseException:
         """Bring the owner back despite cancellation; return the error to raise."""
@@ -210,6 +233,7 @@ class Lease:
         outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if self.broken:
             outcome = f"the lease is broken: {self.broken}"
+        self.failed = f"handing over failed while {phase!r}: {why}; {outcome}"
         if cancelled is not None or isinstance(error, asyncio.CancelledError):
             # A cancelled task must end with its CancelledError, or asyncio's timeouts
             # and groups lose count.
@@ -217,11 +241,10 @@ class Lease:
         if not isinstance(error, AsyncrlError):
             error.add_note(f"in a handover, while {phase!r}; {outcome}")
             return error
-        what = f"handing over failed while {phase!r}: {why}; {outcome}"
         way_out = error.way_out or "read the logs of the trainer and the engines."
         failed = ComponentError(
             "placement",
-            what,
+            self.failed,
             rule=error.rule,
             way_out=way_out,
         )
