@@ -367,3 +367,44 @@ async def test_new_engine_gets_the_weights_of_a_restarted_trainer() -> None:
         await sync.start_again(0)
         assert (sync.versions(), sync.fakes[0].weights) == ([1], "w1 of trainer 1")
         sync.running.cancel()
+
+
+@asynccontextmanager
+async def bringing_up_version_2() -> AsyncIterator[tuple[SharedSync, Any]]:
+    """Two engines serve version 1, whose trainer was lost. The bring-up of engine-1
+    exports version 2, which run() wants to push too.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        sync = SharedSync(tasks, [0.5, 0.5])
+        trainer = sync.trainer
+        assert isinstance(trainer, SharingTrainer)
+        trainer.step()
+        await asyncio.sleep(10.0)
+        trainer.die()
+        trainer.restart()
+        up = sync.start_again(1)
+        await asyncio.sleep(EXPORT_S / 2)
+        trainer.step()
+        yield sync, up
+        sync.running.cancel()
+
+
+@virtual
+async def test_run_pushes_a_version_whose_bring_up_was_cancelled() -> None:
+    async with bringing_up_version_2() as (sync, up):
+        await asyncio.sleep(EXPORT_S + PREPARE_S / 2)
+        up.cancel()
+        await asyncio.sleep(20.0)
+        assert [version for version, _ in sync.served] == [1, 2]
+        assert sync.versions() == [2, 0]
+
+
+@virtual
+async def test_train_loop_waits_for_the_export_after_a_bring_up() -> None:
+    async with bringing_up_version_2() as (sync, up):
+        await up
+        assert sync.versions() == [2, 2]
+        await asyncio.sleep(20.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await sync.publisher.wait_exported_or_busy(3)

@@ -496,7 +496,8 @@ class PushLoop(Publisher):
                     # an engine.
                     await exclusive.enter_async_context(self._lock)
                 if newest <= self._exported_version:
-                    continue  # bring_up has published it
+                    self._set_pushing(False)  # bring_up has published it
+                    continue
                 # `newest` is only a lower bound: the trainer may have trained on during
                 # the waits, and exports its newest weights.
                 manifest, export_s = await self._export(newest)
@@ -572,7 +573,14 @@ class PushLoop(Publisher):
         # run() may be waiting for the lock to push this very version; it must not push
         # it again.
         self._exported_version = manifest.version
-        await self._publish(manifest, 0.0, note)
+        try:
+            await self._publish(manifest, 0.0, note)
+        finally:
+            if self.version < manifest.version:
+                # Also after a cancellation, when this engine is parked: run() pushes
+                # the version to the other engines.
+                self._exported_version = self.version
+                self._down.add(name)
         if not lost and self.version < manifest.version:
             lost.append(
                 EngineLost(
@@ -614,14 +622,12 @@ class PushLoop(Publisher):
         # The train loop waits until the copy has begun: if the next step went first,
         # the export would have to wait for its end.
         self._set_pushing(False)
-        before = self._exported_version
         # Set before the copy is complete, so that the next step overlaps it. The
         # trainer changes no weight before the copy is complete (docs/decisions/0021).
         self._exported_version = await self._limited(newest, self.trainer.begin_export)
         self._set_pushing(True)
         manifest = await self._limited(newest, self.trainer.export)
         note_span("weight sync", "export", start, clock(), manifest.version)
-        self.num_skipped += manifest.version - before - 1
         # above the begun version if the trainer was restarted
         self._exported_version = manifest.version
         return manifest, clock() - start
@@ -652,6 +658,7 @@ class PushLoop(Publisher):
         self._announced = manifest
         self._num_restarts = num_restarts
         self._restarts_at_loss = -1
+        self.num_skipped += manifest.version - self.version - 1
         self.version = manifest.version
         self.report = replace(report, publish_s=export_s + report.publish_s)
         # First admit new groups: on_published may take the time of a download for an
