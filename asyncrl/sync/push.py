@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -466,7 +466,7 @@ class PushLoop(Publisher):
         self._lock = asyncio.Lock()
         """Held by a push, bring_up or leave."""
         self._announced: ExportResponse | None = None
-        self._is_first_push_due = False
+        self._is_push_due = False
         self._is_pushing = False
         self._exported_version = 0
         # The trainer's num_restarts when its weights were last lost; -1: they were not
@@ -514,11 +514,8 @@ class PushLoop(Publisher):
         """
         # A new process has the initial weights. After a resume these are too old, so
         # the engine waits until there is something to bring.
-        await self._changed.wait_for(
-            lambda: self._announced is not None or not self._is_first_push_due
-        )
         lost: list[EngineLost] = []
-        async with self._lock:
+        async with self._when_announced():
             if self._announced is not None:
                 manifest = self._announced
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
@@ -546,6 +543,20 @@ class PushLoop(Publisher):
             # Under the lock: a push that began before this line would leave the engine
             # out, and the engine would then serve an older version.
             self._down.discard(name)
+
+    @contextlib.asynccontextmanager
+    async def _when_announced(self) -> AsyncIterator[None]:
+        """Hold the lock, and nothing has to be announced first."""
+        while True:
+            await self._changed.wait_for(self._is_announced)
+            async with self._lock:
+                # A push that held the lock may have lost the weights.
+                if self._is_announced():
+                    yield
+                    return
+
+    def _is_announced(self) -> bool:
+        return self._announced is not None or not self._is_push_due
 
     async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
         """Publish a version above the announced one to all engines and to this new one.
@@ -599,7 +610,7 @@ class PushLoop(Publisher):
     def start_before_nowait(self, version: int) -> None:
         """Mark the engines as older than `version`. Call before run."""
         self._exported_version = version - 1
-        self._is_first_push_due = True
+        self._is_push_due = True
         self.version = self._exported_version
 
     async def wait_announced(self, version: int) -> None:
@@ -652,6 +663,14 @@ class PushLoop(Publisher):
             # The trainer's version is now above this number, so run() exports again at
             # once. Until then the engines serve the old version.
             self._exported_version = self.version
+            if self.is_held:
+                # Its memory has other weights than the announced ones: bring_up exports.
+                self._num_restarts = -1
+            else:
+                # The next export removes the announced file: bring_up waits for that
+                # version.
+                self._announced = None
+                self._is_push_due = True
             return
         # Also without a live engine: nothing samples then, and engines that come back
         # get this version before they serve.
