@@ -314,7 +314,10 @@ class Launcher:
         raise NotImplementedError
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Return the local path of downloaded weights. Raises ComponentError."""
+        """Return the local path of downloaded weights. Raises WeightsLost if the
+        trainer's node does not send them, NodeLost, or another ComponentError of the
+        node.
+        """
         raise NotImplementedError
 
     async def aclose(self) -> None: ...

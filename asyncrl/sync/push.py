@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from asyncrl.base.errors import (
     ComponentError,
     EngineLost,
-    NodeLost,
     PublishError,
     WeightsLost,
 )
@@ -37,7 +36,7 @@ Locate: TypeAlias = Callable[[str, Any], Awaitable[Any]]
 (NodeFiles.locate).
 """
 Fetch: TypeAlias = Callable[[int, FileRequest, float], Awaitable[str]]
-"""Download a file to a node within a limit in seconds. Raises ComponentError."""
+"""Download a file to a node within a limit in seconds (Launcher.fetch)."""
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
 
 
@@ -90,10 +89,11 @@ class NodeFiles:
         try:
             path = await self.fetch(node, request, self.timeout_s)
         except ComponentError as error:
-            # If the engine's node does not answer, only this engine is lost. Any other
-            # failure is taken as a loss of the weights, which another export may repair
-            # (_publish).
-            lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
+            # Another export may repair lost weights (_publish). If the engine's node does
+            # not answer or its disk is full, only this engine is lost. An evaluation is
+            # left out either way: its engine has no part in pushes.
+            are_lost = isinstance(error, WeightsLost) or purpose == "evaluation"
+            lost = WeightsLost if are_lost else EngineLost
             raise lost(
                 engine,
                 error.fault,
