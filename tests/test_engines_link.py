@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import Any
 
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 from token_cases import sampled_tokens
 
+from asyncrl.base.http import Caller, CallLost
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.records import VersionSpan
@@ -102,3 +107,25 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     assert [(frame.kind, len(frame.numbers)) for frame in sent[2:]] == [("abort", 298)]
     assert fake.health().num_queued == 0
     assert [len((await task).token_ids) for task in tasks[:2]] == [5, 6]
+
+
+def test_broken_link_names_its_cause() -> None:
+    async def send_no_frame(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        assert request.transport is not None
+        request.transport.write(b"\x83\x00")  # opcode 3 is reserved
+        await socket.receive()
+        return socket
+
+    async def story() -> None:
+        app = web.Application()
+        app.router.add_get("/link", send_no_frame)
+        async with TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            async with aclosing(Caller("engine-0", url, "a secret")) as caller:
+                socket = await caller.connect("/link")
+                with pytest.raises(CallLost, match="error: .*opcode=3"):
+                    await socket.receive()
+
+    asyncio.run(story())

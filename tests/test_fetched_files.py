@@ -6,16 +6,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from launch_cases import machine
 
 from asyncrl.base.errors import ComponentError, EngineLost, NodeLost, WeightsLost
 from asyncrl.base.http import Caller
+from asyncrl.launch.machine import Node
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import NodeFiles
@@ -109,11 +113,12 @@ def test_broken_download_is_repeated_and_a_lost_one_an_error(
             path = Path(await files.fetch(trainer.request("v1")))
             assert path.read_bytes() == (tmp_path / "v1").read_bytes()
             assert trainer.num_requests == 3
-            with pytest.raises(OSError, match="/staged/v2 answered 404"):
+            with pytest.raises(ConnectionError, match="/staged/v2 answered 404"):
                 await files.fetch(trainer.request("v2"))
             trainer.hangs = True
             with pytest.raises(ConnectionError, match="is silent"):
                 await files.fetch(trainer.request("v2"))
+            assert [*files.folder.glob("*.*")] == [path]
 
     asyncio.run(story())
 
@@ -130,13 +135,59 @@ SENT = ExportResponse(
 )
 
 
+class FakeActor:
+    """A node's actor in Ray, whose fetch() raises `error` there."""
+
+    def __init__(self, error: Exception) -> None:
+        from ray.exceptions import RayTaskError
+
+        raised = RayTaskError("fetch", f"Traceback\n{error!r}", error)
+        self._error = raised.as_instanceof_cause()
+
+    def _answer(self, outcome: Any) -> Any:
+        answer = Future[Any]()
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: answer))
+
+    def __getattr__(self, method: str) -> Any:
+        return self._answer(self._error if method == "fetch" else None)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ConnectionError("v1 is silent"), WeightsLost),
+        (OSError(28, "No space left on device"), ComponentError),
+    ],
+)
+def test_node_says_whether_the_weights_are_lost(
+    error: Exception, outcome: type[ComponentError]
+) -> None:
+    from asyncrl.launch.ray_launcher import RayNode
+
+    async def story() -> None:
+        node = RayNode(Node("n1", "10.0.0.2", machine(0)), lambda: FakeActor(error), {})
+        await node.open()
+        request = FileRequest(url="v1", secret=SECRET, key="v1", purpose="rollout")
+        with pytest.raises(ComponentError, match="fetch failed") as caught:
+            await node.fetch(request, 5.0)
+        assert type(caught.value) is outcome
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(
     ("engine", "error", "outcome", "asked"),
     [
         ("engine-0", None, SENT.path, []),
         ("engine-1", None, "on node 1", [1]),
         ("engine-1", NodeLost("n1", "the node is gone"), EngineLost, [1]),
-        ("engine-1", ComponentError("n1", "is silent"), WeightsLost, [1]),
+        ("engine-1", ComponentError("n1", "its disk is full"), EngineLost, [1]),
+        ("engine-1", WeightsLost("n1", "is silent"), WeightsLost, [1]),
     ],
 )
 def test_engines_of_other_nodes_read_a_download(

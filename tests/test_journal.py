@@ -351,6 +351,21 @@ def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
     with_journal(tmp_path / "journal.sqlite", story)
 
 
+def test_rollout_without_tokens_leaves_the_oldest_version(tmp_path: Path) -> None:
+    async def story(journal: Journal) -> None:
+        admit(journal, 0)
+        sampled = make_trajectory(0, 1, version=3)
+        for index in (0, 2):
+            tokens = replace(sampled.tokens, spans=())
+            empty = replace(sampled, sample_index=index, tokens=tokens)
+            journal.rollout_finished_nowait(GroupId(0), (empty,))
+            if index == 0:
+                journal.rollout_finished_nowait(GroupId(0), (sampled,))
+
+    path = with_journal(tmp_path / "journal.sqlite", story)
+    assert asked(path, group_story, 0)["oldest_version"] == 3
+
+
 def test_compaction_changes_no_number(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 

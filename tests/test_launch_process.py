@@ -20,10 +20,13 @@ import pytest
 from job_runs import is_fork_server
 
 from asyncrl.base import files as staging
+from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
 from asyncrl.launch.processes import (
+    LOG_END_BYTES,
     ChildProcess,
+    Process,
     ProcessSpec,
     group_members,
     start_process,
@@ -232,3 +235,17 @@ def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     staging.new_staging_dir(tmp_path)
     staging.clear_own_staging()
     assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
+
+
+def test_death_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
+    process = Process("engine-0", tmp_path / "engine-0.log")
+    early, late = (
+        fatal_line(ErrorBody(error=f"{when} words")) for when in ("first", "last")
+    )
+    filler = "x" * LOG_END_BYTES
+    (tmp_path / "engine-0.log").write_text(f"{early}\n{filler}\nthe end\n")
+    assert not process.is_refused()
+    assert "the end" in process.death().fault
+    (tmp_path / "engine-0.log").write_text(f"{filler}\n{late}\n")
+    assert process.is_refused()
+    assert process.death().fault == "last words"

@@ -165,11 +165,55 @@ async def test_lost_weights_are_exported_again_once(num_losses: int) -> None:
 
     with pytest.raises(ExceptionGroup) if num_losses > 1 else nullcontext() as caught:
         async with publishing(0.5, 0.5, locate=locate) as sync:
-            sync.trainer.step()
+            for _ in range(3):
+                sync.trainer.step()
             await asyncio.sleep(2 * (EXPORT_S + PREPARE_S) + 5.0)
-            assert (sync.lost, sync.versions()) == ([], [1, 1])
-            assert [version for version, _ in sync.served] == [1]
+            assert (sync.lost, sync.versions()) == ([], [3, 3])
+            assert [version for version, _ in sync.served] == [3]
+            assert sync.publisher.num_skipped == 2
     assert caught is None or caught.value.exceptions == (gone,)
+
+
+class FilesTrainer(FakeTrainer):
+    """Keeps the files of its two newest exports."""
+
+    kept: tuple[str, ...] = ()
+
+    async def export(self) -> ExportResponse:
+        answer = await super().export()
+        older = [path for path in self.kept if path != answer.path]
+        self.kept = (*older[-1:], answer.path)
+        return answer
+
+
+@virtual
+async def test_new_engine_after_lost_weights_waits_for_the_next_version() -> None:
+    async def locate(engine: str, sent: Any) -> Any:
+        if engine == "engine-0" and sent.version == 2:
+            raise WeightsLost(engine, "no node has them")
+        return sent
+
+    async with publishing(0.5, 0.5, locate=locate, make_trainer=FilesTrainer) as sync:
+        trainer = sync.trainer
+        assert isinstance(trainer, FilesTrainer)
+
+        def read(request: PrepareRequest) -> dict[str, bytes]:
+            if request.path not in trainer.kept:
+                raise Refused(400, f"{request.path} is missing")
+            return {}
+
+        trainer.step()
+        await asyncio.sleep(10.0)
+        trainer.step()
+        await asyncio.sleep(EXPORT_S + PREPARE_S / 2)
+        trainer.step()
+        # Version 2 is lost when all engines have prepared it; version 3 is exported.
+        await asyncio.sleep(PREPARE_S / 2 + EXPORT_S / 2)
+        up = sync.start_again(1)
+        sync.fakes[1].engine.weights.read = read  # type: ignore[method-assign]
+        await up
+        await asyncio.sleep(20.0)
+        assert sync.versions() == [3, 3]
 
 
 @virtual
@@ -367,3 +411,44 @@ async def test_new_engine_gets_the_weights_of_a_restarted_trainer() -> None:
         await sync.start_again(0)
         assert (sync.versions(), sync.fakes[0].weights) == ([1], "w1 of trainer 1")
         sync.running.cancel()
+
+
+@asynccontextmanager
+async def bringing_up_version_2() -> AsyncIterator[tuple[SharedSync, Any]]:
+    """Two engines serve version 1, whose trainer was lost. The bring-up of engine-1
+    exports version 2, which run() wants to push too.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        sync = SharedSync(tasks, [0.5, 0.5])
+        trainer = sync.trainer
+        assert isinstance(trainer, SharingTrainer)
+        trainer.step()
+        await asyncio.sleep(10.0)
+        trainer.die()
+        trainer.restart()
+        up = sync.start_again(1)
+        await asyncio.sleep(EXPORT_S / 2)
+        trainer.step()
+        yield sync, up
+        sync.running.cancel()
+
+
+@virtual
+async def test_run_pushes_a_version_whose_bring_up_was_cancelled() -> None:
+    async with bringing_up_version_2() as (sync, up):
+        await asyncio.sleep(EXPORT_S + PREPARE_S / 2)
+        up.cancel()
+        await asyncio.sleep(20.0)
+        assert [version for version, _ in sync.served] == [1, 2]
+        assert sync.versions() == [2, 0]
+
+
+@virtual
+async def test_train_loop_waits_for_the_export_after_a_bring_up() -> None:
+    async with bringing_up_version_2() as (sync, up):
+        await up
+        assert sync.versions() == [2, 2]
+        await asyncio.sleep(20.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await sync.publisher.wait_exported_or_busy(3)

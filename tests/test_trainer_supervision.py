@@ -154,6 +154,21 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     assert len(process.started_at) == 3
 
 
+def test_tries_without_a_node_are_no_failed_starts() -> None:
+    async def story(house: House) -> None:
+        (process,) = house.ranks
+        process.child.is_node_gone = True
+        house.server.die()
+        await asyncio.sleep(16.0)
+        assert len(process.started_at) == 3
+        process.child.is_node_gone = False
+        process.fails_to_start = 1
+        await house.steps(1)
+        house.check()
+
+    live(story)
+
+
 def test_process_without_a_first_answer_is_late() -> None:
     async def story() -> None:
         fake = FakeTrainerServer()

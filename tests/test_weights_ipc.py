@@ -211,3 +211,6 @@ def test_each_worker_opens_the_memory_of_its_device(
         monkeypatch.setattr(ipc, "name_of", lambda _, rank=rank: f"uuid-{rank}")
         with ipc.TrainerMemory(CPU).opened(request) as tensors:
             assert tensors["one"].tolist() == [rank] * 3
+    monkeypatch.setattr(ipc, "name_of", lambda _: "uuid-4")
+    with pytest.raises(Refused, match="not of 'uuid-4'"):
+        ipc.TrainerMemory(CPU).tensors(request)

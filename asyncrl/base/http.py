@@ -96,7 +96,9 @@ class FrameSocket:
     async def receive(self) -> bytes:
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.BINARY:
-            why = f"the connection ended ({message.type.name.lower()}: {message.extra or ''})"
+            # A close has its reason in `extra`; an error is in `data`.
+            detail = message.extra or message.data or ""
+            why = f"the connection ended ({message.type.name.lower()}: {detail})"
             raise CallLost(self._server, self._path, why)
         data: bytes = message.data
         return data

@@ -141,17 +141,18 @@ def _rollout_finished(
         (span.version for branch in rollout for span in branch.tokens.spans),
         default=None,
     )
+    # SQLite's min() with a NULL is NULL, and a rollout may have no sampled token.
     connection.execute(
-        "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
-        " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?), ?)"
-        " WHERE group_id = ?",
-        (
-            sum(branch.num_sampled for branch in rollout),
-            float(rollout[0].reward),
-            oldest,
-            oldest,
-            group_id,
-        ),
+        "UPDATE groups SET num_rollouts = num_rollouts + 1,"
+        " num_sampled = num_sampled + :num_sampled, reward_sum = reward_sum + :reward,"
+        " oldest_version = min(coalesce(oldest_version, :oldest), coalesce(:oldest, oldest_version))"
+        " WHERE group_id = :group",
+        {
+            "num_sampled": sum(branch.num_sampled for branch in rollout),
+            "reward": float(rollout[0].reward),
+            "oldest": oldest,
+            "group": group_id,
+        },
     )
     # Not _lose(): the tokens of the partial completion are in the trajectory now, and
     # would be counted twice.

@@ -31,6 +31,8 @@ from asyncrl.messages.engine_api import FileRequest
 logger = logging.getLogger("asyncrl.launch.processes")
 
 LOG_TAIL_LINES = 12
+LOG_END_BYTES = 2**18
+"""The end of a log that is read, in the event loop; a log may have gigabytes."""
 GROUP_TIMEOUT_S = 12.0
 """Longer than an engine server's guard takes to end its group."""
 TERM_TIMEOUT_S = 5.0
@@ -137,8 +139,10 @@ class Process:
         )
 
     def _log(self) -> str:
+        """Return the last LOG_END_BYTES of this process's log."""
         with contextlib.suppress(OSError), Path(self.log_path).open("rb") as file:
-            file.seek(self._log_start)
+            num_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, num_bytes - LOG_END_BYTES))
             return file.read().decode("utf-8", errors="replace")
         return ""
 
@@ -314,7 +318,10 @@ class Launcher:
         raise NotImplementedError
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Return the local path of downloaded weights. Raises ComponentError."""
+        """Return the local path of downloaded weights. Raises WeightsLost if the
+        trainer's node does not send them, NodeLost, or another ComponentError of the
+        node.
+        """
         raise NotImplementedError
 
     async def aclose(self) -> None: ...

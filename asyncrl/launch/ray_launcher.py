@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from asyncrl.base.errors import ComponentError, ConfigError, NodeLost
+from asyncrl.base.errors import ComponentError, ConfigError, NodeLost, WeightsLost
 from asyncrl.base.waits import waiting
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import ONE_THREAD
@@ -191,7 +191,7 @@ class RayLauncher(Launcher):
         return int(await self._held[node].call("free_port"))
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        return str(await self._held[node].call("fetch", request, timeout_s=timeout_s))
+        return await self._held[node].fetch(request, timeout_s)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
@@ -300,6 +300,20 @@ class RayNode:
             raise self.gone(
                 self.node.name, f"does not answer: {_reason(error)}"
             ) from error
+
+    async def fetch(self, request: FileRequest, timeout_s: float) -> str:
+        """Raises NodeLost without an answer, WeightsLost if the trainer's node does not
+        send the file, and ComponentError if this node cannot keep it.
+        """
+        try:
+            return str(await self.call("fetch", request, timeout_s=timeout_s))
+        except NodeLost:
+            raise
+        except ComponentError as error:
+            # FetchedFiles.fetch raises it on the node, and Ray hands its class on.
+            if isinstance(error.__cause__, ConnectionError):
+                raise WeightsLost(error.component, error.fault) from error
+            raise
 
     async def aclose(self) -> None:
         with contextlib.suppress(ComponentError):

@@ -273,7 +273,9 @@ class Supervisor:
                 with waiting("its new process", on=self._processes[0].name):
                     await start_all(self._processes)
             except ComponentError as error:
-                self._num_failed_starts += 1
+                # A missing node has its own limit, NODE_WAIT_S.
+                if not isinstance(error, NodeLost):
+                    self._num_failed_starts += 1
                 return error
             finally:
                 self.is_starting = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from asyncrl.base.errors import (
     ComponentError,
     EngineLost,
-    NodeLost,
     PublishError,
     WeightsLost,
 )
@@ -37,7 +36,7 @@ Locate: TypeAlias = Callable[[str, Any], Awaitable[Any]]
 (NodeFiles.locate).
 """
 Fetch: TypeAlias = Callable[[int, FileRequest, float], Awaitable[str]]
-"""Download a file to a node within a limit in seconds. Raises ComponentError."""
+"""Download a file to a node within a limit in seconds (Launcher.fetch)."""
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
 
 
@@ -90,10 +89,11 @@ class NodeFiles:
         try:
             path = await self.fetch(node, request, self.timeout_s)
         except ComponentError as error:
-            # If the engine's node does not answer, only this engine is lost. Any other
-            # failure is taken as a loss of the weights, which another export may repair
-            # (_publish).
-            lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
+            # Another export may repair lost weights (_publish). If the engine's node does
+            # not answer or its disk is full, only this engine is lost. An evaluation is
+            # left out either way: its engine has no part in pushes.
+            are_lost = isinstance(error, WeightsLost) or purpose == "evaluation"
+            lost = WeightsLost if are_lost else EngineLost
             raise lost(
                 engine,
                 error.fault,
@@ -466,7 +466,7 @@ class PushLoop(Publisher):
         self._lock = asyncio.Lock()
         """Held by a push, bring_up or leave."""
         self._announced: ExportResponse | None = None
-        self._is_first_push_due = False
+        self._is_push_due = False
         self._is_pushing = False
         self._exported_version = 0
         # The trainer's num_restarts when its weights were last lost; -1: they were not
@@ -496,7 +496,8 @@ class PushLoop(Publisher):
                     # an engine.
                     await exclusive.enter_async_context(self._lock)
                 if newest <= self._exported_version:
-                    continue  # bring_up has published it
+                    self._set_pushing(False)  # bring_up has published it
+                    continue
                 # `newest` is only a lower bound: the trainer may have trained on during
                 # the waits, and exports its newest weights.
                 manifest, export_s = await self._export(newest)
@@ -513,11 +514,8 @@ class PushLoop(Publisher):
         """
         # A new process has the initial weights. After a resume these are too old, so
         # the engine waits until there is something to bring.
-        await self._changed.wait_for(
-            lambda: self._announced is not None or not self._is_first_push_due
-        )
         lost: list[EngineLost] = []
-        async with self._lock:
+        async with self._when_announced():
             if self._announced is not None:
                 manifest = self._announced
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
@@ -546,6 +544,20 @@ class PushLoop(Publisher):
             # out, and the engine would then serve an older version.
             self._down.discard(name)
 
+    @contextlib.asynccontextmanager
+    async def _when_announced(self) -> AsyncIterator[None]:
+        """Hold the lock, and nothing has to be announced first."""
+        while True:
+            await self._changed.wait_for(self._is_announced)
+            async with self._lock:
+                # A push that held the lock may have lost the weights.
+                if self._is_announced():
+                    yield
+                    return
+
+    def _is_announced(self) -> bool:
+        return self._announced is not None or not self._is_push_due
+
     async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
         """Publish a version above the announced one to all engines and to this new one.
         Raises EngineLost.
@@ -572,7 +584,14 @@ class PushLoop(Publisher):
         # run() may be waiting for the lock to push this very version; it must not push
         # it again.
         self._exported_version = manifest.version
-        await self._publish(manifest, 0.0, note)
+        try:
+            await self._publish(manifest, 0.0, note)
+        finally:
+            if self.version < manifest.version:
+                # Also after a cancellation, when this engine is parked: run() pushes
+                # the version to the other engines.
+                self._exported_version = self.version
+                self._down.add(name)
         if not lost and self.version < manifest.version:
             lost.append(
                 EngineLost(
@@ -591,7 +610,7 @@ class PushLoop(Publisher):
     def start_before_nowait(self, version: int) -> None:
         """Mark the engines as older than `version`. Call before run."""
         self._exported_version = version - 1
-        self._is_first_push_due = True
+        self._is_push_due = True
         self.version = self._exported_version
 
     async def wait_announced(self, version: int) -> None:
@@ -614,14 +633,12 @@ class PushLoop(Publisher):
         # The train loop waits until the copy has begun: if the next step went first,
         # the export would have to wait for its end.
         self._set_pushing(False)
-        before = self._exported_version
         # Set before the copy is complete, so that the next step overlaps it. The
         # trainer changes no weight before the copy is complete (docs/decisions/0021).
         self._exported_version = await self._limited(newest, self.trainer.begin_export)
         self._set_pushing(True)
         manifest = await self._limited(newest, self.trainer.export)
         note_span("weight sync", "export", start, clock(), manifest.version)
-        self.num_skipped += manifest.version - before - 1
         # above the begun version if the trainer was restarted
         self._exported_version = manifest.version
         return manifest, clock() - start
@@ -646,12 +663,21 @@ class PushLoop(Publisher):
             # The trainer's version is now above this number, so run() exports again at
             # once. Until then the engines serve the old version.
             self._exported_version = self.version
+            if self.is_held:
+                # Its memory has other weights than the announced ones: bring_up exports.
+                self._num_restarts = -1
+            else:
+                # The next export removes the announced file: bring_up waits for that
+                # version.
+                self._announced = None
+                self._is_push_due = True
             return
         # Also without a live engine: nothing samples then, and engines that come back
         # get this version before they serve.
         self._announced = manifest
         self._num_restarts = num_restarts
         self._restarts_at_loss = -1
+        self.num_skipped += manifest.version - self.version - 1
         self.version = manifest.version
         self.report = replace(report, publish_s=export_s + report.publish_s)
         # First admit new groups: on_published may take the time of a download for an

@@ -31,7 +31,9 @@ class FetchedFiles:
         self._kept = defaultdict[str, list[Path]](list)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Return the local path. Raises OSError."""
+        """Return the local path. Raises ConnectionError if the trainer's node does not
+        send the file, and another OSError if this node cannot keep it.
+        """
         # Engines of the node ask at the same time: the first downloads, the others find
         # the file.
         async with self._locks[request.purpose]:
@@ -46,9 +48,12 @@ class FetchedFiles:
                 try:
                     await download(request, path)
                 except aiohttp.ClientResponseError as error:
-                    raise OSError(
+                    raise ConnectionError(
                         f"{request.url} answered {error.status} {error.message}"
                     ) from error
+                finally:
+                    # A failed download must not stay in shared memory.
+                    part_of(path).unlink(missing_ok=True)
                 kept.append(path)
             return str(path)
 
@@ -56,10 +61,15 @@ class FetchedFiles:
         remove_staging_dir(self.folder)
 
 
+def part_of(path: Path) -> Path:
+    """Return the name of a file while it is downloaded."""
+    return path.with_suffix(".part")
+
+
 async def download(request: FileRequest, path: Path) -> None:
-    """Raises ConnectionError after SILENT_S without data."""
+    """Raises ConnectionError after SILENT_S without data, and ClientResponseError."""
     clock = asyncio.get_running_loop().time
-    part = path.with_suffix(".part")
+    part = part_of(path)
     limits = aiohttp.ClientTimeout(
         total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S
     )

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import (
     ChunkMemory,
     LoadChunkRequest,
@@ -438,6 +439,14 @@ class TrainerMemory:
         if self._memory is None or self._memory.handle not in handles:
             here = name_of(self._device)
             own = [handle for handle in handles if handle.device == here]
+            if not own:
+                there = [handle.device for handle in handles]
+                raise Refused(
+                    400,
+                    f"the trainer shares memory of the devices {there}, not of {here!r}",
+                    rule="an engine opens the memory of its own device",
+                    way_out="set weight_sync.transport=shm.",
+                )
             self._memory = None  # before the next one is opened
             self._memory = open_memory(own[0], self._device)
         return views(request.memory.tensors, self._memory.data)
