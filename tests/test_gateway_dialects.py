@@ -24,7 +24,8 @@ from openai.types.completion_create_params import (
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
-from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers, anthropic_error
+from asyncrl.agents.endpoint.calls import KeptAnswers
+from asyncrl.agents.endpoint.dialects import Dialect, anthropic_error
 from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallRequest,

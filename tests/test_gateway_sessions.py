@@ -23,14 +23,14 @@ from gateway_cases import (
 from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.capture import ChatNode
+from asyncrl.agents.endpoint.calls import GatewayCall
+from asyncrl.agents.endpoint.chat_node import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.sessions import (
     MAX_REMEMBERED,
     NUM_RETRIED,
     OPEN_SHARE,
-    GatewayCall,
     GatewaySession,
     Retries,
     Written,

@@ -51,7 +51,7 @@ async def events_of(world: World, path: str) -> AsyncIterator[bytes]:
 async def test_held_streams_begin_and_ping(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(f"{SESSIONS}.PING_S", 0.01)
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.PING_S", 0.01)
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
         world.session.slots = asyncio.Semaphore(0)
@@ -91,7 +91,7 @@ async def test_streams_behind_many_waiting_ones_begin_at_once(
 
 @in_loop
 async def test_official_clients_accept_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SESSIONS}.PING_S", 0.0)
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.PING_S", 0.0)
     async with talking("One. Two.") as talk:
         async with talk.gpt.chat.completions.stream(model="m", messages=HI) as stream:
             assert (await stream.get_final_completion()).choices[

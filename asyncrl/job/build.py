@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -27,19 +26,18 @@ from asyncrl.job.agent_runtime import (
 from asyncrl.job.check import check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
+from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.live_settings import read_wanted
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, Servers, start_mps
-from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
@@ -64,30 +62,6 @@ if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Components:
-    fleet: Fleet
-    journal: Journal
-    feed: PromptSource
-    scorer: Scorers
-    pins: tuple[ModelPin, DataPin]
-    tokenizer: HFChatTokenizer
-    special_tokens: SpecialTokens
-    trainer: SupervisedTrainer
-    engines: EnginePool
-    scale: EngineScale
-    buffer: Buffer
-    producers: Producers
-    scheduler: WeightScheduler
-    checkpointer: Checkpointer
-    evaluation: Evaluation | None
-    agents: AgentRuntime | None
-
-    def write_pins(self) -> None:
-        for pin in self.pins:
-            pin.write()
 
 
 async def build(

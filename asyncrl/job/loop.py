@@ -37,7 +37,8 @@ from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
-from asyncrl.job.build import Components, build
+from asyncrl.job.build import build
+from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
     Lifecycle,
     locked_run_dir,

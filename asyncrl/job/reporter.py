@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig
+from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
@@ -52,7 +53,6 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step_metrics import GAP_WARNING
 
 if TYPE_CHECKING:
-    from asyncrl.job.build import Components
     from asyncrl.observe.web import WebServer
 
 logger = logging.getLogger("asyncrl.job.reporter")

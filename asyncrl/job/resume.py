@@ -11,13 +11,14 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.run_config import key_of
+from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
@@ -27,9 +28,6 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import SUMMARY_FILE, journal_path, read_object
-
-if TYPE_CHECKING:
-    from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
 

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 from pydantic import FailFast, Field
 from pydantic_core import PydanticCustomError, from_json
 
+from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
 from asyncrl.agents.endpoint.dialects import (
     Block,
     Dialect,
-    Kept,
-    KeptAnswers,
     Read,
     Writer,
     anthropic_error,
     encoded,
     grow_blocks,
-    kept_answer,
     whole_blocks,
 )
 from asyncrl.agents.endpoint.requests import (
@@ -38,7 +36,6 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall
     from asyncrl.agents.endpoint.tool_formats import Part
 
 

@@ -13,15 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.agents.endpoint.chat_node import ChatNode, Prefix
 from asyncrl.agents.endpoint.prefix_match import (
     Chain,
     ChatMatcher,
-    Deviation,
     Frame,
     How,
     Message,
     Messages,
-    Prefix,
     PromptMatch,
     Recorded,
     Roles,
@@ -45,86 +44,6 @@ from asyncrl.messages.worker_api import (
     answer_text,
     decode_after,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChatNode:
-    """A recorded completion. `tokens` follow the parent's: `num_added` prompt tokens,
-    then sampled ones.
-
-    `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a
-    chat: `num_messages` with the answer, `key` in a Chain, and `text`, the text of all
-    ids or None.
-    """
-
-    name: str
-    order: int
-    parent: ChatNode | None
-    tokens: Tokens
-    num_added: int
-    is_truncated: bool
-    num_interruptions: int
-    whole: Prefix
-    num_messages: int
-    key: bytes
-    text: Prefix | None
-    is_trained: bool = True
-    deviations: Sequence[Deviation] = ()
-    shown: Prefix | None = None
-    """PromptMatch.shown"""
-
-    @property
-    def ids(self) -> npt.NDArray[np.int32]:
-        return self.tokens.ids
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.tokens) - self.num_added
-
-    @property
-    def sampled_ids(self) -> npt.NDArray[np.int32]:
-        return self.ids[self.num_added :]
-
-    @property
-    def has_loss(self) -> bool:
-        return self.is_trained and self.num_sampled > 0
-
-    @property
-    def content(
-        self,
-    ) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """Return a sort key independent of arrival and engine."""
-        spans = tuple(
-            (span.start, span.end, span.version) for span in self.tokens.spans
-        )
-        # big-endian, so that bytes sort like ids
-        ids = self.ids.astype(">i4").tobytes()
-        logprobs = self.tokens.behaviour_logprobs.tobytes()
-        return (
-            ids,
-            self.num_added,
-            logprobs,
-            spans,
-            self.is_truncated,
-            self.num_interruptions,
-        )
-
-    def path(self) -> list[ChatNode]:
-        nodes = [self]
-        while (parent := nodes[-1].parent) is not None:
-            nodes.append(parent)
-        nodes.reverse()
-        return nodes
-
-    def all_ids(self) -> npt.NDArray[np.int32]:
-        return np.concatenate([node.ids for node in self.path()])
-
-    def last_ids(self, number: int) -> list[int]:
-        """Return the last `number` ids of all_ids()."""
-        ids = self.ids
-        if len(ids) < number and self.parent is not None:
-            ids = np.concatenate([self.parent.last_ids(number - len(ids)), ids])
-        return [int(token) for token in ids[-number:]]
 
 
 @dataclass(slots=True)

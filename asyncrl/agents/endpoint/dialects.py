@@ -5,43 +5,22 @@ list of models.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.calls import NOT_KEPT, GatewayCall, Kept, KeptAnswers
+from asyncrl.agents.endpoint.requests import ApiError
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall
     from asyncrl.agents.endpoint.tool_formats import Part
 
 Event = Mapping[str, Any]
-
-
-class Kept(NamedTuple):
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    items: Sequence[Mapping[str, Any]] = ()
-    """Of a response, for later references."""
-
-
-KeptAnswers = Newest[str, Kept]
-"""Messages through delivered answers of a session, by the ids of their calls."""
-
-
-def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
-    """Return the chat through the answer `name`. Raises ApiError: 404."""
-    if (answer := kept.get(name)) is not None:
-        return answer
-    why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
-    raise ApiError(
-        404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param
-    )
 
 
 class Writer(ABC):
@@ -155,7 +134,6 @@ async def grow_blocks(
 
 # ---- errors and models
 
-NOT_KEPT = "previous_response_not_found"
 ANTHROPIC_ERRORS = {
     401: "authentication_error",
     402: "billing_error",

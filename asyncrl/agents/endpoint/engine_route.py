@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
-from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.calls import GatewayCall
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import Frame, PromptMatch, Roles
@@ -26,7 +28,6 @@ from asyncrl.agents.endpoint.requests import (
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import (
-    GatewayCall,
     GatewaySession,
     Sessions,
     engine_unavailable,
@@ -77,7 +78,41 @@ class EngineRoute:
         self.reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
-        self.open_nowait = partial(GatewaySession, self.sessions, self)
+        self.opened = WeakSet[GatewaySession]()
+        """Sessions whose calls this route answers."""
+
+    def open_nowait(
+        self,
+        rollout_id: str,
+        *,
+        prompt_id: str,
+        sample_index: int,
+        attempt: int,
+        route_key: str,
+        user_key: str | None = None,
+        shows_special: bool = True,
+    ) -> GatewaySession:
+        """Open a session; the caller ends it."""
+        capture = Capture(
+            self.tokenizer,
+            self.counts,
+            self.tool_format.thinking,
+            keeps_thoughts=self.sessions.limits.thoughts == "keep",
+            frames=self.frames,
+        )
+        session = GatewaySession(
+            self.sessions,
+            capture,
+            rollout_id,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            attempt=attempt,
+            route_key=route_key,
+            user_key=user_key,
+            shows_special=shows_special,
+        )
+        self.opened.add(session)
+        return session
 
     async def read(
         self, session: GatewaySession, dialect: Dialect, body: bytes

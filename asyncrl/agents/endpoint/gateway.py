@@ -32,16 +32,16 @@ from uvicorn.server import ServerState
 
 from asyncrl.agents.endpoint import openapi
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
+from asyncrl.agents.endpoint.calls import GatewayCall
 from asyncrl.agents.endpoint.capture import GatewayStats
+from asyncrl.agents.endpoint.chat_node import Deviation
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
-from asyncrl.agents.endpoint.prefix_match import Deviation
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules, invalid
 from asyncrl.agents.endpoint.sessions import (
     CLIENT_GONE,
     MAX_REMEMBERED,
-    GatewayCall,
     GatewaySession,
     Sessions,
     Written,
@@ -107,6 +107,7 @@ class Gateway:
         self._route = EngineRoute(
             self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke
         )
+        self._routes = [self._route]
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self.app = self._app(extra_routes)
@@ -150,13 +151,18 @@ class Gateway:
         )
         # This runs __post_init__ again: the new route has its own counts, locks and
         # frames. It shares the sessions and the verdicts on grammars.
-        return replace(
+        route = replace(
             self._route,
             engine=engine,
             rules=rules,
             seed_of=seed_of,
             on_broken=on_broken,
         )
+        self._routes.append(route)
+        return route
+
+    def _route_of(self, session: GatewaySession) -> EngineRoute:
+        return next(route for route in self._routes if session in route.opened)
 
     def bind(self) -> str:
         """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
@@ -299,7 +305,7 @@ class Gateway:
         """Record an answer; return the rest to write, and whether it is a stream.
         Raises ApiError.
         """
-        route = session.route
+        route = self._route_of(session)
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
@@ -332,7 +338,11 @@ class Gateway:
         async with session.in_hand(request.scope["connection"]):
             body = await read_body(request, MAX_BODY_BYTES)
             return JSONResponse(
-                {"input_tokens": await session.route.count(session, MESSAGES, body)}
+                {
+                    "input_tokens": await self._route_of(session).count(
+                        session, MESSAGES, body
+                    )
+                }
             )
 
     async def _models(self, request: Request) -> Response:

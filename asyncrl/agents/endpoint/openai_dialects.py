@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from pydantic import ConfigDict, FailFast
 from typing_extensions import TypedDict
 
+from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
 from asyncrl.agents.endpoint.dialects import (
     Block,
     Dialect,
-    Kept,
-    KeptAnswers,
     Read,
     Step,
     Writer,
     encoded,
     grow_blocks,
-    kept_answer,
     whole_blocks,
 )
 from asyncrl.agents.endpoint.requests import (
@@ -41,7 +39,6 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall
     from asyncrl.agents.endpoint.tool_formats import AnswerPiece, Part
 
 

@@ -17,13 +17,13 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.agents.endpoint.chat_node import ChatNode, Deviation, Prefix
 from asyncrl.agents.endpoint.tool_formats import (
     Marks,
     close_thought,
@@ -31,9 +31,6 @@ from asyncrl.agents.endpoint.tool_formats import (
     split_thought,
 )
 from asyncrl.messages.worker_api import ChatTokenizer, new_hash
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.capture import ChatNode
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -43,34 +40,7 @@ How = Literal["new", "extended", "realigned", "edited"]
 cannot be cut after it.
 """
 
-Deviation = Literal["thought", "opening", "end_token", "form"]
-"""Part of a realigned prompt that the template's own render of the chat lacks or writes
-differently.
-
-thought: of an earlier answer. opening: text of a generation prompt, such as an empty
-thought. end_token: sampled instead of the template's. form: white space or calls of an
-answer.
-"""
 NEIGHBOR_TOKENS = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """Length and running hash of a text or of ids, int32 [T]."""
-
-    length: int = 0
-    state: blake2b = field(default_factory=new_hash)
-
-    @property
-    def place(self) -> tuple[int, bytes]:
-        return self.length, self.state.digest()
-
-    def then(self, more: str | npt.NDArray[np.int32]) -> Prefix:
-        state = self.state.copy()
-        state.update(
-            more.encode() if isinstance(more, str) else more.astype("<i4").tobytes()
-        )
-        return Prefix(self.length + len(more), state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
+from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers
+from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
-from asyncrl.agents.endpoint.tool_formats import AnswerPiece
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
-from asyncrl.messages.sampling import SamplingRequest
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.engine_route import EngineRoute
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -41,8 +34,6 @@ MAX_REMEMBERED = 2**18
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
-PING_S = 10.0
-"""Seconds without a piece after which a stream sends a ping."""
 
 
 @dataclass(eq=False, repr=False)
@@ -143,62 +134,6 @@ def client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "The client has disconnected.")
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class GatewayCall:
-    """A call from plan to delivery.
-
-    Invariant: an answer is in the capture if and only if it was written to a connected
-        client.
-    """
-
-    name: str
-    model: str
-    order: int
-    planned: PromptPlan
-    number: int | None
-    """Among equal calls; None if the client set a seed."""
-    answer: Answer
-    request: SamplingRequest
-    is_streamed: bool
-    is_trained: bool
-    is_sampled: bool = False
-    is_delivered: bool = False
-    created_s: int = field(default_factory=lambda: int(time.time()))
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def feed(self, token_ids: Sequence[int]) -> None:
-        self.answer.feed(token_ids)
-        self.news.set()
-
-    async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield what grows until the call is sampled, and a ping after PING_S without a
-        piece.
-        """
-        loop = asyncio.get_running_loop()
-        num_yielded = 0
-        ping_at = loop.time() + PING_S
-        is_last = False
-        while not is_last:
-            if not self.is_sampled:
-                timer = loop.call_at(ping_at, self.news.set)
-                await self.news.wait()
-                timer.cancel()
-                self.news.clear()
-            # Read before the pieces are: once it is true, the answer has all of them.
-            # Pieces that arrive while the consumer writes belong to the next round.
-            is_last = self.is_sampled
-            for piece in self.answer.reader.pieces[num_yielded:]:
-                num_yielded += 1
-                # With parallel_tool_calls=false further calls stay hidden. They do not
-                # put off the ping, since the client sees nothing of them.
-                if piece.number < self.answer.most_calls:
-                    ping_at = loop.time() + PING_S
-                    yield piece
-            if loop.time() >= ping_at and not is_last:
-                ping_at = loop.time() + PING_S
-                yield AnswerPiece("ping", 0, "")
-
-
 @dataclass(eq=False, repr=False)
 class GatewaySession:
     """A rollout attempt: its key, recorded samples and calls in flight.
@@ -210,7 +145,7 @@ class GatewaySession:
     """
 
     sessions: Sessions
-    route: EngineRoute
+    capture: Capture
     rollout_id: str
     _: KW_ONLY
     prompt_id: str
@@ -225,13 +160,6 @@ class GatewaySession:
         self.key = self.user_key or secrets.token_hex(24)
         self.limits = self.sessions.limits
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self.capture = Capture(
-            self.route.tokenizer,
-            self.route.counts,
-            self.route.tool_format.thinking,
-            keeps_thoughts=self.limits.thoughts == "keep",
-            frames=self.route.frames,
-        )
         self.kept = KeptAnswers(self.limits.max_calls)
         self.retries = Retries()
         self.opening: Messages | None = None

@@ -1,0 +1,96 @@
+"""Calls of a session, and the answers that later calls refer to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.capture import PromptPlan
+from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
+from asyncrl.agents.endpoint.tool_formats import AnswerPiece
+from asyncrl.messages.sampling import SamplingRequest
+
+PING_S = 10.0
+"""Seconds without a piece after which a stream sends a ping."""
+NOT_KEPT = "previous_response_not_found"
+
+
+class Kept(NamedTuple):
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    items: Sequence[Mapping[str, Any]] = ()
+    """Of a response, for later references."""
+
+
+KeptAnswers = Newest[str, Kept]
+"""Messages through delivered answers of a session, by the ids of their calls."""
+
+
+def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
+    """Return the chat through the answer `name`. Raises ApiError: 404."""
+    if (answer := kept.get(name)) is not None:
+        return answer
+    why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
+    raise ApiError(
+        404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param
+    )
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class GatewayCall:
+    """A call from plan to delivery.
+
+    Invariant: an answer is in the capture if and only if it was written to a connected
+        client.
+    """
+
+    name: str
+    model: str
+    order: int
+    planned: PromptPlan
+    number: int | None
+    """Among equal calls; None if the client set a seed."""
+    answer: Answer
+    request: SamplingRequest
+    is_streamed: bool
+    is_trained: bool
+    is_sampled: bool = False
+    is_delivered: bool = False
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        self.answer.feed(token_ids)
+        self.news.set()
+
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
+        """Yield what grows until the call is sampled, and a ping after PING_S without a
+        piece.
+        """
+        loop = asyncio.get_running_loop()
+        num_yielded = 0
+        ping_at = loop.time() + PING_S
+        is_last = False
+        while not is_last:
+            if not self.is_sampled:
+                timer = loop.call_at(ping_at, self.news.set)
+                await self.news.wait()
+                timer.cancel()
+                self.news.clear()
+            # Read before the pieces are: once it is true, the answer has all of them.
+            # Pieces that arrive while the consumer writes belong to the next round.
+            is_last = self.is_sampled
+            for piece in self.answer.reader.pieces[num_yielded:]:
+                num_yielded += 1
+                # With parallel_tool_calls=false further calls stay hidden. They do not
+                # put off the ping, since the client sees nothing of them.
+                if piece.number < self.answer.most_calls:
+                    ping_at = loop.time() + PING_S
+                    yield piece
+            if loop.time() >= ping_at and not is_last:
+                ping_at = loop.time() + PING_S
+                yield AnswerPiece("ping", 0, "")
