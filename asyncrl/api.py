@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -65,14 +67,13 @@ def run(
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
     lifecycles = list[Lifecycle]()
-    early = list[int]()
-    """Signals before there was a Lifecycle."""
+    signals = deque[int]()
+    """Signals that the Lifecycle has not got."""
 
     def on_start(lifecycle: Lifecycle) -> None:
         lifecycles.append(lifecycle)
         # A signal that came before still ends the run.
-        for number in early:
-            lifecycle.interrupt_soon(number)
+        _pass_signals(signals, lifecycles)
 
     def train() -> None:
         with serving():
@@ -88,7 +89,7 @@ def run(
 
     # A notebook's own loop is running, and a thread can run only one loop.
     if _is_in_loop():
-        _run_in_thread(train, lifecycles, early)
+        _run_in_thread(train, lifecycles, signals)
     else:
         train()
     return read_run(folder)
@@ -102,18 +103,25 @@ def _is_in_loop() -> bool:
     return True
 
 
+def _pass_signals(signals: deque[int], lifecycles: Sequence[Lifecycle]) -> None:
+    """Pass each signal on once. Two threads may do so at the same time: one adds a
+    signal and then looks for a Lifecycle, the other one does the opposite.
+    """
+    with contextlib.suppress(IndexError):  # the other thread took the last one
+        while lifecycles:
+            lifecycles[0].interrupt_soon(signals.popleft())
+
+
 def _run_in_thread(
-    train: Callable[[], None], lifecycles: Sequence[Lifecycle], early: list[int]
+    train: Callable[[], None], lifecycles: Sequence[Lifecycle], signals: deque[int]
 ) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
 
     def forward(number: int, frame: object) -> None:
         # The run's thread gets no signals. So this handler passes them on, also those
         # that come before there is a Lifecycle.
-        if not lifecycles:
-            early.append(number)
-        for lifecycle in lifecycles:
-            lifecycle.interrupt_soon(number)
+        signals.append(number)
+        _pass_signals(signals, lifecycles)
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}

@@ -20,11 +20,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import make_held_out, one_token, single_turn, virtual
 
+from asyncrl.base.errors import ComponentError, NodeLost
+from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.build import publish_to
+from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.sync.push import NodeFiles
 
 KEPT_EXPORTS = 2
 """Export like the trainer: an older file is gone."""
@@ -68,14 +73,15 @@ class House:
             on_trouble=self.troubles.append,
         )
 
-    def publish(self, version: int) -> None:
+    def export(self, version: int) -> ExportResponse:
         path = self.folder / f"v{version}"
         path.touch()
         (self.folder / f"v{version - KEPT_EXPORTS}").unlink(missing_ok=True)
         values = {"version": version, "path": str(path), "digest": f"w{version}"}
-        self.evaluation.published_nowait(
-            ExportResponse(**values, num_tensors=1, num_bytes=1)
-        )
+        return ExportResponse(**values, num_tensors=1, num_bytes=1)
+
+    def publish(self, version: int) -> None:
+        self.evaluation.published_nowait(self.export(version))
 
     async def live(
         self, *, before_step: Callable[[int], None] = lambda _: None
@@ -257,3 +263,37 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     ]
     assert counts == [4, 1, 1, 2.5, 3]
     assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()
+
+
+@pytest.mark.parametrize(
+    ("error", "lost_version", "evaluated"),
+    [
+        (NodeLost("n1", "the node is gone"), 3, [0]),
+        (ComponentError("n1", "is silent"), 3, [0, 4, 6, 7]),
+        (ComponentError("n1", "is silent"), 7, [0, 3, 6]),
+    ],
+)
+@virtual
+async def test_weights_that_do_not_arrive_cost_only_evaluations(
+    error: ComponentError, lost_version: int, evaluated: list[int]
+) -> None:
+    house = House(every=3, last=7)
+
+    async def fetch(_node: int, request: FileRequest, _timeout_s: float) -> str:
+        name = request.url.rpartition("/")[2]
+        if name == f"v{lost_version}":
+            raise error
+        return str(house.folder / name)
+
+    trainer = Caller("trainer-0", "http://10.0.0.1:80", "secret")
+    files = NodeFiles(fetch, trainer, {"engine-eval": 1}, trainer_node=0, timeout_s=5.0)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(house.evaluation.run(), name="evaluation")
+        for version in range(1, house.last + 1):
+            await asyncio.sleep(1.0)
+            manifest = house.export(version)
+            await publish_to(house.evaluation, files, manifest)
+        await house.evaluation.wait_last()
+        running.cancel()
+    assert house.versions == evaluated
+    assert bool(house.troubles) == (7 not in evaluated)

@@ -15,11 +15,13 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +29,19 @@ from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 
 import asyncrl
+from asyncrl import api
 from asyncrl.base.errors import ComponentError, ConfigError, JournalError
 from asyncrl.base.files import run_lock
+from asyncrl.base.user_code import run_loop
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
 from asyncrl.job.build import prepare_model
-from asyncrl.job.lifecycle import CLOSE_TIMEOUT_S, Lifecycle, locked_run_dir
+from asyncrl.job.lifecycle import (
+    CLOSE_TIMEOUT_S,
+    SIGNALS,
+    Lifecycle,
+    locked_run_dir,
+)
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
@@ -159,6 +168,7 @@ FORKING = """
     import os, sys
     from pathlib import Path
     from asyncrl.base.files import run_lock
+from asyncrl.base.user_code import run_loop
     from asyncrl.tasks.rewards import call
     def forks(prompt, completion):
         if os.fork() == 0:
@@ -266,6 +276,115 @@ def test_signal_before_a_run_has_begun_is_kept(
         return asyncrl.run(config, run_dir=tmp_path / "run").state
 
     assert asyncio.run(notebook()) == "interrupted"
+
+
+@contextlib.contextmanager
+def before_line(function: str, line: int, act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` before the line with this number of the function runs, in this thread."""
+    earlier = sys.gettrace()
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_name != function:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                act()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(earlier)
+    assert lines >= line
+
+
+@pytest.mark.parametrize("line", [1, 2, 3])
+def test_signal_while_a_run_begins_in_a_thread_is_kept(
+    tmp_path: Path, line: int
+) -> None:
+    life = make_job(tmp_path).lifecycle
+    has_begun = threading.Event()
+
+    async def live() -> int:
+        has_begun.set()
+        await asyncio.sleep(10)  # the limit of a run that hears nothing
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+        running = list[Future[int]]()
+
+        def begin() -> None:
+            running.append(pool.submit(run_loop, life.run(live)))
+            assert has_begun.wait(60)
+
+        if line == 3:  # the line of a run that has begun
+            begin()
+        with before_line("interrupt_soon", line, begin if line < 3 else int):
+            life.interrupt_soon(signal.SIGTERM)
+        assert running[0].result(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("line", [1, 2])
+def test_signal_while_a_lifecycle_is_made_arrives_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int
+) -> None:
+    heard = list[int]()
+    is_in_thread, may_start, has_started, may_end = (
+        threading.Event() for _ in range(4)
+    )
+
+    def before(_: object) -> None:
+        is_in_thread.set()
+        assert may_start.wait(60)
+
+    def after(*_: object) -> None:
+        has_started.set()
+        assert may_end.wait(60)
+        raise ConfigError("the end")
+
+    def start() -> None:
+        may_start.set()
+        assert has_started.wait(60)
+
+    def interrupt(*_: object, **__: object) -> None:
+        if not may_end.is_set():
+            assert is_in_thread.wait(60)
+            handler: Any = signal.getsignal(signal.SIGINT)
+            with before_line("forward", line, start):
+                handler(signal.SIGINT, None)
+            may_end.set()
+
+    monkeypatch.setattr(job, "fetch_architectures", before)
+    monkeypatch.setattr(job, "Job", after)
+    monkeypatch.setattr(api, "wait", interrupt)
+    monkeypatch.setattr(
+        Lifecycle, "interrupt_soon", lambda _, number: heard.append(number)
+    )
+    config = make_config(tmp_path)
+
+    async def notebook() -> None:
+        asyncrl.run(config, run_dir=tmp_path / "run")
+
+    with pytest.raises(ConfigError, match="the end"):
+        asyncio.run(notebook())
+    assert heard == [signal.SIGINT]
+
+
+def test_handlers_of_signals_return_after_a_run(tmp_path: Path) -> None:
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in SIGNALS]
+
+    async def live() -> int:
+        assert handlers() != earlier
+        return 0
+
+    earlier = handlers()
+    assert run_loop(make_job(tmp_path).lifecycle.run(live)) == 0
+    assert handlers() == earlier
 
 
 @pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])

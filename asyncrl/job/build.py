@@ -6,13 +6,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.base.errors import ComponentError, WeightsLost
+from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.eval_config import EVAL_SEED
@@ -50,7 +49,7 @@ from asyncrl.rollouts.rollout import (
     derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.push import at_once, in_place
+from asyncrl.sync.push import NodeFiles, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
@@ -339,26 +338,18 @@ def _make_scheduler(
     sync = config.weight_sync
     files = fleet.node_files
 
-    async def evaluate(manifest: ExportResponse) -> None:
-        if evaluation is not None and evaluation.wants(manifest.version):
-            if files is not None:
-                manifest = await files.locate(EVAL_ENGINE, manifest, "evaluation")
-            # Evaluation reads the file: the trainer overwrites memory.
-            evaluation.published_nowait(manifest.model_copy(update={"memory": None}))
-
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
         reporter.published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_client is None:
             evaluation.served_nowait(manifest.version)
-        elif manifest.path:
-            with suppress(WeightsLost):  # a later version is evaluated
-                await evaluate(manifest)
+        elif evaluation is not None and manifest.path:
+            await publish_to(evaluation, files, manifest)
 
     async def export_for_evaluation(version: int) -> None:
         if evaluation is not None and evaluation.wants(version):
             manifest = await fleet.trainer.export()
-            await evaluate(manifest)
+            await publish_to(evaluation, files, manifest)
             # The evaluation has its own hard link or download of the file.
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240
 
@@ -386,6 +377,30 @@ def _make_scheduler(
         wait_released=at_once if evaluation is None else evaluation.wait_released,
         num_steps=config.trainer.num_steps,
     )
+
+
+async def publish_to(
+    evaluation: Evaluation, files: NodeFiles | None, manifest: ExportResponse
+) -> None:
+    """Bring weights to the eval engine's node if their version is due. A failure costs
+    only evaluations.
+    """
+    if not evaluation.wants(manifest.version):
+        return
+    if files is not None:
+        try:
+            manifest = await files.locate(EVAL_ENGINE, manifest, "evaluation")
+        except EngineLost as lost:
+            evaluation.give_up(lost)
+            return
+        except WeightsLost as lost:
+            # A later version is evaluated. Nothing comes after the last one, and the
+            # end of the run would wait for it.
+            if evaluation.is_last(manifest.version):
+                evaluation.give_up(lost)
+            return
+    # Evaluation reads the file: the trainer overwrites memory.
+    evaluation.published_nowait(manifest.model_copy(update={"memory": None}))
 
 
 def _make_scale(

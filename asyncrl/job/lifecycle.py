@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -89,7 +90,8 @@ class Lifecycle:
         self.signal: int | None = None
         self._signals = dict[int, float]()
         """Signals that arrived in the main thread, with the times of the first ones."""
-        self._early_signal: int | None = None
+        self._sent_signals = deque[int]()
+        """Signals of other threads that the loop has not heard."""
         self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
@@ -106,16 +108,8 @@ class Lifecycle:
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
-        if self._early_signal is not None:
-            self.interrupt_nowait(self._early_signal)
-        if _is_in_main_thread():
-            for number in SIGNALS:
-                asyncio.get_running_loop().add_signal_handler(
-                    number, self.interrupt_nowait, number
-                )
-                # The loop keeps hearing of signals. This handler also runs within user
-                # code that blocks it.
-                signal.signal(number, self._on_signal)
+        self._hear_sent()
+        earlier_handlers = self._listen()
         try:
             try:
                 code = await self._live(live)
@@ -146,6 +140,25 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.on_exit()
             self.can_stop = True  # nothing is left to cut
+            # A script may continue after the run, and its next Ctrl-C is its own.
+            for number, handler in earlier_handlers.items():
+                asyncio.get_running_loop().remove_signal_handler(number)
+                if handler is not None:  # else it is not Python's
+                    signal.signal(number, handler)
+
+    def _listen(self) -> dict[int, Any]:
+        """Handle signals of the main thread; return the earlier handlers."""
+        if not _is_in_main_thread():
+            return {}
+        earlier = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(
+                number, self.interrupt_nowait, number
+            )
+            # The loop keeps hearing of signals. This handler also runs within user
+            # code that blocks it.
+            signal.signal(number, self._on_signal)
+        return earlier
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
@@ -219,10 +232,15 @@ class Lifecycle:
 
     def interrupt_soon(self, number: int) -> None:
         """Pass a signal to a run in another thread, which may not have begun."""
-        if self._main is None:
-            self._early_signal = number
-        elif not self._main.done():
-            self._main.get_loop().call_soon_threadsafe(self.interrupt_nowait, number)
+        # Before the test: run() sets `_main` before it takes the signals, so that it
+        # hears of this one in any case.
+        self._sent_signals.append(number)
+        if self._main is not None and not self._main.done():
+            self._main.get_loop().call_soon_threadsafe(self._hear_sent)
+
+    def _hear_sent(self) -> None:
+        while self._sent_signals:
+            self.interrupt_nowait(self._sent_signals.popleft())
 
     def interrupt_nowait(self, number: int) -> None:
         assert self._main is not None

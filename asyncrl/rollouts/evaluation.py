@@ -250,6 +250,9 @@ class Evaluation:
         is_open = self.target is not None and not self.is_off
         return is_open and any(each.is_next(version) for each in self.held_out)
 
+    def is_last(self, version: int) -> bool:
+        return all(version >= each.last for each in self.held_out)
+
     def served_nowait(self, version: int) -> None:
         if due := self._due_nowait(version):
             self._keep(DueVersion(version, None, due))
