@@ -156,6 +156,31 @@ def test_lost_fork_server_ends_its_children_and_others_start_plainly(
     asyncio.run(story())
 
 
+@pytest.mark.usefixtures("probe")
+def test_cancelled_start_does_not_wait_for_a_hung_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        with (tmp_path / "sleeping").open("w+b") as file:
+            child = await start_process(MODULE, ["sleep"], files=[file.fileno()] * 3)
+        server = psutil.Process(child.pid).parent()
+        server.send_signal(signal.SIGSTOP)
+        await asyncio.to_thread(
+            os.waitid, os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT
+        )
+        monkeypatch.setattr(fork_server, "TIMEOUT_S", 3600.0)
+        monkeypatch.setattr(fork_server, "CANCELLED_S", 0.0)
+        starting = asyncio.ensure_future(probed(tmp_path / "log", "5"))
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await child.wait()
+        assert child.returncode == -signal.SIGKILL
+
+    asyncio.run(story())
+
+
 @pytest.mark.xdist_group("forks")
 def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     assert all(importlib.util.find_spec(name) for name in PRELOADED)

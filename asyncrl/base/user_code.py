@@ -13,12 +13,12 @@ import logging
 import sys
 import threading
 import traceback
-import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.thread import _worker
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar, cast
 
 import uvloop
 
@@ -133,6 +133,7 @@ def place_of(thread: int) -> str:
 
 logger = logging.getLogger("asyncrl.base.user_code")
 
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 GRACE_S = 5.0
@@ -244,18 +245,51 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 # The standard executor has at most 32 threads, so hung rewards would block every other
 # to_thread(). At exit it also joins its threads. Here each call without an idle thread
-# gets a new one, which is a daemon and not registered for the join.
+# gets a new one, which is a daemon and not registered for the join. It shares only the
+# type with its base class, which set_default_executor() asks for: the names by which
+# the base class starts threads are private, and differ between Pythons.
 class DaemonThreads(ThreadPoolExecutor):
     """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor
     the process's end.
     """
 
-    def _adjust_thread_count(self) -> None:
-        if not self._idle_semaphore.acquire(blocking=False):
-            arguments = weakref.ref(self), self._work_queue, None, ()
-            threading.Thread(
-                target=_worker, args=arguments, name="to_thread", daemon=True
-            ).start()
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._idle = threading.Semaphore(0)
+        """Threads that wait for a call that is not submitted yet."""
+
+    def submit(
+        self, fn: Callable[Args, Result], /, *args: Args.args, **kwargs: Args.kwargs
+    ) -> Future[Result]:
+        answer = Future[Result]()
+        self._calls.put((answer, partial(fn, *args, **kwargs)))
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._work, name="to_thread", daemon=True).start()
+        return answer
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End idle threads, and the others after their call, without waiting."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (job := self._calls.get()) is not None:
+            _make_call(*job)
+            del job  # a thread that waits must not keep the call's arguments
+            self._idle.release()
+        self._calls.put(None)  # for the next thread
+
+
+def _make_call(answer: Future[Any], call: Callable[[], Any]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        answer.set_exception(error)
+        del answer  # else the error's traceback keeps the error alive
+    else:
+        answer.set_result(result)
 
 
 def run_loop(main: Awaitable[Result]) -> Result:

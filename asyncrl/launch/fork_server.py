@@ -32,6 +32,8 @@ PRELOADED = (
 )
 TIMEOUT_S = 120.0
 """The first fork awaits imports."""
+CANCELLED_S = 10.0
+"""Limit for a start that is cancelled. A fork takes milliseconds; imports are given up."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Otherwise each hashing or copying thread starts a spinning OpenMP team."""
 IMPORT_ENV = {
@@ -152,14 +154,20 @@ class ForkServer(forkserver.ForkServer):
         self, child: context.ForkServerProcess, files: list[int]
     ) -> ForkedProcess:
         """Raises EOFError or OSError if the server has died."""
-        # A cancelled call may already have forked a child, whose pid only this answer
-        # contains.
-        started, cancelled = await uncut(asyncio.to_thread(self.start, child, files))
-        process = ForkedProcess(*started)
-        if cancelled is not None:
-            process.kill()
-            raise cancelled
-        return process
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start, child, files))
+        try:
+            await asyncio.wait({starting})
+        except asyncio.CancelledError:
+            # A child may already be forked, whose pid only the answer contains. The
+            # death of a hung server ends the wait for its answer.
+            loop = asyncio.get_running_loop()
+            killing = loop.call_later(CANCELLED_S, self._kill)
+            await uncut(asyncio.wait({starting}))
+            killing.cancel()
+            if starting.exception() is None:
+                ForkedProcess(*starting.result()).kill()
+            raise
+        return ForkedProcess(*starting.result())
 
     def start(
         self, child: context.ForkServerProcess, files: list[int]
@@ -178,11 +186,14 @@ class ForkServer(forkserver.ForkServer):
         # A stopped or hung server: killed, the read below ends with EOFError, and the
         # child starts plainly.
         if not status.poll(TIMEOUT_S):
-            os.kill(self._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            self._kill()
         return forkserver.read_signed(status.fileno()), status
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         os.kill(self._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._kill()
         # _stop() waits for the server's end, which may be in an import: the SIGKILL
         # first.
         self._stop()  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from asyncrl.base.errors import (
     ComponentError,
     EngineLost,
+    NodeLost,
     PublishError,
     WeightsLost,
 )
@@ -89,11 +90,12 @@ class NodeFiles:
         try:
             path = await self.fetch(node, request, self.timeout_s)
         except ComponentError as error:
-            # Another export may repair lost weights (_publish). If the engine's node does
-            # not answer or its disk is full, only this engine is lost. An evaluation is
-            # left out either way: its engine has no part in pushes.
-            are_lost = isinstance(error, WeightsLost) or purpose == "evaluation"
-            lost = WeightsLost if are_lost else EngineLost
+            # Another export may repair lost weights (_publish), but not a full disk of the
+            # engine's node. Such a disk costs an evaluation only that version.
+            is_lost = isinstance(error, NodeLost) or (
+                purpose == "rollout" and not isinstance(error, WeightsLost)
+            )
+            lost = EngineLost if is_lost else WeightsLost
             raise lost(
                 engine,
                 error.fault,
