@@ -150,7 +150,9 @@ class Lifecycle:
         """Handle signals of the main thread; return the earlier handlers."""
         if not _is_in_main_thread():
             return {}
-        earlier = {number: signal.getsignal(number) for number in SIGNALS}
+        earlier: dict[int, Any] = {
+            number: signal.getsignal(number) for number in SIGNALS
+        }
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(
                 number, self.interrupt_nowait, number
