@@ -35,6 +35,7 @@ from asyncrl.base.files import run_lock
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
+from asyncrl.job.agent_runtime import AgentRuntime
 from asyncrl.job.build import prepare_model
 from asyncrl.job.lifecycle import (
     CLOSE_TIMEOUT_S,
@@ -168,7 +169,6 @@ FORKING = """
     import os, sys
     from pathlib import Path
     from asyncrl.base.files import run_lock
-from asyncrl.base.user_code import run_loop
     from asyncrl.tasks.rewards import call
     def forks(prompt, completion):
         if os.fork() == 0:
@@ -456,6 +456,34 @@ def test_part_that_never_closes_is_given_up() -> None:
         async with life.stack:
             Lifecycle.closes(life, "hung part", asyncio.Event().wait)  # type: ignore[arg-type]
         assert asyncio.get_running_loop().time() == CLOSE_TIMEOUT_S
+
+    run_virtual(story())
+
+
+def test_workers_close_at_the_same_time() -> None:
+    """One limit, CLOSE_TIMEOUT_S, covers all workers and the gateway."""
+
+    async def story() -> None:
+        all_close = asyncio.Barrier(4)
+        closed = list[str]()
+
+        def part(name: str, *waits: Callable[[], Awaitable[object]]) -> Any:
+            async def aclose() -> None:
+                for wait in waits:
+                    await wait()
+                closed.append(name)
+
+            return SimpleNamespace(aclose=aclose)
+
+        gateway, queue = part("gateway"), part("queue")
+        gateway.sessions = SimpleNamespace(end_all_nowait=closed.append)
+        queue.is_over = False
+        workers = [part(f"worker-{number}", all_close.wait) for number in range(4)]
+        runtime = SimpleNamespace(gateway=gateway, queue=queue, workers=workers)
+        close: Any = AgentRuntime.aclose
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await close(runtime)
+        assert (closed[1], closed[-1], len(closed)) == ("queue", "gateway", 7)
 
     run_virtual(story())
 

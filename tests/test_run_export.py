@@ -4,6 +4,7 @@ change the run.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -23,6 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.config import load_config, run_config_yaml
+from asyncrl.job.loop import save_final
+from asyncrl.job.reporter import Reporter
 from asyncrl.job.run_export import export_run, find_weights
 from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
@@ -66,7 +69,7 @@ class MadeRun:
     def end(self, step: TrainerRank) -> None:
         """A run directory after the end of a run."""
         step.save(self.path / "final")
-        summary = {"state": "done", "num_steps": step.policy_version}
+        summary = {"state": "done", "policy_version": step.policy_version}
         (self.path / "summary.json").write_text(json.dumps(summary))
 
     def export(self, out: Path, **wanted: Any) -> Path:
@@ -240,6 +243,28 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
         found("best")
     with pytest.raises(ConfigError, match="available: none"):
         find_weights(made.path.parent, made.config, "last")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_final_has_the_version_of_its_own_run(made: MadeRun, ends: bool) -> None:
+    """The run was done at version 2, and extended to 3. Its metrics are lost."""
+    (made.path / "metrics.jsonl").unlink()
+    config = made.config.model_copy(
+        update={"trainer": made.config.trainer.model_copy(update={"num_steps": 3})}
+    )
+    (made.path / "summary.json").write_text('{"state": "done", "policy_version": 2}')
+
+    class Trainer:
+        async def save(self, path: Path) -> None:
+            await asyncio.to_thread(path.mkdir)
+
+    trainer: Any = Trainer()
+    asyncio.run(save_final(trainer, made.path))
+    if ends:
+        Reporter(config, made.path, "run").finish("done")
+    version, folder = find_weights(made.path, config, "last")
+    assert (version, folder.name) == (3, "final" if ends else "step_3")
+    assert find_weights(made.path, config, "2")[1].name == "step_2"
 
 
 def test_a_base_model_that_has_changed_is_refused(

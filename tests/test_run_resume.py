@@ -72,6 +72,16 @@ def test_failed_start_may_change_settings(run_dir: Path, tmp_path: Path) -> None
         find_resume(run_dir, corrected, "auto")
 
 
+def test_run_with_steps_and_an_empty_journal_has_begun(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """The user moved the journal away, and the next start was killed."""
+    (run_dir / "run.id").write_text("r")
+    write_journal(run_dir)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert found(run_dir, make_config(tmp_path / "now")) == ResumePoint(None)
+
+
 def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> None:
     config, new = make_config(tmp_path / "now"), tmp_path / "new"
     assert find_resume(new, config, "auto") is find_resume(new, config, "never") is None
@@ -114,14 +124,20 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("num_trained", "state", "is_refused"),
-    [(3, "failed", False), (3, "done", True), (4, "failed", True)],
+    ("num_trained", "summary", "is_refused"),
+    [
+        (3, {"state": "failed"}, False),
+        (3, {"state": "done", "policy_version": 3}, True),
+        # it was extended, and killed after its last step
+        (3, {"state": "done", "policy_version": 2}, False),
+        (4, {"state": "failed"}, True),
+    ],
 )
 def test_run_with_all_steps_continues_by_the_command_it_prints(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     num_trained: int,
-    state: str,
+    summary: dict[str, Any],
     is_refused: bool,
 ) -> None:
     config = make_config(
@@ -129,7 +145,7 @@ def test_run_with_all_steps_continues_by_the_command_it_prints(
     )
     run_dir = killed_run(tmp_path / "run", config)
     write_journal(run_dir, num_trained=num_trained)
-    (run_dir / "summary.json").write_text(json.dumps({"state": state}))
+    (run_dir / "summary.json").write_text(json.dumps(summary))
     if not is_refused:
         assert found(run_dir, config) == ResumePoint(None), (
             "the weights are still to be saved"

@@ -251,8 +251,9 @@ class AgentRuntime:
             ):
                 async with asyncio.timeout(GOODBYE_S):
                     await self.queue.wait_no_workers()
-        for worker in self.workers:
-            await worker.aclose()
+        # At the same time: all share the limit of this call, and a worker that hangs
+        # may need a third of it.
+        await asyncio.gather(*(worker.aclose() for worker in self.workers))
         # Last: through its port the workers learn that the run has ended.
         await self.gateway.aclose()
 

@@ -52,6 +52,7 @@ from asyncrl.job.live_settings import follow_live
 from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.job.roles import extra_models, extra_servers
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
@@ -59,7 +60,7 @@ from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.console import logging_to
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.run_dir import LOG_FILE
+from asyncrl.observe.run_dir import LOG_FILE, SUMMARY_FILE
 from asyncrl.observe.trackers import Callbacks, check_trackers
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
@@ -354,7 +355,7 @@ class Job:
         await run.scheduler.to_trainer()
         self.lifecycle.log.activity("saving the weights")
         with span("trainer", "save"):
-            await run.trainer.save(self.lifecycle.run_dir / "final")
+            await save_final(run.trainer, self.lifecycle.run_dir)
         if run.evaluation is not None:
             self.lifecycle.log.activity("evaluating the last weights")
             if run.fleet.eval_client is None:
@@ -371,3 +372,10 @@ class Job:
         while True:
             self.reporter.status(run, watchdog.look())
             await asyncio.sleep(STATUS_PERIOD_S)
+
+
+async def save_final(trainer: SupervisedTrainer, run_dir: Path) -> None:
+    # The summary of an earlier end has the version of the weights that are replaced. A
+    # run that is killed here must not give that version to the new ones.
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    await trainer.save(run_dir / "final")

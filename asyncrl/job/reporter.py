@@ -342,6 +342,10 @@ class Reporter:
             "why": why,
             "warnings": self.log.warnings,
         }
+        if state == "done":
+            # The version of final/. Lines of metrics.jsonl may be lost, so their number
+            # is not a version.
+            summary["policy_version"] = self.config.trainer.num_steps
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
         if newest:
             summary |= (

@@ -27,7 +27,12 @@ from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.run_dir import SUMMARY_FILE, journal_path, read_object
+from asyncrl.observe.run_dir import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    journal_path,
+    read_object,
+)
 
 logger = logging.getLogger("asyncrl.job.resume")
 
@@ -60,16 +65,18 @@ def settle_saved(folder: Path) -> bool:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return whether a group was admitted or a checkpoint made."""
+    """Return whether a group was admitted, a step reported or a checkpoint made."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
+    # The user may have moved a damaged journal away, and the next start may have been
+    # killed with an empty one. A start that failed has trained no step, so it leaves no
+    # metrics.
+    metrics = run_dir / METRICS_FILE
+    if metrics.exists() and metrics.stat().st_size > 0:
+        return True
     journal = journal_path(run_dir)
-    # The user may have moved a damaged journal away. A start that failed has trained no
-    # step, so it leaves no metrics.
     if not journal.exists():
-        return (run_dir / "metrics.jsonl").exists() and (
-            run_dir / "metrics.jsonl"
-        ).stat().st_size > 0
+        return False
     with reading(journal) as connection:
         return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
@@ -206,8 +213,10 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
     num_steps = config.trainer.num_steps
-    is_done = read_object(run_dir / SUMMARY_FILE, []).get("state") == "done"
-    # A run that ended after its last step, but is not done, may lack final/.
+    summary = read_object(run_dir / SUMMARY_FILE, [])
+    # A run that ended after its last step, but is not done, may lack final/. One that
+    # was extended and killed still has the summary and final/ of its earlier end.
+    is_done = summary.get("policy_version") == num_trained
     if num_steps < num_trained or (is_done and num_steps == num_trained):
         longer = f"trainer.num_steps={2 * num_trained}"
         command = run_again(run_dir, longer, "--allow-change", "trainer.num_steps")

@@ -82,9 +82,11 @@ def find_weights(
         for version in checkpoints.versions()
     }
     summary = read_object(run_dir / SUMMARY_FILE, [])
-    # an older final/ may be from before a resume
-    if has_final and summary.get("state") == "done" and (run_dir / FINAL).is_dir():
-        folders[summary["num_steps"]] = run_dir / FINAL
+    # Only the summary of a run that is done has it: after a failure, final/ may be from
+    # before a resume.
+    final_version = summary.get("policy_version")
+    if has_final and final_version is not None and (run_dir / FINAL).is_dir():
+        folders[final_version] = run_dir / FINAL
     rewards = {
         int(line["policy_version"]): line["eval/reward_mean"]
         for line in read_evaluations(run_dir, [])
