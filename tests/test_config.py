@@ -59,6 +59,10 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
         ("trainer: {num_steps: 9}\n", "trainer appears twice, in lines 4 and 5"),
         ("seed: {a: 1, a: 1}\n", "a appears twice, in lines 5 and 5"),
         ("\tseed: 1\n", "indent line 5 with spaces"),
+        (
+            'generator: {stop: ["end", "\\uD83D"]}\n',
+            r"generator\.stop\.1 in .*good\.yaml is not valid Unicode: '\\ud83d'",
+        ),
     ],
 )
 def test_invalid_config_file_is_refused_with_the_place(

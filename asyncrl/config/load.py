@@ -89,6 +89,13 @@ def config_from(
         # needs the first, and the first the ones behind it.
         before = [one for one in overrides[:number][-1:] if one.endswith("=")]
         values = _with(values, override, [*before, *overrides[number : number + 3]])
+    # YAML may write half a character. Neither a JSON file nor a stop text can hold it.
+    for key, text in _texts(values):
+        if not text.isascii() and text.encode(errors="replace").decode() != text:
+            raise ConfigError(
+                f"{key} in {path} is not valid Unicode: {text!r:.200}",
+                way_out="write characters above U+FFFF as \\U0001F600, not as two \\uD83D.",
+            )
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -106,6 +113,18 @@ def config_from(
             )
         way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
         raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
+
+
+def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in a config, with its key."""
+    if isinstance(values, str):
+        yield key, values
+    elif isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _texts(value, f"{key}.{name}".removeprefix("."))
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from _texts(value, f"{key}.{number}")
 
 
 def run_config_yaml(config: RunConfig) -> str:
