@@ -350,10 +350,12 @@ def test_run_without_files_trains_the_same_through_kills(
     assert process.returncode == 0, stderr
     assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout
     assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
-    assert engine_events(run_dir) == [
-        ("engine lost", "engine-1"),
-        ("engine up", "engine-1"),
-    ]
+    events = engine_events(run_dir)
+    assert events[0] == ("engine lost", "engine-1")
+    # A kill within a broadcast ends it for all engines, so both may restart.
+    assert transport == "nccl" or len(events) == 2
+    last = {name: what for what, name in events}
+    assert {*last.values()} == {"engine up"}
     assert differences(whole, run_dir, of_metrics=False) == []
     assert staging_of(process.pid) == []
 

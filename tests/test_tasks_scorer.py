@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -397,8 +398,16 @@ KILLED_RUN = """
 @pytest.mark.slow
 def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED_RUN)]
+    # The test modules are on the path of pytest only.
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=rewards
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=rewards,
+        env=env,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with contextlib.suppress(psutil.NoSuchProcess):
