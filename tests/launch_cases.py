@@ -28,8 +28,11 @@ SIZES = [
         f"model.scratch.architecture.{size}"
         for size in ("hidden_size=128", "intermediate_size=384")
     ),
-    *("model.scratch.architecture.num_hidden_layers=4", "algorithm.kl_coefficient=0"),
-    *("rollout.slots=64", "rollout.group_size=8", "rollout.max_tokens=48"),
+    "model.scratch.architecture.num_hidden_layers=4",
+    "algorithm.kl_coefficient=0",
+    "rollout.slots=64",
+    "rollout.group_size=8",
+    "rollout.max_tokens=48",
 ]
 NO_TOKENS: Any = SimpleNamespace(
     special_ids=frozenset(), end_ids=frozenset(), decode=str

@@ -87,14 +87,12 @@ def test_equal_rewards_teach_nothing(advantage: Any) -> None:
 
 
 SURROGATES = [
-    *(
-        losses.ppo_clip,
-        losses.gspo,
-        losses.cispo,
-        losses.vespo,
-        losses.reinforce,
-        losses.importance_ratio,
-    )
+    losses.ppo_clip,
+    losses.gspo,
+    losses.cispo,
+    losses.vespo,
+    losses.reinforce,
+    losses.importance_ratio,
 ]
 
 

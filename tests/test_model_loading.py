@@ -380,20 +380,16 @@ def test_wrong_layer_types_are_a_config_error(tmp_path: Path) -> None:
 # ---- tokenizers
 
 TEXTS = (
-    *(
-        "12345678 and 3.14159",
-        "naïve café, Straße",
-        "日本語の文字",
-        "  two  spaces\t\ttab\n\n\nlines  ",
-    ),
-    *(
-        "<|begin|>hi<|end|>",
-        "🙂👩‍👩‍👧 ok",
-        "def f(x):\n    return x**2  # code",
-        "I'm, you'RE, it's",
-        "e\u0301",
-        "",
-    ),
+    "12345678 and 3.14159",
+    "naïve café, Straße",
+    "日本語の文字",
+    "  two  spaces\t\ttab\n\n\nlines  ",
+    "<|begin|>hi<|end|>",
+    "🙂👩‍👩‍👧 ok",
+    "def f(x):\n    return x**2  # code",
+    "I'm, you'RE, it's",
+    "e\u0301",
+    "",
 )
 CLASSES = sorted(
     name

@@ -53,16 +53,13 @@ def test_the_wheel_has_its_packages_licenses_and_absolute_links(wheel: Path) -> 
         "asyncrl_servers",
     }
     assert {
-        *(
-            "asyncrl/py.typed",
-            "asyncrl_servers/py.typed",
-            "asyncrl_servers/embedded/__main__.py",
-        ),
-        *("asyncrl/observe/static/page.html", "asyncrl/observe/static/page.js"),
-        *(
-            "asyncrl/templates/content/quickstart.yaml",
-            "asyncrl/templates/content/lookup.py",
-        ),
+        "asyncrl/py.typed",
+        "asyncrl_servers/py.typed",
+        "asyncrl_servers/embedded/__main__.py",
+        "asyncrl/observe/static/page.html",
+        "asyncrl/observe/static/page.js",
+        "asyncrl/templates/content/quickstart.yaml",
+        "asyncrl/templates/content/lookup.py",
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(

@@ -71,14 +71,15 @@ def test_a_tracker_gets_everything_in_order_and_once_over_resumes(
         for n in (0, 1, 2)
     ]
     assert calls(log) == [
-        *(
-            ["start", "a run"],
-            *step_calls[0],
-            *step_calls[1],
-            ["weights", 0],
-            ["close", "done"],
-        ),
-        *(["start", "a run"], *step_calls[2], ["weights", 1], ["close", "done"]),
+        ["start", "a run"],
+        *step_calls[0],
+        *step_calls[1],
+        ["weights", 0],
+        ["close", "done"],
+        ["start", "a run"],
+        *step_calls[2],
+        ["weights", 1],
+        ["close", "done"],
     ]
     assert said == []
 

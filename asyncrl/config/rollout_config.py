@@ -38,7 +38,10 @@ class RolloutConfig(FrozenConfig):
     """Sampling of completions, and the engine servers."""
 
     free_keys: ClassVar = (
-        *("timeout_s", "slots", "max_failed_groups", "max_requeues"),
+        "timeout_s",
+        "slots",
+        "max_failed_groups",
+        "max_requeues",
         *(name for engine in ENGINES.values() for name in engine.free_settings),
     )
 

@@ -38,14 +38,13 @@ class TrainerConfig(FrozenConfig):
     """The optimizer steps."""
 
     free_keys: ClassVar = (
-        *(
-            "world_size",
-            "micro_batch_tokens",
-            "gradient_checkpointing",
-            "cpu_offload",
-            "compile",
-        ),
-        *("timeout_s", "logprob_gap_limit"),
+        "world_size",
+        "micro_batch_tokens",
+        "gradient_checkpointing",
+        "cpu_offload",
+        "compile",
+        "timeout_s",
+        "logprob_gap_limit",
     )
 
     num_groups: int = Field(default=8, ge=1)

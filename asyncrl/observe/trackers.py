@@ -279,17 +279,18 @@ class Background:
 
 
 COLUMNS = (
-    *(
-        "step",
-        "kind",
-        "group_id",
-        "sample_index",
-        "prompt",
-        "completion",
-        "reward",
-        "staleness",
-    ),
-    *("logprob_gap", "is_truncated", "num_interruptions", "error"),
+    "step",
+    "kind",
+    "group_id",
+    "sample_index",
+    "prompt",
+    "completion",
+    "reward",
+    "staleness",
+    "logprob_gap",
+    "is_truncated",
+    "num_interruptions",
+    "error",
 )
 
 

@@ -27,15 +27,15 @@ WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
 HUB_TIMEOUT_S = 5.0
 TOKENIZER = (
-    *(
-        "tokenizer*.json",
-        "*.model",
-        "*.tiktoken",
-        "tekken.json",
-        "vocab.*",
-        "merges.txt",
-    ),
-    *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
+    "tokenizer*.json",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.*",
 )
 GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)

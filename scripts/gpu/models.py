@@ -45,7 +45,10 @@ SIZES = {
 }
 """Shapes of Qwen2.5 and Qwen3: family, and values of NAMES."""
 NAMES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
     "intermediate_size",
 )
 TINY = dict(zip(NAMES, (64, 2, 4, 2, 128), strict=True))
