@@ -115,16 +115,20 @@ def config_from(
         raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
 
 
-def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text in a config, with its key."""
-    if isinstance(values, str):
-        yield key, values
-    elif isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _texts(value, f"{key}.{name}".removeprefix("."))
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from _texts(value, f"{key}.{number}")
+def _texts(values: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text in a config, with its key. YAML's aliases may put a list into
+    itself, or a list of lists a million times: each is read once.
+    """
+    waiting: list[tuple[str, Any]] = [("", values)]
+    read = set[int]()
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, Mapping | list) and id(value) not in read:
+            read.add(id(value))
+            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+            waiting += ((f"{key}.{name}".removeprefix("."), one) for name, one in inner)
 
 
 def run_config_yaml(config: RunConfig) -> str:
