@@ -51,6 +51,24 @@ def test_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
         check_grammar(lark(patterned(300)))
 
 
+@in_loop
+async def test_check_without_time_is_no_refusal_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": SMALL}}
+    body = {"messages": HI, "tools": [tool], "tool_choice": "required"}
+    async with gateway_world() as world:
+        with monkeypatch.context() as busy:
+            busy.setattr(token_grammars, "CHECK_TIMEOUT_S", 0.0)
+            status, answer = await world.post(body)
+            assert (status, answer["error"]["type"]) == (503, "server_error")
+            assert (
+                "could not be checked in 0.0 s. Try again."
+                in answer["error"]["message"]
+            )
+        assert (await world.post(body))[0] == 200
+
+
 def test_check_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     run = subprocess.run
 
@@ -63,6 +81,7 @@ def test_check_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     check_grammar(lark({"type": "integer"}))
 
 
+SMALL = {"type": "object", "properties": {"a": {"type": "string"}}}
 LARGE = {
     "type": "object",
     "properties": {f"key {at}": {"type": "string"} for at in range(10_000)},

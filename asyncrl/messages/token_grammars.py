@@ -40,6 +40,10 @@ class GrammarError(ValueError):
     pass
 
 
+class UncheckedError(GrammarError):
+    """The machine was too busy to check a grammar, which may be right."""
+
+
 @cache
 def grammar_limits() -> Any:
     """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per
@@ -158,7 +162,9 @@ class TokenMatcher:
 
 
 def check_grammar(text: str) -> None:
-    """Raise GrammarError if no tokenizer can follow this grammar."""
+    """Raise GrammarError if no tokenizer can follow this grammar, and UncheckedError if
+    the check did not end.
+    """
     if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
     # Without the keys of the run's environment: the text comes from a client.
@@ -174,7 +180,11 @@ def check_grammar(text: str) -> None:
             timeout=CHECK_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise GrammarError(f"it could not be checked in {CHECK_TIMEOUT_S} s") from None
+        # The limit of CPU time ends what is too large. More than a minute for 4 s of
+        # CPU time says nothing of the grammar.
+        raise UncheckedError(
+            f"it could not be checked in {CHECK_TIMEOUT_S} s"
+        ) from None
     if done.returncode or not done.stdout:
         limit = f"{CHECK_CPU_S} s of CPU time and {MEMORY_BYTES >> 30} GiB"
         raise GrammarError(f"it is too deep, or could not be checked in {limit}")

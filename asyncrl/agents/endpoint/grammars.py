@@ -14,9 +14,15 @@ from typing import Any
 import regex  # with time limits, because patterns come from clients
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, Newest, invalid
+from asyncrl.agents.endpoint.requests import (
+    AnyRequest,
+    ApiError,
+    ChatRequest,
+    Newest,
+    invalid,
+)
 from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
-from asyncrl.messages.token_grammars import GrammarError, check_grammar
+from asyncrl.messages.token_grammars import GrammarError, UncheckedError, check_grammar
 from asyncrl.messages.worker_api import ChatTokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -227,6 +233,12 @@ class GrammarChecks:
                 try:
                     await asyncio.to_thread(check_grammar, text)
                     self._known[key] = ""
+                except UncheckedError as error:
+                    # Not remembered: the client's next try may find a machine with
+                    # time.
+                    raise ApiError(
+                        503, f"{param}: {error}. Try again.", type="server_error"
+                    ) from None
                 except GrammarError as error:
                     self._known[key] = str(error)
         if why := self._known[key]:
