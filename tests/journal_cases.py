@@ -142,7 +142,7 @@ async def tell_a_run(journal: Journal) -> None:
     )
     journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
     journal.segment_nowait(GroupId(6), 1, 0, make_partial(4))
-    journal.event_nowait("restored", {"version": 1})
+    journal.event_nowait("restored", {"version": 1, "who": "run"})
     journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
     await journal.flush()
 

@@ -315,7 +315,8 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
             "INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL, NULL)", batches
         )
         events = [(2.5, "engine lost", '{"why": "killed; the end of its log: $x"}')]
-        events += [(4.5, "restored", '{"version": 2}')]
+        events += [(3.5, "restored", '{"version": 1, "who": "trainer"}')]
+        events += [(4.5, "restored", '{"version": 2, "who": "run"}')]
         journal.executemany(
             "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", events
         )
@@ -323,6 +324,7 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
     marks = [
         (2, "engine lost: killed"),
         (3, "code changed: a.py"),
+        (3, "trainer restored, 2 steps trained again"),
         (4, "resumed, 2 steps trained again"),
     ]
     assert view_run(tmp_path)["marks"] == [list(mark) for mark in marks]

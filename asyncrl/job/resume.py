@@ -250,7 +250,7 @@ async def restore(
     @functools.cache
     def restored() -> None:
         journal.note_nowait("order", feed.order)
-        journal.event_nowait("restored", {"version": point.version})
+        journal.event_nowait("restored", {"version": point.version, "who": "run"})
         reporter.resumes(point.version, state.counted)
 
     def trained_again(batch: Batch, report: TrainResponse) -> None:

@@ -160,7 +160,7 @@ async def recover_trainer(
         )
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
-        journal.event_nowait("restored", {"version": start})
+        journal.event_nowait("restored", {"version": start, "who": "trainer"})
         # `version` is still 0 if the trainer dies while a resume catches up. Then only
         # the checkpoint is loaded here, and recover() trains on the batches again.
         stop = min(max(version, start), num_batches)

@@ -184,7 +184,9 @@ def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
             again = (
                 f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
             )
-            marks.append((max(num_taken, about["version"]), f"resumed{again}"))
+            # A trainer that was restarted within a run resumes nothing else.
+            words = "trainer restored" if about.get("who") == "trainer" else "resumed"
+            marks.append((max(num_taken, about["version"]), f"{words}{again}"))
         elif what.endswith(" lost"):
             why = str(about.get("why")).partition("; the end of its log")[0]
             marks.append((num_taken, f"{what}: {why}"))
