@@ -19,6 +19,7 @@ from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import EngineKind
+from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements
@@ -33,6 +34,7 @@ class ServerOrder:
     """What a run asks of one server: roles and kinds read the parts that they need."""
 
     config: RunConfig
+    run_dir: Path
     name: str
     model_path: Path
     device: str
@@ -105,6 +107,8 @@ def embedded_spec(order: ServerOrder) -> Body:
         "share": order.share,
         "fused_decode": rollout.fused_decode and order.is_rollout,
         "cache_tokens": rollout.cache_tokens if order.is_rollout else 0,
+        "profile_steps": order.config.trainer.profile_steps if order.is_rollout else (),
+        "profile_dir": str(order.run_dir / PROFILE_FOLDER),
     }
 
 

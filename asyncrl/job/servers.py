@@ -264,6 +264,7 @@ class Servers:
             share = self._without_cuda(share)
         order = ServerOrder(
             config=config,
+            run_dir=self.run_dir,
             name=name,
             model_path=self.role_models.get(role.name, self.model_path),
             device=device.name,

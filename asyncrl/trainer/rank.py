@@ -21,10 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused
+from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
+from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
 from asyncrl.trainer.exports import Exports
@@ -99,6 +101,12 @@ class TrainerRank(TrainedModel):
         )
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self.exports = Exports(self, spec, ranks)
+        self._profiler = StepProfiler(
+            spec.record_path.parent / PROFILE_FOLDER,
+            f"trainer-{ranks.rank}",
+            spec.trainer.profile_steps,
+            self.device,
+        )
         self._version: VersionSums | None = None
         """The version in the making, from its first gradient to its last step."""
 
@@ -206,6 +214,7 @@ class TrainerRank(TrainedModel):
 
     def _drop_gradient(self) -> None:
         self._version = None
+        self._profiler.drop()
         self._optimizer.zero_grad(set_to_none=True)
 
     def _begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
@@ -215,6 +224,7 @@ class TrainerRank(TrainedModel):
         self._offload.need("train", "weights", "optimizer")
         if self._version is None:
             self._meter.start()
+            self._profiler.enter(self.policy_version + 1)
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         # The order matters: find_allowed() takes the loss of forbidden tokens out of
         # has_loss in place, and check_any_loss() judges the result.
@@ -448,6 +458,7 @@ class TrainerRank(TrainedModel):
 
     def _end_version(self, version: VersionSums) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
+        self._profiler.end()
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
         first_version = self.policy_version

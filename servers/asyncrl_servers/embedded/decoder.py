@@ -74,6 +74,9 @@ class EmbeddedSpec(EngineSpec):
     """Maximum tokens of the KV cache, with fused_decode: requests wait until it can
     hold all their tokens (0 = slots x max_length).
     """
+    profile_steps: tuple[int, ...] = ()
+    """Trainer steps during which its own work is profiled."""
+    profile_dir: Path = Path("profile")
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
 

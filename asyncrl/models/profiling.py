@@ -1,0 +1,98 @@
+"""Profiles of chosen steps: a trace of the operators, and on CUDA a snapshot of the
+memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+TRACE_SUFFIX = ".trace.json.gz"
+MEMORY_SUFFIX = ".memory.pickle"
+MAX_ALLOCATIONS = 100_000
+"""Of a snapshot, the latest ones."""
+
+
+class StepProfiler:
+    """Profiles the thread that calls it, and the threads that torch starts for it.
+
+    Life: enter(step) -> work -> end() or enter(another step), which write the files.
+        A step is profiled once. Without chosen steps all calls do nothing.
+
+    Writes NAME-step-N.trace.json.gz, for https://ui.perfetto.dev, and
+    NAME-step-N.memory.pickle, for https://pytorch.org/memory_viz. A file that cannot be
+    written is logged: a profile ends no run.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, steps: Collection[int], device: torch.device
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._steps = frozenset(steps)
+        self._is_cuda = device.type == "cuda"
+        self._step = 0
+        self._open: Any = None
+
+    def enter(self, step: int) -> bool:
+        """End the profile of another step, and begin that of `step` if it is chosen and
+        has none yet. Return whether it has begun now.
+        """
+        if not self._steps or step == self._step:
+            return False
+        self.end()
+        self._step = step
+        if step not in self._steps:
+            return False
+        log.info("profiling step %d", step)
+        # Without stacks and shapes: these would slow the step that they describe.
+        self._open = torch.profiler.profile()
+        self._open.start()
+        self._record_memory("all")
+        return True
+
+    def end(self) -> None:
+        """Write the profile of the present step, if it is open."""
+        if self._open is None:
+            return
+        profile = self._open
+        self._open = None
+        profile.stop()
+        stem = f"{self._name}-step-{self._step}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # torch reports a full disk only by its exit, or not at all. So the file gets
+            # its name once it is whole.
+            trace = self._folder / f"{stem}{TRACE_SUFFIX}"
+            part = trace.with_name(f".{trace.name}")
+            profile.export_chrome_trace(str(part))
+            part.replace(trace)
+            if self._is_cuda:
+                memory = self._folder / f"{stem}{MEMORY_SUFFIX}"
+                # The documented call, in spite of its name:
+                # https://pytorch.org/docs/stable/torch_cuda_memory.html
+                torch.cuda.memory._dump_snapshot(str(memory))  # noqa: SLF001
+        except (OSError, RuntimeError) as error:
+            log.warning("no profile of step %d: %s", self._step, error)
+        finally:
+            self._record_memory(None)
+
+    def drop(self) -> None:
+        """Forget the open profile, of a step that has failed."""
+        if self._open is not None:
+            self._open.stop()
+            self._open = None
+            self._record_memory(None)
+        self._step = 0
+
+    def _record_memory(self, what: str | None) -> None:
+        if self._is_cuda:
+            torch.cuda.memory._record_memory_history(  # noqa: SLF001
+                what, max_entries=MAX_ALLOCATIONS
+            )
