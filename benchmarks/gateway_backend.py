@@ -17,7 +17,6 @@ from asyncrl.base.http import (
     SECRET_ENV,
     child_arguments,
     die_with_parent,
-    json_answer,
     secret_of,
     serve,
 )
@@ -45,9 +44,9 @@ def main() -> None:
         return await asyncio.wrap_future(ask(engine, [asked])[0])
 
     async def generate(request: web.Request) -> web.Response:
-        return json_answer(
-            await answered(SamplingRequest(**from_json(await request.read())))
-        )
+        asked = SamplingRequest(**from_json(await request.read()))
+        part = await answered(asked)
+        return web.json_response({"token_ids": part.token_ids})
 
     async def chat(request: web.Request) -> web.Response:
         model = from_json(await request.read())["model"]
