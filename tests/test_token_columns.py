@@ -24,9 +24,26 @@ from asyncrl.journal.schema import (
     encode_partial,
     encode_trajectory,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Outcome,
+    Prompt,
+    VersionSpan,
+)
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.tokens import COLUMNS, Column, Ragged, Tokens
+from asyncrl.messages.tokens import (
+    BEHAVIOUR,
+    COLUMNS,
+    EMPTY,
+    ROUTING,
+    TOP_IDS,
+    Column,
+    Ragged,
+    Tokens,
+)
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
@@ -179,3 +196,35 @@ async def test_new_column_reaches_the_packed_batch(
             assert read[source] == values_at(column, target, position)
             num_loss += 1
     assert num_loss == sum(trajectory.num_sampled for trajectory in (single, *branches))
+
+
+def test_parts_without_tokens_change_no_join_even_after_a_frame() -> None:
+    experts = np.arange(12, dtype=np.uint16).reshape(3, 4)
+    tokens = Tokens(
+        np.arange(3, dtype=np.int32), (VersionSpan(0, 3, 1),), {ROUTING: experts}
+    )
+    # A frame is flat, so of no tokens it cannot tell that each has four experts.
+    empty = Tokens.from_arrays(tokens.slice(3).arrays())
+    for parts in ([tokens, empty], [empty, tokens], [empty, tokens, empty]):
+        joined = Tokens.join(parts)
+        assert joined.columns[ROUTING].tolist() == experts.tolist()
+        assert joined.spans == tokens.spans
+    assert len(Tokens.join([empty, EMPTY])) == len(Tokens.join([])) == 0
+
+
+def test_a_copy_holds_no_other_arrays() -> None:
+    whole = Tokens(
+        np.arange(5, dtype=np.int32),
+        (VersionSpan(0, 5, 1),),
+        {
+            BEHAVIOUR: np.zeros(5, np.float32),
+            TOP_IDS: Ragged.of([[1], [], [2, 3], [], []], "<i4"),
+        },
+    )
+    part = whole.slice(1, 4).copy()
+    assert part.ids.tolist() == [1, 2, 3]
+    chosen = part.columns[TOP_IDS]
+    assert isinstance(chosen, Ragged)
+    assert chosen.lists() == [[], [2, 3], []]
+    held = [part.ids, part.columns[BEHAVIOUR], *chosen]
+    assert all(array.base is None for array in held)

@@ -445,7 +445,7 @@ class SegmentJoin:
         columns = context.as_context()
         num_prompt = len(self._prompt)
         self._prompt = self._prompt.with_columns(columns.slice(0, num_prompt).columns)
-        earlier = Tokens.join([EMPTY, *self._blocks, *self._chunks[:-1]])
+        earlier = Tokens.join([*self._blocks, *self._chunks[:-1]])
         self._blocks = [
             earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
         ]

@@ -257,11 +257,24 @@ class Tokens:
             )
         ]
 
+    def copy(self) -> Tokens:
+        """Return the tokens with arrays of their own. A slice holds those of the whole."""
+        columns = {
+            name: Ragged(values.values.copy(), values.sizes.copy())
+            if isinstance(values, Ragged)
+            else values.copy()
+            for name, values in self.columns.items()
+        }
+        return replace(self, ids=self.ids.copy(), columns=columns)
+
     @staticmethod
     def join(parts: Sequence[Tokens]) -> Tokens:
         """Return all tokens, in order. Adjacent spans of one version and engine become
-        one.
+        one. The only part with tokens is returned as it is.
         """
+        # A part without tokens has no values, and after a frame it has lost the width of
+        # its columns.
+        parts = [part for part in parts if len(part.ids)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
         # Adjacent spans become one, also across rows of a frame: a step of 256

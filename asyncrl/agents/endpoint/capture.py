@@ -37,7 +37,7 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
-from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
+from asyncrl.messages.tokens import Tokens, in_journal
 from asyncrl.messages.worker_api import (
     CONTEXT_TOKENS,
     ChatTokenizer,
@@ -210,10 +210,10 @@ class Capture:
         # The engine answers with the whole prompt. The parents already hold its first
         # `num_known` tokens. The likeliest tokens were for the client's answer only.
         num_known = completion.num_prompt - len(planned.added)
-        tokens = completion.tokens.kept(in_journal).slice(num_known)
-        # A copy: a view would hold the arrays of the whole prompt, so a session of n
-        # calls would hold n prompts.
-        tokens = Tokens.join([EMPTY, tokens])
+        added = completion.tokens.kept(in_journal).slice(num_known)
+        # A slice holds the arrays of the whole prompt, so a session of n calls would
+        # hold n prompts.
+        tokens = added.copy()
         num_added = len(planned.added)
         # The trainer must apply the same token masks to the sampled tokens, or its
         # logprobs would be of another distribution. The prompt was not constrained.
