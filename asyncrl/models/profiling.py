@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -75,9 +75,10 @@ class StepProfiler:
             part.replace(trace)
             if self._is_cuda:
                 memory = self._folder / f"{stem}{MEMORY_SUFFIX}"
-                # The documented call, in spite of its name:
+                # Documented, in spite of their names:
                 # https://pytorch.org/docs/stable/torch_cuda_memory.html
-                torch.cuda.memory._dump_snapshot(str(memory))  # noqa: SLF001
+                dump: Any = torch.cuda.memory._dump_snapshot  # noqa: SLF001
+                dump(str(memory))
         except (OSError, RuntimeError) as error:
             log.warning("no profile of step %d: %s", self._step, error)
         finally:
@@ -91,7 +92,7 @@ class StepProfiler:
             self._record_memory(None)
         self._step = 0
 
-    def _record_memory(self, what: str | None) -> None:
+    def _record_memory(self, what: Literal["all"] | None) -> None:
         if self._is_cuda:
             torch.cuda.memory._record_memory_history(  # noqa: SLF001
                 what, max_entries=MAX_ALLOCATIONS
