@@ -359,6 +359,9 @@ def work(
     verifiers: Annotated[
         Text, Option(metavar="ID", help="Agent: a verifiers environment.")
     ] = None,
+    openenv: Annotated[
+        Text, Option(metavar="URL", help="Agent: an OpenEnv server.")
+    ] = None,
     key_file: Annotated[
         File,
         Option(
@@ -400,7 +403,12 @@ def work(
     code = run_worker(
         url,
         key_file=key_file,
-        harness={"python": python, "command": command, "verifiers": verifiers},
+        harness={
+            "python": python,
+            "command": command,
+            "verifiers": verifiers,
+            "openenv": openenv,
+        },
         slots=slots,
         name=name,
         args=args,

@@ -30,6 +30,7 @@ HARNESSES: Mapping[str, HarnessKind] = {
     "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
     "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
+    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL"),
 }
 
 
@@ -41,8 +42,8 @@ def kind_of(config: GeneratorConfig) -> HarnessKind | None:
 
 
 class GeneratorConfig(FrozenConfig):
-    """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these
-    = one completion).
+    """Program of a rollout: `python`, `command`, `verifiers`, `openenv` or `remote`
+    (none of these = one completion).
     """
 
     free_keys: ClassVar = ("workers", "concurrency")
@@ -59,11 +60,13 @@ class GeneratorConfig(FrozenConfig):
     """Id of a verifiers environment, loaded with `args`; its dataset is the task
     (task.verifiers).
     """
+    openenv: str | None = None
+    """Address of an OpenEnv server: each rollout is an episode, with `args`."""
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, Any] = {}
-    """Settings of the verifiers environment, or keyword arguments of the python
-    function.
+    """Settings of the verifiers or OpenEnv environment, or keyword arguments of the
+    python function.
     """
     env: dict[str, str] = {}
     """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and
@@ -93,7 +96,9 @@ class GeneratorConfig(FrozenConfig):
     give_answer: bool = False
     """Pass each prompt's `answer` to the harness. The model's tools may find it."""
     workers: PositiveInt = 1
-    """Processes that run the rollouts of `python`, `command` and `verifiers`."""
+    """Processes that run the rollouts of `python`, `command`, `verifiers` and
+    `openenv`.
+    """
     concurrency: PositiveInt | Literal["auto"] = "auto"
     """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow
     harnesses).
@@ -125,7 +130,7 @@ class GeneratorConfig(FrozenConfig):
             "sandbox": ["command"],
             "sandbox_paths": ["command"],
             "max_memory_mb": ["command"],
-            "args": ["python", "verifiers"],
+            "args": ["python", "verifiers", "openenv"],
             "give_answer": kinds,
             "on_overflow": kinds,
             "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,

@@ -1,0 +1,352 @@
+"""Harness `openenv`: an environment server of
+https://github.com/meta-pytorch/OpenEnv.
+
+openenv-core 0.3: a server has one environment per WebSocket, with reset, step and
+close, and describes actions and observations at GET /schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+import aiohttp
+from pydantic import Field, ValidationError
+
+from asyncrl.agents.harness import AnyTask, Session, first_fault
+from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.config import GeneratorConfig
+from asyncrl.config.fields import FrozenConfig
+from asyncrl.messages.records import Outcome
+
+log = logging.getLogger("asyncrl.worker")
+
+RESET = "reset"
+"""Key in a prompt's info of arguments of the environment's reset."""
+RETRY_S = 1.0
+"""Pause before another try to connect."""
+FULL = "CAPACITY_REACHED"
+ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
+"""Fields of every observation; the metadata is for people."""
+
+
+class OpenEnvArgs(FrozenConfig):
+    """generator.args of an OpenEnv server."""
+
+    action: str | None = None
+    """Field of the action that gets the answer's text (none = its only required text)."""
+    observation: str | None = None
+    """Field of the observation that the model reads (none = the only one, or all as
+    JSON).
+    """
+    reset: dict[str, Any] = {}
+    """Arguments of every reset. A prompt's info.reset adds others."""
+    max_turns: int = Field(default=16, ge=1)
+    """Answers of an episode; after them it ends as it is."""
+    rewards: Literal["sum", "last", "turns"] = "sum"
+    """Reward of the rollout: the sum over its steps, the last one, or one per answer."""
+    connect_s: float = Field(default=60.0, gt=0)
+    """Time for a server to come back, or to have a free place, before a rollout fails."""
+    step_s: float = Field(default=60.0, gt=0)
+    """Time limit of each reset and step."""
+
+
+class Shape(NamedTuple):
+    """`action`: the field of the answer's text; None: the actions are calls of tools."""
+
+    action: str | None
+
+
+class Step(NamedTuple):
+    """`reward` is None where the environment gave none. `shown`: messages for the model."""
+
+    reward: float | None
+    is_done: bool
+    shown: list[dict[str, Any]]
+
+
+class OpenEnvHarness:
+    """Play one episode per rollout, each over a connection of its own.
+
+    A text environment gets the text of each answer as an action. An environment of
+    tools (MCP) offers them to the model, and its episode ends with an answer without
+    calls. Rollouts of a group begin with the same seed.
+
+    Waits: connect_s for a connection, step_s for each answer of the server.
+    """
+
+    def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
+        self._url = (config.openenv or "").rstrip("/")
+        self._said = f"generator.openenv={self._url}"
+        if not self._url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{self._said} is no address of a server",
+                way_out="start the environment's server, and write http://HOST:PORT.",
+            )
+        try:
+            self._args = OpenEnvArgs.model_validate(config.args)
+        except ValidationError as error:
+            known = ", ".join(OpenEnvArgs.model_fields)
+            raise ConfigError(
+                f"generator.args does not fit generator.openenv: {first_fault(error)}",
+                rule=f"its keys are {known}",
+            ) from error
+        self._client_class = _client_class(self._said)
+        self._found: Shape | None = None
+
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
+        messages: list[Any] = [dict(message) for message in task.messages]
+        given: list[tuple[str, float | None]] = []
+        is_done = False
+        async with self._started(task) as (client, first):
+            shape = await self._shape()
+            options: dict[str, Any] = {}
+            if shape.action is None:
+                options["tools"] = await self._tools(client)
+            _add_text(messages, self._text_of(first.observation))
+            while not is_done and len(given) < self._args.max_turns:
+                answer = await session.client.chat.completions.create(
+                    model=session.model, messages=messages, **options
+                )
+                said = answer.choices[0].message
+                messages.append(said.model_dump(exclude_none=True))
+                if shape.action is None:
+                    step = await self._call_tools(client, said.tool_calls or ())
+                else:
+                    action = {shape.action: said.content or ""}
+                    step = await self._step_text(client, action)
+                given.append((answer.id, step.reward))
+                messages += step.shown
+                is_done = step.is_done
+        metrics = {"turns": float(len(given)), "done": float(is_done)}
+        return self._outcome(given, metrics)
+
+    def _outcome(
+        self, given: Sequence[tuple[str, float | None]], metrics: dict[str, float]
+    ) -> Outcome:
+        rewards = [reward for _, reward in given if reward is not None]
+        # An environment without rewards leaves them to the task.
+        if not rewards:
+            return Outcome(None, metrics)
+        if self._args.rewards == "last":
+            return Outcome(rewards[-1], metrics)
+        if self._args.rewards == "sum":
+            return Outcome(sum(rewards), metrics)
+        turn_rewards = {name: reward or 0.0 for name, reward in given}
+        return Outcome(metrics=metrics, turn_rewards=turn_rewards)
+
+    # ---- the server
+
+    @asynccontextmanager
+    async def _started(self, task: AnyTask) -> AsyncIterator[tuple[Any, Any]]:
+        """Connect and reset; yield the client and the first result."""
+        # Not task.seed, which differs between the rollouts of a group: they are compared
+        # with each other, so they begin alike.
+        digest = blake2b(task.prompt_id.encode(), digest_size=4).digest()
+        start = {
+            "seed": int.from_bytes(digest, "little") >> 1,
+            **self._args.reset,
+            **task.info.get(RESET, {}),
+        }
+        until_s = time.monotonic() + self._args.connect_s
+        while True:
+            client = self._client_class(
+                self._url,
+                connect_timeout_s=self._args.step_s,
+                message_timeout_s=self._args.step_s,
+            )
+            try:
+                try:
+                    await client.connect()
+                    first = await client.reset(**start)
+                # The server is down, restarts, or has no free place. No token is
+                # sampled yet, so waiting loses nothing.
+                except Exception as error:
+                    if not self._may_pass(error) or time.monotonic() >= until_s:
+                        raise self._failure("reset", error) from error
+                else:
+                    yield client, first
+                    return
+            finally:
+                await client.close()
+            await asyncio.sleep(RETRY_S)
+
+    def _may_pass(self, error: Exception) -> bool:
+        is_refusal = isinstance(error, RuntimeError)
+        return FULL in str(error) if is_refusal else not isinstance(error, TimeoutError)
+
+    def _failure(self, what: str, error: Exception) -> RolloutFailure:
+        why = f"{type(error).__name__}: {error!s:.300}".removesuffix(": ")
+        if isinstance(error, TimeoutError):
+            why = f"no answer in step_s={self._args.step_s:g} s"
+        way_out = "read the server's log."
+        if FULL in why:
+            way_out = "raise max_concurrent_envs of its create_app(), or lower generator.concurrency."
+        return RolloutFailure(f"{self._said}: {what} failed: {why}", way_out=way_out)
+
+    async def _shape(self) -> Shape:
+        """Read how actions look, once. Raises ConfigError if no field fits."""
+        if self._found is None:
+            try:
+                limit = aiohttp.ClientTimeout(total=self._args.step_s)
+                async with (
+                    aiohttp.ClientSession(timeout=limit) as http,
+                    http.get(f"{self._url}/schema", raise_for_status=True) as answer,
+                ):
+                    action = (await answer.json())["action"]
+                    fields = action["properties"]
+            except (
+                aiohttp.ClientError,
+                TimeoutError,
+                ValueError,
+                LookupError,
+            ) as error:
+                raise self._failure("GET /schema", error) from error
+            self._found = Shape(self._field_of(action, fields))
+        return self._found
+
+    def _field_of(
+        self, action: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> str | None:
+        chosen = self._args.action
+        if chosen is None and "tool_name" in fields:
+            return None
+        required = action.get("required") or []
+        texts = [name for name in required if fields[name].get("type") == "string"]
+        if chosen is None and len(texts) == 1:
+            chosen = texts[0]
+        others = [name for name in required if name != chosen]
+        if chosen not in fields or others:
+            raise ConfigError(
+                f"{self._said}: actions have the fields {', '.join(fields)}, of which "
+                f"{', '.join(required) or 'none'} must be given",
+                rule="an answer's text fills one field, and no other may be required",
+                way_out="set generator.args.action to the field, or write an agent for "
+                "generator.python.",
+            )
+        return chosen
+
+    async def _answer(self, client: Any, action: Mapping[str, Any]) -> Any:
+        try:
+            return await client.step(dict(action))
+        # A lost connection has lost the environment's state: the rollout is retried.
+        except Exception as error:
+            raise self._failure("step", error) from error
+
+    async def _step_text(self, client: Any, action: Mapping[str, Any]) -> Step:
+        result = await self._answer(client, action)
+        shown: list[dict[str, Any]] = []
+        _add_text(shown, self._text_of(result.observation))
+        return Step(_number(result.reward), bool(result.done), shown)
+
+    async def _tools(self, client: Any) -> list[dict[str, Any]]:
+        listed = await self._answer(client, {"type": "list_tools"})
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("input_schema") or {"type": "object"},
+                },
+            }
+            for tool in listed.observation["tools"]
+        ]
+
+    async def _call_tools(self, client: Any, calls: Sequence[Any]) -> Step:
+        shown: list[dict[str, Any]] = []
+        rewards: list[float] = []
+        is_done = not calls
+        for call in calls:
+            text = ""
+            # After the end the environment takes no further step.
+            if not is_done:
+                text, reward, is_done = await self._call_tool(client, call.function)
+                rewards += [] if reward is None else [reward]
+            shown.append({"role": "tool", "tool_call_id": call.id, "content": text})
+        return Step(sum(rewards) if rewards else None, is_done, shown)
+
+    async def _call_tool(
+        self, client: Any, function: Any
+    ) -> tuple[str, float | None, bool]:
+        try:
+            arguments = json.loads(function.arguments or "{}")
+        except ValueError as error:
+            # The model's own fault: it may correct it.
+            return f"The arguments are no JSON: {error}", None, False
+        if not isinstance(arguments, dict):
+            return "The arguments must be a JSON object.", None, False
+        action = {
+            "type": "call_tool",
+            "tool_name": function.name,
+            "arguments": arguments,
+        }
+        result = await self._answer(client, action)
+        seen = result.observation
+        text = _tool_text(seen.get("error") or seen.get("result"))
+        return text, _number(result.reward), bool(result.done)
+
+    def _text_of(self, observation: Mapping[str, Any]) -> str:
+        chosen = self._args.observation
+        if chosen is not None:
+            if chosen not in observation:
+                raise ConfigError(
+                    f"{self._said}: an observation has the fields {', '.join(observation)}",
+                    rule=f"generator.args.observation={chosen} is one of them",
+                )
+            return _as_text(observation[chosen])
+        seen = {
+            name: value
+            for name, value in observation.items()
+            if name not in ALWAYS_THERE and value is not None
+        }
+        return _as_text(next(iter(seen.values())) if len(seen) == 1 else seen or "")
+
+
+def _client_class(said: str) -> Any:
+    try:
+        from openenv.core import GenericEnvClient
+    except ModuleNotFoundError as error:
+        way_out = f"{install_extra('openenv')}, where the run is started and where its workers run."
+        raise ConfigError(
+            f"{said} needs openenv-core: {error}", way_out=way_out
+        ) from error
+    return GenericEnvClient
+
+
+def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+    """Add what the environment says as the user's, to a user message that waits for an
+    answer.
+    """
+    if not text:
+        return
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{text}".lstrip()
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _tool_text(result: Any) -> str:
+    """Return the texts of an MCP result, or JSON of any other."""
+    parts = result.get("content") if isinstance(result, dict) else None
+    if not isinstance(parts, list) or not parts:
+        return _as_text(result)
+    return "\n".join(
+        part["text"] if part.get("type") == "text" else _as_text(part) for part in parts
+    )
+
+
+def _number(reward: Any) -> float | None:
+    return None if reward is None else float(reward)

@@ -1,0 +1,261 @@
+"""OpenEnv servers over a real gateway and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_cases import ScriptedEngine, gateway_world
+from test_harness_verifiers import last_turn, text_of, tool_call
+
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.harness import build_harness
+from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.config import GeneratorConfig
+
+pytestmark = pytest.mark.extras
+SERVER = Path(__file__).with_name("openenv_server_for_test.py")
+TASK = Task("0/7", ({"role": "user", "content": "Count."},))
+
+
+class Server:
+    """A server in its own process, which can be killed and started again."""
+
+    def __init__(self, kind: str, num_places: int = 8) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [
+            sys.executable,
+            str(SERVER),
+            kind,
+            str(self.port),
+            str(num_places),
+        ]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command)
+
+    def wait_ready(self) -> Server:
+        for _ in range(1200):
+            assert self.process.poll() is None, "the server has ended"
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
+            except OSError:
+                time.sleep(0.1)
+            else:
+                return self
+        raise AssertionError("the server did not start")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Server]]:
+    started = {
+        "text": Server("text"),
+        "tools": Server("tools"),
+        "one place": Server("text", num_places=1),
+    }
+    try:
+        yield {name: server.wait_ready() for name, server in started.items()}
+    finally:
+        for server in started.values():
+            server.kill()
+
+
+def play(
+    url: str,
+    answer: Callable[[str], str],
+    task: Task = TASK,
+    num_rollouts: int = 1,
+    **args: Any,
+) -> list[tuple[Outcome, list[str]]]:
+    """Return the outcome of each rollout, and the prompts that the engine saw."""
+    harness = build_harness(GeneratorConfig(openenv=url, args=args))
+
+    async def one() -> tuple[Outcome, list[str]]:
+        engine = ScriptedEngine(lambda request: answer(text_of(request)))
+        async with gateway_world(engine) as world:
+            session = Session(f"{world.url}/v1", world.session.key, "policy")
+            async with session.client:
+                outcome = await harness.run(task, session)
+            world.session.rollout(0, outcome, outcome.reward or 0.0)
+            return outcome, [text_of(each) for each in engine.requests]
+
+    async def all_at_once() -> list[tuple[Outcome, list[str]]]:
+        return await asyncio.gather(*(one() for _ in range(num_rollouts)))
+
+    return asyncio.run(all_at_once())
+
+
+def longer(prompt: str) -> str:
+    return "ab" if "Count" in last_turn(prompt)[1] else "abcd"
+
+
+def test_episode_of_texts_shows_observations_and_adds_rewards(
+    servers: dict[str, Server],
+) -> None:
+    ((outcome, prompts),) = play(servers["text"].url, longer)
+    assert outcome == Outcome(10.0, {"turns": 3.0, "done": 1.0})
+    first, second, third = (last_turn(prompt) for prompt in prompts)
+    assert first[0] == second[0] == third[0] == "user"
+    begin, start = first[1].split("\n\n")
+    seed = json.loads(start)["said"].removeprefix("start ")
+    assert begin == "Count."
+    assert int(seed) > 0
+    # Without done, reward and metadata.
+    assert json.loads(second[1]) == {"said": "ab", "left": 2}
+    assert json.loads(third[1]) == {"said": "ab abcd", "left": 1}
+
+
+def test_rollouts_of_a_group_begin_alike_and_have_environments_of_their_own(
+    servers: dict[str, Server],
+) -> None:
+    played = play(servers["text"].url, longer, num_rollouts=4, observation="said")
+    assert {outcome.reward for outcome, _ in played} == {10.0}
+    assert len({tuple(prompts) for _, prompts in played}) == 1
+    other = Task("0/8", TASK.messages)
+    ((_, prompts),) = play(servers["text"].url, longer, other, observation="said")
+    assert prompts[0] != played[0][1][0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ("last", Outcome(4.0, {"turns": 3.0, "done": 1.0})),
+        (
+            "turns",
+            Outcome(
+                None,
+                {"turns": 3.0, "done": 1.0},
+                {"chatcmpl-0": 2.0, "chatcmpl-1": 4.0, "chatcmpl-2": 4.0},
+            ),
+        ),
+    ],
+)
+def test_rewards_are_the_last_one_or_one_per_answer(
+    servers: dict[str, Server], rewards: str, expected: Outcome
+) -> None:
+    ((outcome, _),) = play(servers["text"].url, longer, rewards=rewards)
+    assert outcome == expected
+
+
+def test_episode_ends_after_max_turns(servers: dict[str, Server]) -> None:
+    ((outcome, _),) = play(servers["text"].url, longer, max_turns=2)
+    assert outcome == Outcome(6.0, {"turns": 2.0, "done": 0.0})
+
+
+def test_reset_gets_the_arguments_of_the_config_and_of_the_prompt(
+    servers: dict[str, Server],
+) -> None:
+    task = Task("0/7", TASK.messages, info={"reset": {"seed": 5}})
+    ((_, prompts),) = play(
+        servers["text"].url, longer, task, observation="said", reset={"word": "go"}
+    )
+    assert last_turn(prompts[0])[1] == "Count.\n\ngo 5"
+
+
+def test_environment_of_tools_gets_calls_and_shows_results(
+    servers: dict[str, Server],
+) -> None:
+    def answer(prompt: str) -> str:
+        role, text = last_turn(prompt)
+        return (
+            tool_call("add", first=1, second=4)
+            if role == "user"
+            else tool_call("add", first=2, second=int(text))
+        )
+
+    ((outcome, prompts),) = play(servers["tools"].url, answer)
+    assert outcome == Outcome(1.0, {"turns": 2.0, "done": 1.0})
+    assert prompts[0].startswith("<|start|>tools\n['add']")
+    assert last_turn(prompts[1]) == ("tool", "5")
+
+
+def test_answer_without_a_call_ends_an_episode_of_tools(
+    servers: dict[str, Server],
+) -> None:
+    ((outcome, _),) = play(servers["tools"].url, lambda _: "I do not know.")
+    assert outcome == Outcome(None, {"turns": 1.0, "done": 1.0})
+
+
+def test_failure_of_the_environment_fails_the_rollout(
+    servers: dict[str, Server],
+) -> None:
+    with pytest.raises(RolloutFailure, match="step failed.*the environment is broken"):
+        play(servers["text"].url, lambda _: "crash")
+    with pytest.raises(
+        RolloutFailure, match=r"reset failed: no answer in step_s=0.5 s"
+    ):
+        play(servers["text"].url, longer, reset={"word": "slow"}, step_s=0.5)
+
+
+def test_server_that_restarts_costs_only_the_open_episode() -> None:
+    server = Server("text").wait_ready()
+    try:
+        with pytest.raises(RolloutFailure, match="step failed: ConnectionClosed"):
+            play(server.url, lambda _: "exit")
+        assert server.process.wait(timeout=30) == 3
+        server.start()
+        # At once: the harness waits until the server is back.
+        ((outcome, _),) = play(server.url, longer, connect_s=120)
+        assert outcome.reward == 10.0
+    finally:
+        server.kill()
+
+
+def test_rollouts_wait_for_a_free_place(servers: dict[str, Server]) -> None:
+    played = play(servers["one place"].url, longer, num_rollouts=3)
+    assert [outcome.reward for outcome, _ in played] == [10.0] * 3
+
+
+def test_server_that_stays_away_fails_the_rollout() -> None:
+    with pytest.raises(RolloutFailure, match="reset failed: ConnectionError"):
+        play("http://127.0.0.1:9", longer, connect_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"action": "loudness"}, "actions have the fields metadata, text, loudness"),
+        ({"observation": "seen"}, "an observation has the fields said, left"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(
+    servers: dict[str, Server], args: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        play(servers["text"].url, longer, **args)
+
+
+@pytest.mark.parametrize(
+    ("url", "args", "says"),
+    [
+        ("localhost:8000", {}, "is no address of a server"),
+        ("http://localhost:8000", {"max_turns": 0}, "max_turns .*greater than"),
+        ("http://localhost:8000", {"turns": 3}, "its keys are action, observation"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(
+    url: str, args: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_harness(GeneratorConfig(openenv=url, args=args))
+    error = refused.value
+    assert re.search(says, f"{error.what} {error.rule} {error.way_out}")
