@@ -33,7 +33,7 @@ RETRY_S = 1.0
 """Pause before another try to connect."""
 FULL = "CAPACITY_REACHED"
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
-"""Fields of every observation; the metadata is for people."""
+"""Fields of every observation; the metadata is not for the model."""
 
 
 class OpenEnvArgs(FrozenConfig):
@@ -48,7 +48,7 @@ class OpenEnvArgs(FrozenConfig):
     reset: dict[str, Any] = {}
     """Arguments of every reset. A prompt's info.reset adds others."""
     max_turns: int = Field(default=16, ge=1)
-    """Answers of an episode; after them it ends as it is."""
+    """Answers of an episode; then it ends, done or not."""
     rewards: Literal["sum", "last", "turns"] = "sum"
     """Reward of the rollout: the sum over its steps, the last one, or one per answer."""
     connect_s: float = Field(default=60.0, gt=0)
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 class OpenEnvHarness:
-    """Play one episode per rollout, each over a connection of its own.
+    """Play one episode per rollout, each over its own connection.
 
     A text environment gets the text of each answer as an action. An environment of
     tools (MCP) offers them to the model, and its episode ends with an answer without
@@ -298,7 +298,7 @@ class OpenEnvHarness:
             if chosen not in observation:
                 raise ConfigError(
                     f"{self._said}: an observation has the fields {', '.join(observation)}",
-                    rule=f"generator.args.observation={chosen} is one of them",
+                    rule=f"generator.args.observation={chosen} is a field of it",
                 )
             return _as_text(observation[chosen])
         seen = {
