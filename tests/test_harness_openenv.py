@@ -21,6 +21,7 @@ from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import build_harness
+from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 
@@ -228,6 +229,18 @@ def test_rollouts_wait_for_a_free_place(servers: dict[str, Server]) -> None:
 def test_server_that_stays_away_fails_the_rollout() -> None:
     with pytest.raises(RolloutFailure, match="reset failed: ConnectionError"):
         play("http://127.0.0.1:9", longer, connect_s=0.1)
+
+
+def test_check_names_how_actions_look_or_that_no_server_answers(
+    servers: dict[str, Server],
+) -> None:
+    def said(url: str) -> str:
+        return OpenEnvHarness(GeneratorConfig(openenv=url)).check_server()
+
+    assert said(servers["text"].url).endswith("takes texts, as text")
+    assert said(servers["tools"].url).endswith("takes calls of tools")
+    with pytest.raises(ConfigError, match="does not answer GET /schema"):
+        said("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import asyncio
 import json
 import logging
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-import aiohttp
 from pydantic import Field, ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session, first_fault
@@ -31,6 +31,8 @@ RESET = "reset"
 """Key in a prompt's info of arguments of the environment's reset."""
 RETRY_S = 1.0
 """Pause before another try to connect."""
+UNREAD = (OSError, ValueError, LookupError)
+"""A server that is down, or that answers other things than a schema."""
 FULL = "CAPACITY_REACHED"
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
 """Fields of every observation; the metadata is not for the model."""
@@ -191,25 +193,32 @@ class OpenEnvHarness:
         return RolloutFailure(f"{self._said}: {what} failed: {why}", way_out=way_out)
 
     async def _shape(self) -> Shape:
-        """Read how actions look, once. Raises ConfigError if no field fits."""
+        """Return how actions look, read once. Raises ConfigError if no field fits."""
         if self._found is None:
             try:
-                limit = aiohttp.ClientTimeout(total=self._args.step_s)
-                async with (
-                    aiohttp.ClientSession(timeout=limit) as http,
-                    http.get(f"{self._url}/schema", raise_for_status=True) as answer,
-                ):
-                    action = (await answer.json())["action"]
-                    fields = action["properties"]
-            except (
-                aiohttp.ClientError,
-                TimeoutError,
-                ValueError,
-                LookupError,
-            ) as error:
+                self._found = await asyncio.to_thread(self._read_shape)
+            except UNREAD as error:
                 raise self._failure("GET /schema", error) from error
-            self._found = Shape(self._field_of(action, fields))
         return self._found
+
+    def check_server(self) -> str:
+        """Read how actions look, and say it. Blocks. Raises ConfigError."""
+        try:
+            shape = self._read_shape()
+        except UNREAD as error:
+            raise ConfigError(
+                f"{self._said} does not answer GET /schema: {error}",
+                rule="the environment's server is up before the run starts",
+                way_out="start it, or correct the address.",
+            ) from error
+        kind = f"texts, as {shape.action}" if shape.action else "calls of tools"
+        return f"openenv: {self._url} takes {kind}"
+
+    def _read_shape(self) -> Shape:
+        url = f"{self._url}/schema"
+        with urllib.request.urlopen(url, timeout=self._args.step_s) as answer:
+            action = json.loads(answer.read())["action"]
+        return Shape(self._field_of(action, action["properties"]))
 
     def _field_of(
         self, action: Mapping[str, Any], fields: Mapping[str, Any]

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
+from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
@@ -218,6 +219,8 @@ def validate(
             load(setting)
     if config.generator.python or config.generator.command:
         build_harness(config.generator, is_worker=False)
+    if config.generator.openenv:
+        found.lines.append(OpenEnvHarness(config.generator).check_server())
     return found
 
 
