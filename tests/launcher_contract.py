@@ -212,7 +212,7 @@ async def lost_node_is_named(stage: Stage) -> None:
         os.kill(int(actor.environ()["RAY_RAYLET_PID"]), signal.SIGKILL)
         death = str(await end_of(process))
         assert f"the node {stage.node.name} ({stage.node.address}) is gone" in death
-        assert all_gone(family)
+        assert all_gone(family, timeout_s=LIMIT_S)
         assert stage.cleared("orphan").exists(), "Ray did not kill it"
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(ComponentError, match="orphan: .* is gone: Ray "):

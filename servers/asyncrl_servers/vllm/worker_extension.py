@@ -53,6 +53,9 @@ from asyncrl_servers.weight_state import (
 
 if current_platform.is_cpu():
     patch_worker()
+    # vLLM's bfloat16 attention uses AMX where the CPU has it, and Linux admits only
+    # processes that have asked. Without this the worker dies of SIGILL.
+    torch.cpu._init_amx()
 
 
 class Loader:
