@@ -118,3 +118,22 @@ def test_a_reward_of_the_page(
     rewards: dict[str, Any], name: str, completion: str, answer: str, reward: float
 ) -> None:
     assert rewards[name](REWARD_PROMPT, completion, answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "completions", "expected"),
+    [
+        ("shortest_right", ["Paris", "It is Paris", None, "Rome"], [1, 0.5, 0, 0]),
+        ("shortest_right", ["Rome", None], [0, 0]),
+        ("diverse", ["paris", "paris", None], [0.8, 0.8, 0]),
+        ("diverse", ["paris", "big paris", "Rome"], [0.8, 0.9, 0.2]),
+    ],
+)
+def test_a_group_reward_of_the_page(
+    rewards: dict[str, Any],
+    name: str,
+    completions: list[str | None],
+    expected: list[float],
+) -> None:
+    found = rewards[name](REWARD_PROMPT, completions, "Paris")
+    assert found == pytest.approx(expected)

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -37,7 +37,7 @@ from asyncrl.messages.records import (
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 log = logging.getLogger(__name__)
 
@@ -442,11 +442,12 @@ class SingleTurn:
         )
         attempt.seen = lambda: (make_trajectory(index, completion, 0.0),)
 
-        async def score() -> Rollout:
-            reward = await self.scorers.of(prompt).score(prompt, completion)
+        def rollout(reward: float) -> Rollout:
             return (make_trajectory(index, completion, reward),)
 
-        return score
+        return functools.partial(
+            score_completion, self.scorers.of(prompt), attempt, completion, rollout
+        )
 
 
 def make_trajectory(
@@ -510,10 +511,12 @@ class HarnessGenerator:
 
         async def score() -> Rollout:
             reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
-            if reward is None:
-                reward = await scorer.score(prompt, session.last_completion())
-            return session.rollout(index, outcome, reward)
+            if reward is not None:
+                return rollout(reward)
+            completion = session.last_completion()
+            return await score_completion(scorer, attempt, completion, rollout)
 
+        rollout = functools.partial(session.rollout, index, outcome)
         return score
 
     async def _outcome(
@@ -545,6 +548,51 @@ class HarnessGenerator:
                 way_out=way_out,
             )
         return outcome, False
+
+
+async def score_completion(
+    scorer: TaskScorer,
+    attempt: RolloutAttempt,
+    completion: Completion,
+    rollout: Callable[[float], Rollout],
+) -> Rollout:
+    """Return `rollout` of the completion's reward, or unscored if the task scores whole
+    groups.
+    """
+    if not scorer.scores_groups:
+        if scorer.judge is not None:
+            # Its requests queue for its limits, which is no time of the rollout.
+            attempt.clock.hold()
+        return rollout(await scorer.score(attempt.prompt, completion))
+    first, *others = rollout(0.0)
+    return (replace(first, unscored=scorer.text_of(completion)), *others)
+
+
+async def score_group(
+    scorer: TaskScorer, prompt: Prompt, rollouts: Mapping[int, Rollout], size: int
+) -> tuple[dict[int, Rollout], dict[int, RolloutFailure]]:
+    """Score the unscored rollouts of a group of `size`, by sample_index. Return them
+    with their reward, and why others have none.
+    """
+    texts = {index: rollout[0].unscored for index, rollout in rollouts.items()}
+    asked = sorted(index for index, text in texts.items() if text is not None)
+    try:
+        results = await scorer.score_group(
+            prompt, [texts.get(index) for index in range(size)]
+        )
+    except RolloutFailure as failure:
+        return {}, dict.fromkeys(asked, failure)
+    scored = dict[int, Rollout]()
+    failed = dict[int, RolloutFailure]()
+    for index in asked:
+        result = results[index]
+        if isinstance(result, RolloutFailure):
+            failed[index] = result
+            continue
+        scored[index] = tuple(
+            replace(branch, reward=result, unscored=None) for branch in rollouts[index]
+        )
+    return scored, failed
 
 
 def own_reward(outcome: Outcome) -> float | None:
