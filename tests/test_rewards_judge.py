@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -17,7 +19,9 @@ import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from fakes import FakeEngine
 from rollout_cases import virtual
+from test_producers_groups import House
 from test_tasks_scorer import PROMPT, TOKENIZER, sampled
 
 from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
@@ -208,7 +212,12 @@ async def test_busy_endpoint_is_asked_again_when_it_says() -> None:
     [
         (refusal(400), 1, "was refused by the judge: BadRequestError"),
         (refusal(500), 3, "did not answer: InternalServerError"),
-        (web.Response(text="<html>hello"), 1, "got '<html>hello' from http"),
+        (
+            web.Response(text="<html>hello", content_type="text/html"),
+            1,
+            "got '<html>hello' from http",
+        ),
+        (web.json_response({"choices": [{"message": None}]}), 1, "raised Attribute"),
     ],
 )
 @pytest.mark.asyncio
@@ -216,7 +225,7 @@ async def test_failing_endpoint_costs_the_rollout(
     answer: web.Response, tries: int, words: str
 ) -> None:
     def again(text: str) -> web.Response:
-        kind = answer.content_type if answer.status > 200 else "text/html"
+        kind = answer.content_type
         return web.Response(text=answer.text, status=answer.status, content_type=kind)
 
     async with endpoint(again) as server:
@@ -338,6 +347,27 @@ async def test_busy_endpoint_holds_back_all_requests() -> None:
     timed.errors.append(openai.RateLimitError("busy", response=response, body=None))
     assert await asyncio.gather(timed(PROMPT, "a"), timed(PROMPT, "b")) == [1.0, 1.0]
     assert timed.begun == [0, 35, 40]
+
+
+@virtual
+async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
+    timed = Timed(requests_per_minute=1)
+    config = TaskConfig(
+        files=["examples/data/capitals.jsonl"],
+        reward={"judge": settings("http://judge/v1")},  # type: ignore[arg-type]
+        reward_timeout_s=10.0,
+    )
+    scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
+    scorer.judge = timed
+    lengths = count(1)
+    engine = FakeEngine(tokens=lambda _: next(lengths))
+    values = {"group_size": 3, "timeout_s": 10.0, "num_tickets": 1, "retries": 0}
+    scorers = SimpleNamespace(of=lambda prompt: scorer)
+    async with House(engine=engine, scorer=scorers, **values) as house:
+        await asyncio.sleep(130.0)
+        (group,) = house.sink.finished
+    assert timed.begun == [1, 61, 121]
+    assert [branch.reward for branch in group.trajectories] == [1.0] * 3
 
 
 # ---- before the start

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from token_cases import completion_of
 
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
@@ -137,3 +138,12 @@ def test_a_group_reward_of_the_page(
 ) -> None:
     found = rewards[name](REWARD_PROMPT, completions, "Paris")
     assert found == pytest.approx(expected)
+
+
+def test_a_token_reward_of_the_page(rewards: dict[str, Any]) -> None:
+    sampled = completion_of([1, 2, 3, 4, 1, 2, 3, 4, 9])
+    found = rewards["without_loops"](REWARD_PROMPT, "Paris", "Paris", sampled)
+    assert found == [1.0] * 4 + [-1.0] * 5
+    sampled = completion_of([1, 2, 3])
+    found = rewards["without_loops"](REWARD_PROMPT, "Rome", "Paris", sampled)
+    assert found == [0.0] * 3

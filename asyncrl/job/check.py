@@ -155,7 +155,9 @@ def try_reward(
     def score() -> None:
         for text in texts:
             try:
-                rewards.append(result_of(text, optional(function, NO_COMPLETION)))
+                result = result_of(text, optional(function, NO_COMPLETION))
+                # one for each token, of which there are none here
+                rewards.append(sum(result) if isinstance(result, list) else result)
             except UserCodeFailed as failure:
                 rewards.append(failure)
 

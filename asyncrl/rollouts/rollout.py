@@ -8,16 +8,22 @@ import asyncio
 import functools
 import hashlib
 import heapq
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, Protocol
+
+import numpy as np
 
 from asyncrl.base.errors import (
     ComponentError,
     PromptUnusable,
+    RewardFailure,
     RolloutFailure,
     RolloutTimeout,
 )
@@ -27,6 +33,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
+    Credit,
     GroupId,
     Outcome,
     Prompt,
@@ -563,9 +570,42 @@ async def score_completion(
         if scorer.judge is not None:
             # Its requests queue for its limits, which is no time of the rollout.
             attempt.clock.hold()
-        return rollout(await scorer.score(attempt.prompt, completion))
+        reward = await scorer.score(attempt.prompt, completion)
+        if isinstance(reward, list):
+            return with_credits(rollout(fmean(reward)), completion, reward)
+        return rollout(reward)
     first, *others = rollout(0.0)
     return (replace(first, unscored=scorer.text_of(completion)), *others)
+
+
+def with_credits(
+    rollout: Rollout, completion: Completion, rewards: Sequence[float]
+) -> Rollout:
+    """Give each span of tokens with equal rewards its own credit, a sample of the
+    advantage. Raises RewardFailure if other tokens are trained, too.
+
+    Example: a prompt of 2 tokens, and the rewards [0, 0, 1]: tokens 2 and 3 are a span
+    with reward 0, token 4 is a span with reward 1.
+    """
+    places = [index for branch in rollout for index in np.flatnonzero(branch.loss_mask)]
+    ids = [
+        token
+        for branch in rollout
+        for token in branch.token_ids[branch.loss_mask].tolist()
+    ]
+    if len(rollout) > 1 or ids != list(completion.token_ids):
+        raise RewardFailure(
+            f"the reward returned {len(rewards)} numbers, and the rollout has {len(ids)} sampled tokens",
+            rule="rewards per token need rollouts of one trained completion",
+            way_out="return one number, or rewards of turns from the harness (turn_rewards).",
+        )
+    credits = list[Credit]()
+    pairs = zip(rewards, places, strict=True)
+    spans = itertools.groupby(pairs, key=operator.itemgetter(0))
+    for unit, (reward, span) in enumerate(spans):
+        inner = [int(place) for _, place in span]
+        credits.append(Credit(inner[0], inner[-1] + 1, reward, unit))
+    return (replace(rollout[0], credits=tuple(credits)),)
 
 
 async def score_group(

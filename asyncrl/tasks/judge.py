@@ -246,7 +246,7 @@ class Judge:
                 ) from error
             found = self._pattern.search(answer)
             try:
-                if found is None:
+                if found is None or found[1] is None:
                     raise ValueError(f"{self._pattern.pattern} does not match")
                 return read(found[1])
             except (ValueError, LookupError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import logging
 import math
 import numbers
@@ -27,7 +28,11 @@ from asyncrl.messages.tokens import NO_COMPLETION
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
-"""Return value of a reward function."""
+"""Return value of a reward function, or a list with one for each sampled token."""
+MAX_SPANS = 1024
+"""Spans of equal rewards in a completion: each is a sample of the advantage, and
+travels as an object of its own.
+"""
 Completions = Sequence[str | None]
 """Texts of a group by sample_index; None: failed, or rewarded by its harness."""
 RewardFunction = Callable[..., Any]
@@ -159,7 +164,27 @@ async def call_async(value: Awaitable[Any], given: str | Completions) -> Any:
 
 
 def _result(value: Any, given: str | Completions) -> Any:
-    return as_reward(value) if isinstance(given, str) else as_rewards(value, given)
+    if not isinstance(given, str):
+        return as_rewards(value, given)
+    # An array with one element is a number (as_reward).
+    if getattr(value, "ndim", 0) == 1 and len(value) != 1:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [as_reward(entry) for entry in value]
+    return as_reward(value)
+
+
+def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
+    """Check the rewards of a completion's tokens. Raises UserCodeFailed."""
+    if len(rewards) != num_tokens:
+        raise UserCodeFailed(
+            f"returned {len(rewards)} rewards for {num_tokens} sampled tokens"
+        )
+    num_spans = sum(1 for _ in itertools.groupby(rewards))
+    if num_spans > MAX_SPANS:
+        raise UserCodeFailed(
+            f"returned {num_spans} spans of equal rewards; {MAX_SPANS} at most"
+        )
 
 
 def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFailed]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.base.user_code import UserCalls
@@ -30,6 +30,7 @@ from asyncrl.tasks.rewards import (
     UserCodeFailed,
     call,
     call_async,
+    check_spans,
     no_reward,
     optional,
     score_of,
@@ -165,16 +166,19 @@ class TaskScorer:
         """Return the text that the reward sees."""
         return self._text_of(sampled.token_ids)
 
-    async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
-        """Return the reward of a completion. Raises RewardFailure (data), or TaskError
-        (ends the run).
+    async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[Reward]:
+        """Return the reward of a completion, or of each sampled token. Raises
+        RewardFailure (data), or TaskError (ends the run).
         """
         if not self.has_score:
             raise no_reward(prompt)
         text = self.text_of(sampled)
         asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
-            return cast(Reward, await self._call(prompt, text, asked))
+            reward: Reward | list[Reward] = await self._call(prompt, text, asked)
+            if isinstance(reward, list):
+                check_spans(reward, len(sampled.token_ids))
+            return reward
         except UserCodeFailed as failure:
             raise self._failure(prompt, text, failure) from failure
 
@@ -201,7 +205,7 @@ class TaskScorer:
         if isinstance(given, str):
             return RewardFailure(
                 f"the reward of prompt {prompt.prompt_id} {failure}",
-                rule="a reward is one finite number",
+                rule="a reward is one finite number, or one for each sampled token",
                 way_out=f"correct {self._calls.name}; the completion began {given[:80]!r}.",
             )
         return RewardFailure(
@@ -215,7 +219,9 @@ class TaskScorer:
     ) -> Any:
         self._calls.check()
         if self.judge is not None:
-            return await self.judge(prompt, given)
+            # What an endpoint answers is as unknown as what user code does.
+            with user_code(asyncio.CancelledError, TaskError):
+                return await self.judge(prompt, given)
         with waiting("their rewards", on="the reward function"):
             if self._processes is not None:
                 sent = _sent(asked["sampled"]) if asked else NO_COMPLETION
