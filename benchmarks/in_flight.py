@@ -225,10 +225,11 @@ class Controller:
         self.pool = EnginePool(self.servers, slots=self.num // ENGINES)
         config = TaskConfig(python="asyncrl.tasks.toy:Letters", reward_pool="inline")
         task = Letters(size=100_000, seed=0)
+        scorers = Scorers({"": task}, {"": config}, tokenizer, seed=0)
         generator = SingleTurn(
             self.pool,
             tokenizer,
-            Scorers({"": task}, {"": config}, tokenizer, seed=0),
+            scorers,
             run_seed=0,
             max_tokens=MAX_TOKENS,
             max_prompt_tokens=64,
@@ -238,6 +239,7 @@ class Controller:
             source=PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
             runner=RolloutRunner(generator, timeout_s=3600.0, retries=0),
             spawn=spawn,
+            scorers=scorers,
             config=RolloutConfig(group_size=GROUP),
             capacity=self.num,
             journal=journal,

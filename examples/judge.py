@@ -5,7 +5,8 @@ grades each summary.
     export JUDGE_URL=http://HOST:8000/v1 JUDGE_KEY=none JUDGE_MODEL=NAME      # for example `vllm serve NAME`
     asyncrl run examples/judge.yaml
 
-docs/rewards.md explains the function, and how a policy can fool a judge.
+docs/rewards.md explains how a policy can fool a judge, and task.reward.judge, which
+needs no code.
 """
 
 from __future__ import annotations

@@ -141,6 +141,8 @@ class FakeScorer:
         self._reward, self.latency_s = reward, latency_s
 
     has_score = shows_special = True
+    scores_groups = False
+    judge = None
 
     def of(self, prompt: Prompt) -> FakeScorer:
         return self

@@ -25,6 +25,18 @@ class HeldLetters(Letters):
         return super().score(prompt, completion)
 
 
+class HeldGroups(Letters):
+    """Letters whose whole groups are scored: by letters, minus the mean of the group."""
+
+    def score_group(self, prompt: Prompt, completions: list[str | None]) -> list[float]:
+        run_dir = os.environ.get(RUN_DIR)
+        while run_dir and _is_held(Path(run_dir)):
+            time.sleep(0.02)
+        rewards = [self.score(prompt, text or "") for text in completions]
+        mean = sum(rewards) / len(rewards)
+        return [reward - mean for reward in rewards]
+
+
 def hold(run_dir: Path, num_steps: int) -> None:
     """Let the run record about `num_steps` steps: rewards of later ones wait."""
     _path(run_dir).write_text(str(num_steps))

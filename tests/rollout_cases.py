@@ -119,6 +119,7 @@ def make_held_out(generator: Any, prompts: Sequence[Any], **values: Any) -> Held
     config = EvalConfig.model_construct(
         **given | {key: values.pop(key) for key in keys}
     )
+    values.setdefault("scorers", FakeScorer())
     return HeldOut(generator=generator, prompts=prompts, config=config, **values)
 
 
@@ -136,7 +137,9 @@ def make_producers(
         "timeout_s": values.pop("timeout_s", 100.0),
         "retries": values.pop("retries", 0),
     }
-    others = {name: values.pop(name) for name in ("on_failed",) if name in values}
+    others = {"scorers": FakeScorer()} | {
+        name: values.pop(name) for name in ("on_failed", "scorers") if name in values
+    }
     capacity = values.pop("capacity", 8)
     return Producers(
         sink=sink,

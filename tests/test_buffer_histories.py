@@ -359,7 +359,36 @@ async def test_wait_is_split_by_its_causes() -> None:
         tasks.create_task(others(), name="others")
         batch = await buffer.wait_batch()
     assert [group.group_id for group in batch.groups] == [2, 3]
-    assert buffer.last_wait_s == {"generation": 3, "stragglers": 5, "publishing": 0}
+    assert buffer.last_wait_s == {
+        "generation": 3,
+        "rewards": 0,
+        "stragglers": 5,
+        "publishing": 0,
+    }
+
+
+@virtual
+async def test_wait_for_sampled_groups_is_a_wait_for_rewards() -> None:
+    buffer = make_buffer(max_staleness=1)
+    admit(buffer, 4)
+
+    async def others() -> None:
+        await asyncio.sleep(1)
+        finish(buffer, 0)
+        buffer.sampled_nowait(GroupId(1))  # 1 s of generation until here
+        await asyncio.sleep(2)
+        buffer.samples_again_nowait(GroupId(1))  # its reward failed, after 2 s
+        await asyncio.sleep(4)
+        buffer.sampled_nowait(GroupId(1))
+        await asyncio.sleep(8)
+        finish(buffer, 1)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(others(), name="others")
+        await buffer.wait_batch()
+    found = {cause: buffer.last_wait_s[cause] for cause in ("generation", "rewards")}
+    assert found == {"generation": 5, "rewards": 10}
+    assert buffer.gauges()["perf/wait_rewards_s"] == 10
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,9 @@ def test_a_healthy_run_has_no_flag() -> None:
 
 # ---- how fast was it?
 
+JUDGE = [
+    "task={files: [a], reward: {judge: {base_url: 'http://x', model: m, prompt: '{completion}'}}}"
+]
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
 MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
 BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
@@ -240,6 +243,25 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "Work between steps set the pace: 60% of the time over 20 steps, the largest part",
         ),
         (BETWEEN, [], "other", "requests to the trainer (40%)."),
+        (
+            "train_s=0.29 wait_rewards_s=0.71",
+            [],
+            "rewards",
+            "Rewards set the pace: 71% of the time over 20 steps.",
+        ),
+        (
+            "train_s=0.29 wait_rewards_s=0.71",
+            JUDGE,
+            "rewards",
+            "The judge set the pace: 71% of the time over 20 steps. Raise "
+            "task.reward.judge.max_concurrent (now 16) if",
+        ),
+        (
+            "wait_rewards_s=0.9 judge/requests=30",
+            [*JUDGE, "task.reward.judge.requests_per_minute=100"],
+            "rewards",
+            "Raise task.reward.judge.requests_per_minute (now 100) if",
+        ),
         ("train_s=0.3", [], "other", "70% of the time over 20 steps."),
         ("train_s=0.55 wait_generation_s=0.45", [], "training", "Generation took 45%"),
         (
@@ -329,6 +351,7 @@ ALARMS = {
 SHARES = (
     "wait_generation_s",
     "train_s",
+    "wait_rewards_s",
     "wait_stragglers_s",
     "wait_publishing_s",
     "handover_s",

@@ -254,6 +254,8 @@ class FakeHost:
     """
 
     has_score = shows_special = True
+    scores_groups = False
+    judge = None
     num_spent = 1
 
     def __init__(

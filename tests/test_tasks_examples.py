@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from token_cases import completion_of
 
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
@@ -118,3 +119,31 @@ def test_a_reward_of_the_page(
     rewards: dict[str, Any], name: str, completion: str, answer: str, reward: float
 ) -> None:
     assert rewards[name](REWARD_PROMPT, completion, answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "completions", "expected"),
+    [
+        ("shortest_right", ["Paris", "It is Paris", None, "Rome"], [1, 0.5, 0, 0]),
+        ("shortest_right", ["Rome", None], [0, 0]),
+        ("diverse", ["paris", "paris", None], [0.8, 0.8, 0]),
+        ("diverse", ["paris", "big paris", "Rome"], [0.8, 0.9, 0.2]),
+    ],
+)
+def test_a_group_reward_of_the_page(
+    rewards: dict[str, Any],
+    name: str,
+    completions: list[str | None],
+    expected: list[float],
+) -> None:
+    found = rewards[name](REWARD_PROMPT, completions, "Paris")
+    assert found == pytest.approx(expected)
+
+
+def test_a_token_reward_of_the_page(rewards: dict[str, Any]) -> None:
+    sampled = completion_of([1, 2, 3, 4, 1, 2, 3, 4, 9])
+    found = rewards["without_loops"](REWARD_PROMPT, "Paris", "Paris", sampled)
+    assert found == [1.0] * 4 + [-1.0] * 5
+    sampled = completion_of([1, 2, 3])
+    found = rewards["without_loops"](REWARD_PROMPT, "Rome", "Paris", sampled)
+    assert found == [0.0] * 3

@@ -114,12 +114,12 @@ class Buffer:
         return ticket
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        # No _changed() here and below: these two decide which groups the next take
-        # requeues, and end nobody's wait.
         self.rule.sampled_nowait(group_id)
+        self._changed()
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
         self.rule.samples_again_nowait(group_id)
+        self._changed()
 
     def finish_nowait(self, group: Group) -> Finished:
         """Mark a group as ready, or drop it by buffer.filter.

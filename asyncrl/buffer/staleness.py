@@ -12,8 +12,9 @@ from asyncrl.base.errors import WouldWait
 from asyncrl.config.buffer_config import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
-WaitCause = Literal["generation", "stragglers", "publishing"]
-"""generation: too few ready groups. stragglers: taking the ready groups would have made
+WaitCause = Literal["generation", "rewards", "stragglers", "publishing"]
+"""generation: too few ready groups. rewards: the groups that only wait for their
+rewards would fill the batch. stragglers: taking the ready groups would have made
 a running group too old (on_overdue=wait). publishing: admission waits for a newer
 version to be served.
 """
@@ -82,6 +83,8 @@ class StalenessRule:
         # tokens.
         # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
+        self._sampled = set[GroupId]()
+        """Running groups that only wait for rewards."""
 
     # ---- queries
 
@@ -116,12 +119,15 @@ class StalenessRule:
         # start before the engines serve a newer version.
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
+        if self.num_ready + len(self._sampled) >= self.num_groups:
+            return "rewards"
         return "generation"
 
     @property
     def lacks_groups(self) -> bool:
         """Return whether a larger look-ahead would help the next batch."""
-        return self.num_open == 0 and self.waits_for in ("generation", "publishing")
+        causes = ("generation", "rewards", "publishing")
+        return self.num_open == 0 and self.waits_for in causes
 
     def _is_in_danger(self) -> bool:
         """Return whether taking the next batch could break a deadline: all remaining
@@ -221,9 +227,10 @@ class StalenessRule:
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled. With `mask`, a batch too late for
-        version next_batch then drops it.
+        """Mark a running group as fully sampled: it only waits for rewards. With
+        `mask`, a batch too late for version next_batch then drops it.
         """
+        self._sampled.add(group_id)
         # No sampled token can be newer than next_batch, the newest version in the
         # making. Without this, a group that waits a long time for its rewards would
         # hold its admission although no token of it can be trained on any more.
@@ -231,6 +238,7 @@ class StalenessRule:
             self._last_use[group_id] = self.next_batch + self.max_staleness
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
+        self._sampled.discard(group_id)
         # A retry samples with the weights of now, so the group has fresh tokens again.
         if self.masks:
             self._last_use[group_id] = math.inf
@@ -321,6 +329,7 @@ class StalenessRule:
         self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId
     ) -> None:
         del self._last_use[group_id]
+        self._sampled.discard(group_id)
         deadline = groups.pop(group_id)
         due[deadline] -= 1
         if not due[deadline]:

@@ -9,6 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.judge_config import JudgeConfig, JudgedReward
+
+
+def _form_of(reward: Any) -> str:
+    return "[judge]" if isinstance(reward, dict | JudgedReward) else "[text]"
+
+
+RewardSource = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[JudgedReward, Tag("[judge]")],
+    Discriminator(_form_of),
+]
 
 
 class TaskConfig(FrozenConfig):
@@ -51,10 +62,10 @@ class TaskConfig(FrozenConfig):
     answer_column: str | None = "answer"
     """Column with the reference answer for the reward function (none = no such column).
     """
-    reward: str | None = None
-    """`module:function` with (prompt, completion, answer) -> float, or `math` for
-    math-verify. A further parameter `sampled` gets ids and logprobs. Not for python,
-    reasoning_gym and verifiers, which score themselves.
+    reward: RewardSource | None = None
+    """`module:function` with (prompt, completion, answer) -> float, or with (prompt,
+    completions, answer) -> list for whole groups; `math` for math-verify; or a `judge`.
+    Not for python, reasoning_gym and verifiers, which score themselves.
     """
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
@@ -92,6 +103,17 @@ class TaskConfig(FrozenConfig):
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
     @property
+    def judge(self) -> JudgeConfig | None:
+        return self.reward.judge if isinstance(self.reward, JudgedReward) else None
+
+    @property
+    def reward_name(self) -> str:
+        """Name of the reward in errors."""
+        if self.judge is not None:
+            return f"the judge {self.judge.model}"
+        return f"the reward function {self.reward or self.python}"
+
+    @property
     def called(self) -> str:
         if self.name is not None:
             return self.name
@@ -113,6 +135,10 @@ class TaskConfig(FrozenConfig):
         if self.digest is not None and sources[0] not in ("files", "dataset"):
             raise ValueError(
                 "task.digest is of the data of task.files or task.dataset; remove it"
+            )
+        if self.judge is not None and self.reward_pool != "auto":
+            raise ValueError(
+                "task.reward_pool is for functions, not for a judge; remove it"
             )
         if self.scores_itself and self.reward is not None:
             raise ValueError(

@@ -155,6 +155,7 @@ async def build(
             generator, timeout_s=rollout.timeout_s, retries=rollout.retries
         ),
         spawn=lifecycle.spawn,
+        scorers=scorer,
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,
@@ -292,6 +293,7 @@ def _make_evaluation(
         sets.append(
             HeldOut(
                 generator=generator_of(settings.sampling, scorers, broken),
+                scorers=scorers,
                 prompts=prompts,
                 config=settings,
                 name=name,

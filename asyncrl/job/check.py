@@ -40,7 +40,15 @@ from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.rewards import UserCodeFailed, call, call_async, optional
+from asyncrl.tasks.judge import check_endpoint
+from asyncrl.tasks.rewards import (
+    Completions,
+    UserCodeFailed,
+    call,
+    call_async,
+    optional,
+    score_of,
+)
 from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
@@ -114,7 +122,7 @@ def _try_prompt(
     settings = config.tasks[name]
     if found.tokenizer is not None:
         yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
-    if config.generator.is_harness or not settings.has_score:
+    if config.generator.is_harness or not settings.has_score or settings.judge:
         return
     answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
     texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
@@ -143,24 +151,33 @@ def try_reward(
 ) -> list[float | UserCodeFailed]:
     """Return the reward of each text, or its failure; fewer after TRIAL_S."""
     rewards = list[float | UserCodeFailed]()
+    function, takes_group = score_of(task)
 
     def score() -> None:
         for text in texts:
             try:
-                reward = call(
-                    task.score, prompt, text, optional(task.score, NO_COMPLETION)
-                )
-                rewards.append(
-                    asyncio.run(call_async(reward))
-                    if isinstance(reward, Awaitable)
-                    else reward
-                )
+                result = result_of(text, optional(function, NO_COMPLETION))
+                # one for each token, of which there are none here
+                rewards.append(sum(result) if isinstance(result, list) else result)
             except UserCodeFailed as failure:
                 rewards.append(failure)
 
+    def score_group() -> None:
+        try:
+            rewards.extend(result_of(texts, {}))
+        except UserCodeFailed as failure:
+            rewards.extend([failure] * len(texts))
+
+    def result_of(given: str | Completions, asked: Mapping[str, Any]) -> Any:
+        result = call(function, prompt, given, asked)
+        if isinstance(result, Awaitable):
+            return asyncio.run(call_async(result, given))
+        return result
+
     # A reward that never returns cannot be stopped. A daemon thread does not keep the
     # command from ending.
-    thread = threading.Thread(target=score, daemon=True)
+    target = score_group if takes_group else score
+    thread = threading.Thread(target=target, daemon=True)
     thread.start()
     thread.join(TRIAL_S)
     return [*rewards]
@@ -200,6 +217,7 @@ def validate(
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
+    _check_judges(config, found)
     _check_support(config, found)
     tokenizer = found.tokenizer = _check_model(
         config, found, needs_weights=needs_weights
@@ -249,6 +267,14 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
             task := load(key_of("eval", name), eval_settings.task, EVAL_SEED)
         ) is not None:
             found.evals[name] = take_prompts(eval_settings, task, name)
+
+
+def _check_judges(config: RunConfig, found: Found) -> None:
+    """Reach each judge's endpoint. Raises ConfigError."""
+    tasks = [*config.tasks.values(), *(one.task for one in config.evals.values())]
+    for judge in dict.fromkeys(task.judge for task in tasks if task.judge is not None):
+        check_endpoint(judge)
+        found.lines.append(f"judge: {judge.model} at {judge.base_url} answers")
 
 
 def _check_support(config: RunConfig, found: Found) -> None:

@@ -275,9 +275,8 @@ class UserKey:
             f"{self._name}/{session.sample_index}", tuple(session.opening or ())
         )
         self._recorder.record(prompt, reward, rollout)
-        reward_text = "none" if reward is None else f"{reward:.4g}"
         self._log.info(
-            f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}"
+            f"rollout {session.sample_index}: reward {_reward_text(reward)}, {_shape_text(rollout)}"
         )
 
 
@@ -335,10 +334,10 @@ async def try_rollouts(
         (prompt, index) for prompt in prompts for index in range(rollout.group_size)
     ][:num_tried]
     rewards = list[float]()
-    num_ended = 0
+    num_ended = num_usable = 0
 
     async def run(place: int, prompt: Prompt, index: int) -> None:
-        nonlocal num_ended
+        nonlocal num_ended, num_usable, rewards
         group_id = GroupId(place // rollout.group_size)
         attempt = RolloutAttempt(f"g{group_id}/r{index}", group_id, prompt, index)
         result = await runner.run(attempt, slots=slots, order=(place, index))
@@ -349,10 +348,13 @@ async def try_rollouts(
                 f"{head} {how_failed(result.num_attempts)}: {result.failure.what}"
             )
             return
-        rewards.append(result[0].reward)
-        recorder.record(prompt, result[0].reward, result)
+        # A reward of a whole group needs its siblings, which are not kept here.
+        reward = result[0].reward if result[0].unscored is None else None
+        num_usable += 1
+        rewards += [] if reward is None else [reward]
+        recorder.record(prompt, reward, result)
         lifecycle.log.info(
-            f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}"
+            f"{head} reward {_reward_text(reward)}, {_shape_text(result)}"
         )
         sampled = result[-1].token_ids[int(result[-1].loss_mask.argmax()) :].tolist()
         text = recorder.tokenizer.decode(sampled, skip_special_tokens=False)
@@ -368,7 +370,11 @@ async def try_rollouts(
         lifecycle.log.info(
             f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts"
         )
-    return bool(rewards)
+    return num_usable > 0
+
+
+def _reward_text(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.4g}"
 
 
 def _shape_text(rollout: Rollout) -> str:

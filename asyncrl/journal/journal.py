@@ -13,7 +13,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from datetime import date
@@ -32,6 +32,7 @@ from asyncrl.journal.schema import (
     encode_partial,
     encode_trajectory,
     open_to_write,
+    rollouts_of,
 )
 from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
@@ -177,6 +178,50 @@ def _rollout_failed(
         "UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,)
     )
     _lose(connection, group_id, sample_index)
+
+
+def _group_scored(
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    rollouts: Sequence[Rollout],
+    failures: Mapping[int, str],
+) -> None:
+    """Record the rewards of finished rollouts, and by sample_index why others have
+    none. In one transaction, so that a group is scored whole or not at all.
+    """
+    # Any sample index gives the group's state.
+    if _rollout(connection, group_id, 0)[0] != "running":
+        return
+    for rollout in rollouts:
+        connection.executemany(
+            "UPDATE trajectories SET blob = ? WHERE (group_id, sample_index, branch) = (?, ?, ?)",
+            [
+                (
+                    encode_trajectory(group_id, branch),
+                    group_id,
+                    branch.sample_index,
+                    branch.branch,
+                )
+                for branch in rollout
+            ],
+        )
+        connection.execute(
+            "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
+            (float(rollout[0].reward), group_id),
+        )
+    unscored = rollouts_of(connection, group_id)
+    for sample_index, why in failures.items():
+        num_sampled = sum(branch.num_sampled for branch in unscored[sample_index])
+        connection.execute(
+            "DELETE FROM trajectories WHERE group_id = ? AND sample_index = ?",
+            (group_id, sample_index),
+        )
+        connection.execute(
+            "UPDATE groups SET num_rollouts = num_rollouts - 1, num_sampled = num_sampled - :num,"
+            " lost_tokens = lost_tokens + :num WHERE group_id = :group",
+            {"num": num_sampled, "group": group_id},
+        )
+        _rollout_failed(connection, group_id, sample_index, 1, why)
 
 
 def _tokens_lost(
@@ -388,6 +433,7 @@ class Journal:
     segment_nowait = _later(_segment)
     rollout_finished_nowait = _later(_rollout_finished)
     rollout_failed_nowait = _later(_rollout_failed)
+    group_scored_nowait = _later(_group_scored)
     tokens_lost_nowait = _later(_tokens_lost)
     group_ended_nowait = _later(_group_ended)
     trained_nowait = _later(_trained)

@@ -298,6 +298,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
             str(name): float(value) for name, value in trajectory.metrics.items()
         },
         "credits": [astuple(credit) for credit in trajectory.credits],
+        "unscored": trajectory.unscored,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)

@@ -152,7 +152,9 @@ class Trajectory:
 
     `tokens`: prompts and results are context; tokens sampled in another branch are,
     too. A harness that edits its history makes several branches; each sampled token has
-    loss in one branch. `credits` replace `reward` in the advantage.
+    loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
+    text that the reward of the whole group has yet to score (docs/decisions/0033); on
+    the first branch only, and `reward` is 0 until then.
     """
 
     sample_index: int
@@ -163,6 +165,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     branch: int = 0
     credits: tuple[Credit, ...] = ()
+    unscored: str | None = None
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

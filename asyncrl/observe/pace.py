@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -79,6 +80,9 @@ class Pace:
 
     def _share_text(self, name: str, how: str) -> str:
         text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
+        has_judge = any(task.judge for task in self.config.tasks.values())
+        if name == "rewards" and has_judge:
+            return f"The judge {text}."
         if name != "other":
             return f"{name.capitalize()} {text}."
         seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}
@@ -111,6 +115,8 @@ class Pace:
             yield from rewards
         elif name == "stragglers" and config.buffer.on_overdue == "wait":
             yield "Set buffer.on_overdue=mask: it never waits for a straggler."
+        elif name == "rewards":
+            yield from self._judge_cures()
         elif name == "publishing":
             yield from self._more_ahead()
         elif name == "generation":
@@ -137,6 +143,25 @@ class Pace:
                 yield f"Set {key}.reward_pool=thread: rewards held the controller {share:.0%} of the time."
             elif task.reward_pool != "inline" and share >= FULL * task.reward_workers:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
+
+    def _judge_cures(self) -> Iterator[str]:
+        minutes = self.wall_s / 60
+        for name, task in self.config.tasks.items():
+            if task.judge is None:
+                continue
+            limits = {
+                "requests_per_minute": self.steps.newest("judge/requests"),
+                "tokens_per_minute": self.steps.newest("judge/tokens"),
+            }
+            used = [
+                key
+                for key, num in limits.items()
+                if num >= FULL * minutes * (getattr(task.judge, key) or math.inf)
+            ]
+            for key in used or ["max_concurrent"]:
+                now = getattr(task.judge, key)
+                judge = f"{key_of('task', name)}.reward.judge"
+                yield f"Raise {judge}.{key} (now {now}) if its endpoint allows more."
 
     def _generation_cures(self) -> Iterator[str]:
         rollout, generator = self.config.rollout, self.config.generator

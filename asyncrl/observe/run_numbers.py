@@ -84,6 +84,7 @@ def seconds_left(steps: Steps, num_steps: int) -> float | None:
 SHARES = {
     "training": ("training", "green", "perf/train_s"),
     "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
+    "rewards": ("waiting for rewards", "blue", "perf/wait_rewards_s"),
     "stragglers": ("waiting for stragglers", "red", "perf/wait_stragglers_s"),
     "publishing": ("waiting for publishing", "magenta", "perf/wait_publishing_s"),
     "handovers": ("handovers", "cyan", "perf/handover_s"),
@@ -147,7 +148,8 @@ def standard_error(values: Sequence[float], num: int) -> float:
 
 
 def waiting_share(shares: Mapping[str, float]) -> float:
-    return shares["generation"] + shares["stragglers"] + shares["publishing"]
+    causes = ("generation", "rewards", "stragglers", "publishing")
+    return sum(shares[cause] for cause in causes)
 
 
 # ---- as text

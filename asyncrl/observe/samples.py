@@ -205,9 +205,10 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             part["versions"] = [
                 (start, starts[start]) for start in starts if 0 <= start < len(ids)
             ]
-        for credit in branch.credits:
-            if first <= credit.start < end:
-                part["reward"] = credit.reward
+        inside = [each for each in branch.credits if first <= each.start < end]
+        if inside:
+            earned = sum(each.reward * (each.end - each.start) for each in inside)
+            part["reward"] = earned / sum(each.end - each.start for each in inside)
         yield part
 
 

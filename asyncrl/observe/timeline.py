@@ -40,6 +40,7 @@ MAX_ROWS = 10_000
 """Rows kept in memory before open(), or when the file cannot be written."""
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
+    "wait for rewards": "the trainer waits for rewards of groups that are sampled",
     "wait for stragglers": "the trainer waits for groups that would become too old",
     "wait for publishing": "the trainer waits until engines serve a newer version",
     "train": "forward, backward and optimizer step of a batch",

@@ -76,8 +76,8 @@ class Verdict:
 
     `headline`: did it learn? If not, the likeliest reasons. `health`: problems.
     `speed`: bottleneck, losses, and in a healthy run the setting to change.
-    `bottleneck`: training, generation, stragglers, publishing, handovers, other or
-    unknown.
+    `bottleneck`: training, generation, rewards, stragglers, publishing, handovers,
+    other or unknown.
     """
 
     num_steps: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 from collections import defaultdict
@@ -13,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import ClassVar, Literal
 
-from asyncrl.base.errors import ComponentError, PublishError
+from asyncrl.base.errors import ComponentError, PublishError, RolloutFailure
 from asyncrl.base.waits import Signal, note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
@@ -25,7 +26,9 @@ from asyncrl.rollouts.rollout import (
     RolloutAttempt,
     RolloutRunner,
     Slots,
+    score_group,
 )
+from asyncrl.tasks.scorer import Scorers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class HeldOut:
     """
 
     generator: Generator
+    scorers: Scorers
     prompts: Sequence[Prompt]
     config: EvalConfig
     name: str = ""
@@ -158,24 +162,53 @@ class HeldOut:
         # reward. Neither measures the policy.
         if self.broken:
             raise self.broken[0]
-        samples = list[tuple[str, Rollout]]()
-        last_failure = ""
-        for attempt, outcome in zip(attempts, outcomes, strict=True):
+        ended = list[Rollout | FailedRollout]()
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            if isinstance(outcome, FailedRollout):
-                last_failure = str(outcome.failure)
+            ended.append(outcome)
+        size = self.config.samples
+        groups = [ended[at : at + size] for at in range(0, len(ended), size)]
+        scored = await asyncio.gather(*map(self._score_group, self.prompts, groups))
+        samples = list[tuple[str, Rollout]]()
+        last_failure = ""
+        for attempt, rollout in zip(attempts, itertools.chain(*scored), strict=True):
+            if isinstance(rollout, RolloutFailure):
+                last_failure = str(rollout)
                 continue
             versions = {
-                span.version for branch in outcome for span in branch.tokens.spans
+                span.version for branch in rollout for span in branch.tokens.spans
             }
             assert versions == {version}, (
                 f"an evaluation of policy_version {version} has tokens of {versions}"
             )
-            samples.append((attempt.prompt.prompt_id, outcome))
+            samples.append((attempt.prompt.prompt_id, rollout))
         return EvalResult(
             version, tuple(samples), len(attempts) - len(samples), last_failure
         )
+
+    async def _score_group(
+        self, prompt: Prompt, outcomes: Sequence[Rollout | FailedRollout]
+    ) -> list[Rollout | RolloutFailure]:
+        """Return the prompt's outcomes, after its reward if the task scores whole
+        groups.
+        """
+        failures = dict[int, RolloutFailure]()
+        rollouts = dict[int, Rollout]()
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, FailedRollout):
+                failures[index] = outcome.failure
+            else:
+                rollouts[index] = outcome
+        if any(rollout[0].unscored is not None for rollout in rollouts.values()):
+            scorer = self.scorers.of(prompt)
+            size = len(outcomes)
+            scored, failed = await score_group(scorer, prompt, rollouts, size)
+            rollouts |= scored
+            failures |= failed
+        return [
+            failures.get(index) or rollouts[index] for index in range(len(outcomes))
+        ]
 
 
 @dataclass(slots=True)

@@ -33,8 +33,10 @@ from asyncrl.rollouts.rollout import (
     RolloutRunner,
     Slots,
     how_failed,
+    score_group,
 )
 from asyncrl.tasks.prompt_source import PromptSource
+from asyncrl.tasks.scorer import Scorers
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +72,22 @@ class RunningGroup:
             if index not in rollouts and index not in failures
         ]
 
-    def group(self) -> Group | None:
-        """Return None if fewer than two rollouts are usable."""
+    @property
+    def is_usable(self) -> bool:
         # One rollout has no sibling to compare its reward with. Groups of one are the
         # user's choice.
-        if len(self.rollouts) < min(2, self.size):
+        return len(self.rollouts) >= min(2, self.size)
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether the reward of the whole group is not known yet."""
+        return any(
+            rollout[0].unscored is not None for rollout in self.rollouts.values()
+        )
+
+    def group(self) -> Group | None:
+        """Return None if fewer than two rollouts are usable."""
+        if not self.is_usable:
             return None
         # By sample_index: the batch must not depend on which rollout ended first.
         branches = tuple(
@@ -98,8 +111,9 @@ class RunningGroup:
 class Producers:
     """Run groups from admission to the buffer.
 
-    Life: admitted -> rollouts run -> finish_nowait, or fail_nowait if fewer than two
-    are usable; or the buffer revokes it.
+    Life: admitted -> rollouts run -> scored, if the task scores whole groups ->
+    finish_nowait, or fail_nowait if fewer than two are usable; or the buffer revokes
+    it.
 
     A revoked prompt returns at once. A failed prompt returns after another group has
     succeeded (if all fail, prompts are not the cause) and a later version is served (so
@@ -118,6 +132,7 @@ class Producers:
     source: PromptSource
     runner: RolloutRunner
     spawn: Spawn
+    scorers: Scorers
     config: RolloutConfig
     capacity: InitVar[int]
     journal: Journal
@@ -230,7 +245,7 @@ class Producers:
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
         if not group.to_run:  # killed before its end was journaled
-            self._complete(group)
+            self._sampled(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
         """Repeat a prompt of a killed run in a ticket above `start_version`."""
@@ -295,22 +310,57 @@ class Producers:
         if self._groups.get(group_id) is not group:
             return
         if isinstance(outcome, FailedRollout):
-            self._failed[group.prompt.task] += 1
-            self.last_failure = str(outcome.failure)
-            group.failures[index] = (outcome.num_attempts, self.last_failure)
+            self._fail(group, outcome)
             self.journal.rollout_failed_nowait(
                 group_id, index, outcome.num_attempts, self.last_failure
             )
-            self.on_failed(group_id, group.prompt, outcome)
         else:
-            self._counts["finished"] += 1
+            self._counts["finished"] += outcome[0].unscored is None
             group.rollouts[index] = outcome
             self.journal.rollout_finished_nowait(group_id, outcome)
         if not group.to_run:
-            self._complete(group)
+            self._sampled(group)
         elif isinstance(outcome, FailedRollout):
             # The failed rollout may have been the last of its group that sampled.
             self._on_phase(group, index, "scoring")
+
+    def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
+        self._failed[group.prompt.task] += 1
+        self.last_failure = str(failed.failure)
+        group.failures[failed.sample_index] = (failed.num_attempts, self.last_failure)
+        self.on_failed(group.ticket.group_id, group.prompt, failed)
+
+    def _sampled(self, group: RunningGroup) -> None:
+        """Complete a group whose rollouts have all ended, after its reward if the task
+        scores whole groups.
+        """
+        if not (group.is_unscored and group.is_usable):
+            self._complete(group)
+            return
+        group_id = group.ticket.group_id
+        self.sink.sampled_nowait(group_id)
+        task = self.spawn(self._score(group), name=f"reward g{group_id}")
+        group.tasks.append(task)
+
+    async def _score(self, group: RunningGroup) -> None:
+        # The journal holds the rollouts without rewards. A run that is killed here
+        # scores the group again; once group_scored is written, no more.
+        group_id = group.ticket.group_id
+        prompt = group.prompt
+        rollouts = group.rollouts
+        scored, failed = await score_group(
+            self.scorers.of(prompt), prompt, rollouts, group.size
+        )
+        if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
+            return
+        rollouts.update(scored)
+        self._counts["finished"] += len(scored)
+        for index, failure in failed.items():
+            seen = functools.partial(tuple, rollouts.pop(index))
+            self._fail(group, FailedRollout(index, 1, failure, seen))
+        whys = {index: str(failure) for index, failure in failed.items()}
+        self.journal.group_scored_nowait(group_id, [*scored.values()], whys)
+        self._complete(group)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id

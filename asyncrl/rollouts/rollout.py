@@ -8,16 +8,22 @@ import asyncio
 import functools
 import hashlib
 import heapq
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import operator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, Protocol
+
+import numpy as np
 
 from asyncrl.base.errors import (
     ComponentError,
     PromptUnusable,
+    RewardFailure,
     RolloutFailure,
     RolloutTimeout,
 )
@@ -27,6 +33,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Completion,
+    Credit,
     GroupId,
     Outcome,
     Prompt,
@@ -37,7 +44,7 @@ from asyncrl.messages.records import (
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 log = logging.getLogger(__name__)
 
@@ -442,11 +449,12 @@ class SingleTurn:
         )
         attempt.seen = lambda: (make_trajectory(index, completion, 0.0),)
 
-        async def score() -> Rollout:
-            reward = await self.scorers.of(prompt).score(prompt, completion)
+        def rollout(reward: float) -> Rollout:
             return (make_trajectory(index, completion, reward),)
 
-        return score
+        return functools.partial(
+            score_completion, self.scorers.of(prompt), attempt, completion, rollout
+        )
 
 
 def make_trajectory(
@@ -510,10 +518,12 @@ class HarnessGenerator:
 
         async def score() -> Rollout:
             reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
-            if reward is None:
-                reward = await scorer.score(prompt, session.last_completion())
-            return session.rollout(index, outcome, reward)
+            if reward is not None:
+                return rollout(reward)
+            completion = session.last_completion()
+            return await score_completion(scorer, attempt, completion, rollout)
 
+        rollout = functools.partial(session.rollout, index, outcome)
         return score
 
     async def _outcome(
@@ -545,6 +555,84 @@ class HarnessGenerator:
                 way_out=way_out,
             )
         return outcome, False
+
+
+async def score_completion(
+    scorer: TaskScorer,
+    attempt: RolloutAttempt,
+    completion: Completion,
+    rollout: Callable[[float], Rollout],
+) -> Rollout:
+    """Return `rollout` of the completion's reward, or unscored if the task scores whole
+    groups.
+    """
+    if not scorer.scores_groups:
+        if scorer.judge is not None:
+            # Its requests queue for its limits, which is no time of the rollout.
+            attempt.clock.hold()
+        reward = await scorer.score(attempt.prompt, completion)
+        if isinstance(reward, list):
+            return with_credits(rollout(fmean(reward)), completion, reward)
+        return rollout(reward)
+    first, *others = rollout(0.0)
+    return (replace(first, unscored=scorer.text_of(completion)), *others)
+
+
+def with_credits(
+    rollout: Rollout, completion: Completion, rewards: Sequence[float]
+) -> Rollout:
+    """Give each span of tokens with equal rewards its own credit, a sample of the
+    advantage. Raises RewardFailure if other tokens are trained, too.
+
+    Example: a prompt of 2 tokens, and the rewards [0, 0, 1]: tokens 2 and 3 are a span
+    with reward 0, token 4 is a span with reward 1.
+    """
+    places = [index for branch in rollout for index in np.flatnonzero(branch.loss_mask)]
+    ids = [
+        token
+        for branch in rollout
+        for token in branch.token_ids[branch.loss_mask].tolist()
+    ]
+    if len(rollout) > 1 or ids != list(completion.token_ids):
+        raise RewardFailure(
+            f"the reward returned {len(rewards)} numbers, and the rollout has {len(ids)} sampled tokens",
+            rule="rewards per token need rollouts of one trained completion",
+            way_out="return one number, or rewards of turns from the harness (turn_rewards).",
+        )
+    credits = list[Credit]()
+    pairs = zip(rewards, places, strict=True)
+    spans = itertools.groupby(pairs, key=operator.itemgetter(0))
+    for unit, (reward, span) in enumerate(spans):
+        inner = [int(place) for _, place in span]
+        credits.append(Credit(inner[0], inner[-1] + 1, reward, unit))
+    return (replace(rollout[0], credits=tuple(credits)),)
+
+
+async def score_group(
+    scorer: TaskScorer, prompt: Prompt, rollouts: Mapping[int, Rollout], size: int
+) -> tuple[dict[int, Rollout], dict[int, RolloutFailure]]:
+    """Score the unscored rollouts of a group of `size`, by sample_index. Return them
+    with their reward, and why others have none.
+    """
+    texts = {index: rollout[0].unscored for index, rollout in rollouts.items()}
+    asked = sorted(index for index, text in texts.items() if text is not None)
+    try:
+        results = await scorer.score_group(
+            prompt, [texts.get(index) for index in range(size)]
+        )
+    except RolloutFailure as failure:
+        return {}, dict.fromkeys(asked, failure)
+    scored = dict[int, Rollout]()
+    failed = dict[int, RolloutFailure]()
+    for index in asked:
+        result = results[index]
+        if isinstance(result, RolloutFailure):
+            failed[index] = result
+            continue
+        scored[index] = tuple(
+            replace(branch, reward=result, unscored=None) for branch in rollouts[index]
+        )
+    return scored, failed
 
 
 def own_reward(outcome: Outcome) -> float | None:

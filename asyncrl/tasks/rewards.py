@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import logging
 import math
 import numbers
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -27,18 +28,28 @@ from asyncrl.messages.tokens import NO_COMPLETION
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
-"""Return value of a reward function."""
-RewardFunction = Callable[..., Reward | Awaitable[Reward]]
-"""Called with the prompt, the completion's text, and what optional() adds; runs in any
-thread or process.
+"""Return value of a reward function, or a list with one for each sampled token."""
+MAX_SPANS = 1024
+"""Spans of equal rewards in a completion: each is a sample of the advantage, and
+travels as an object of its own.
+"""
+Completions = Sequence[str | None]
+"""Texts of a group by sample_index; None: failed, or rewarded by its harness."""
+RewardFunction = Callable[..., Any]
+"""Called with the prompt, the completion's text, and what optional() adds, or with the
+prompt and the Completions of a group; runs in any thread or process.
 """
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
     function: Any = math_reward
-    if config.reward not in ("math", None):
+    if config.judge is not None:
+        return _only_in_a_run
+    if isinstance(config.reward, str) and config.reward != "math":
         function = load_object(config.reward, "task.reward")
         said = f"task.reward={config.reward}"
+        if takes_group(function):
+            return _group_function(function, said)
         usage = "reward(prompt, completion, answer)"
         check_call(
             function,
@@ -57,6 +68,37 @@ def reward_function(config: TaskConfig) -> RewardFunction:
         return function(prompt, completion, prompt.answer, sampled=sampled)
 
     return score_sampled if optional(function, NO_COMPLETION, 3) else score
+
+
+def _only_in_a_run(prompt: Prompt, completion: str) -> Reward:
+    raise UserCodeFailed("comes from the judge, which only a run asks")
+
+
+def _group_function(function: Any, said: str) -> RewardFunction:
+    usage = "score_group(prompt, completions, answer)"
+    check_call(function, (None, [""], None), {}, said=said, usage=usage)
+
+    def score_group(prompt: Prompt, completions: Completions) -> Any:
+        return function(prompt, completions, prompt.answer)
+
+    return score_group
+
+
+def takes_group(function: Any) -> bool:
+    """Return whether the second parameter asks for `completions`, the whole group."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not callable, or a builtin
+        return False
+    return parameters[1:2] == ["completions"]
+
+
+def score_of(task: Any) -> tuple[RewardFunction, bool]:
+    """Return the task's score function, and whether it scores a whole group."""
+    function: RewardFunction | None = getattr(task, "score_group", None)
+    if function is not None:
+        return function, True
+    return task.score, takes_group(task.score)
 
 
 class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
@@ -100,22 +142,74 @@ def optional(
 
 
 def call(
-    score: RewardFunction, prompt: Prompt, text: str, asked: Mapping[str, Any]
-) -> Reward | Awaitable[Any]:
-    """Return the reward, or an awaitable for call_async. `asked`: see optional().
-    Raises UserCodeFailed.
+    score: RewardFunction,
+    prompt: Prompt,
+    given: str | Completions,
+    asked: Mapping[str, Any],
+) -> Any:
+    """Return the result for a completion (as_reward) or a group (as_rewards), or an
+    awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed.
     """
     with user_code():
-        value: Any = score(prompt, text, **asked)
-        return value if isinstance(value, Awaitable) else as_reward(value)
+        value: Any = score(prompt, given, **asked)
+        return value if isinstance(value, Awaitable) else _result(value, given)
 
 
-async def call_async(value: Awaitable[Any]) -> Reward:
-    """Return the reward of an async function. Raises UserCodeFailed; cancellation
-    passes.
+async def call_async(value: Awaitable[Any], given: str | Completions) -> Any:
+    """Return the result of an async function, like call(). Raises UserCodeFailed;
+    cancellation passes.
     """
     with user_code(asyncio.CancelledError):
-        return as_reward(await value)
+        return _result(await value, given)
+
+
+def _result(value: Any, given: str | Completions) -> Any:
+    if not isinstance(given, str):
+        return as_rewards(value, given)
+    # An array with one element is a number (as_reward).
+    if getattr(value, "ndim", 0) == 1 and len(value) != 1:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [as_reward(entry) for entry in value]
+    return as_reward(value)
+
+
+def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
+    """Check the rewards of a completion's tokens. Raises UserCodeFailed."""
+    if len(rewards) != num_tokens:
+        raise UserCodeFailed(
+            f"returned {len(rewards)} rewards for {num_tokens} sampled tokens"
+        )
+    num_spans = sum(1 for _ in itertools.groupby(rewards))
+    if num_spans > MAX_SPANS:
+        raise UserCodeFailed(
+            f"returned {num_spans} spans of equal rewards; {MAX_SPANS} at most"
+        )
+
+
+def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFailed]:
+    """Convert the result of a group. An entry that is not a finite number fails only
+    its rollout; the entry of a None is ignored. Raises UserCodeFailed for another
+    length or type.
+    """
+    if hasattr(value, "tolist"):  # an array or tensor
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        hint = "; is a `return` missing?" if value is None else ""
+        raise UserCodeFailed(
+            f"returned {value!r:.80} ({type(value).__name__}), not a list of numbers{hint}"
+        )
+    if len(value) != len(completions):
+        raise UserCodeFailed(
+            f"returned {len(value)} rewards for {len(completions)} completions: {value!r:.80}"
+        )
+    rewards = list[Reward | UserCodeFailed]()
+    for entry, completion in zip(value, completions, strict=True):
+        try:
+            rewards.append(0.0 if completion is None else as_reward(entry))
+        except UserCodeFailed as failure:
+            rewards.append(failure)
+    return rewards
 
 
 def as_reward(value: Any) -> Reward:

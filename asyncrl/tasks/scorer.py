@@ -9,11 +9,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.base.user_code import UserCalls
@@ -22,14 +22,18 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
+from asyncrl.tasks.judge import Judge
 from asyncrl.tasks.rewards import (
+    Completions,
     Reward,
     RewardFunction,
     UserCodeFailed,
     call,
     call_async,
+    check_spans,
     no_reward,
     optional,
+    score_of,
     user_code,
 )
 from asyncrl.tasks.sources import build_score
@@ -67,6 +71,7 @@ class Scorers:
             "rollout/abandoned": sum(
                 scorer.num_abandoned for scorer in scorers.values()
             ),
+            **_judge_gauges(scorer.judge for scorer in scorers.values()),
             **by_task(
                 "perf/rewards_s",
                 {name: scorer.busy_s for name, scorer in scorers.items()},
@@ -78,8 +83,21 @@ class Scorers:
             await scorer.aclose()
 
 
+def _judge_gauges(judges: Iterable[Judge | None]) -> dict[str, float]:
+    found = [judge for judge in judges if judge is not None]
+    if not found:
+        return {}
+    return {
+        "judge/requests": sum(judge.num_requests for judge in found),
+        "judge/tokens": sum(judge.num_tokens for judge in found),
+        "judge/cached": sum(judge.num_cached for judge in found),
+        "judge/retried": sum(judge.num_retried for judge in found),
+    }
+
+
 class TaskScorer:
-    """Call `task.score` inline, in threads or in processes, by `task.reward_pool`.
+    """Call `task.score` or `score_group` inline, in threads or in processes, by
+    `task.reward_pool`.
 
     A plain function runs at most `reward_workers` times at once; an async function is
     unbounded, except in processes. A call that cannot be ended at its limit keeps
@@ -100,8 +118,14 @@ class TaskScorer:
         self._text_of = partial(
             answer_text, tokenizer, shows_special=self.shows_special
         )
-        self._score = task.score
-        self._wants_sampled = bool(optional(task.score, NO_COMPLETION))
+        self._score, takes_group = score_of(task)
+        self.judge: Judge | None = None
+        if config.judge is not None:
+            self.judge = Judge(config.judge, timeout_s=config.reward_timeout_s)
+            takes_group = self.judge.scores_groups
+        self.scores_groups = self.has_score and takes_group
+        """Then score_group is called, not score."""
+        self._wants_sampled = bool(optional(self._score, NO_COMPLETION))
         self._is_inline = config.reward_pool == "inline"
         self.busy_s = 0.0
         """Time in plain reward calls, inline or of all reward workers."""
@@ -110,7 +134,7 @@ class TaskScorer:
             within, config.reward_timeout_s, partial(_too_slow, config)
         )
         self._calls = UserCalls(
-            f"the reward function {config.reward or config.python}",
+            config.reward_name,
             error=partial(TaskError, "tasks"),
             warn=warn,
             way_out="limit what the function waits for, or set task.reward_pool=process. In async functions, "
@@ -134,54 +158,100 @@ class TaskScorer:
             # a race of threads may lose one call
             self.busy_s += time.perf_counter() - start_s
 
-    def _timed(self, *arguments: Any) -> Reward | Awaitable[Any]:
+    def _timed(self, *arguments: Any) -> Any:
         with self._busy():
             return call(*arguments)
 
-    async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
-        """Return the reward of a completion. Raises RewardFailure (data), or TaskError
-        (ends the run).
+    def text_of(self, sampled: Completion) -> str:
+        """Return the text that the reward sees."""
+        return self._text_of(sampled.token_ids)
+
+    async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[Reward]:
+        """Return the reward of a completion, or of each sampled token. Raises
+        RewardFailure (data), or TaskError (ends the run).
         """
         if not self.has_score:
             raise no_reward(prompt)
-        self._calls.check()
-        text = self._text_of(sampled.token_ids)
+        text = self.text_of(sampled)
         asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
-            with waiting("their rewards", on="the reward function"):
-                if self._processes is not None:
-                    sent = _sent(sampled) if asked else NO_COMPLETION
-                    async with self._free:
-                        with self._busy():
-                            return await self._processes.run(prompt, text, sent)
-                if self._is_inline:
-                    reward = self._timed(self._score, prompt, text, asked)
-                else:
-                    reward = await self._call_in_thread(prompt, text, asked)
-                # The call of an async function only made its coroutine. It runs in this
-                # loop, so its waits occupy no reward worker.
-                if isinstance(reward, float):
-                    return reward
-                async with self._within_limit():
-                    return await self._calls.run(call_async(reward))
+            reward: Reward | list[Reward] = await self._call(prompt, text, asked)
+            if isinstance(reward, list):
+                check_spans(reward, len(sampled.token_ids))
+            return reward
         except UserCodeFailed as failure:
-            raise RewardFailure(
+            raise self._failure(prompt, text, failure) from failure
+
+    async def score_group(
+        self, prompt: Prompt, completions: Completions
+    ) -> list[Reward | RewardFailure]:
+        """Return the rewards of a group, or why a rollout has none; of a None, 0.0.
+        Raises like score if the call gave no list of this length.
+        """
+        try:
+            results = await self._call(prompt, completions, {})
+        except UserCodeFailed as failure:
+            raise self._failure(prompt, completions, failure) from failure
+        return [
+            self._failure(prompt, completion or "", result)
+            if isinstance(result, UserCodeFailed)
+            else result
+            for result, completion in zip(results, completions, strict=True)
+        ]
+
+    def _failure(
+        self, prompt: Prompt, given: str | Completions, failure: UserCodeFailed
+    ) -> RewardFailure:
+        if isinstance(given, str):
+            return RewardFailure(
                 f"the reward of prompt {prompt.prompt_id} {failure}",
-                rule="a reward is one finite number",
-                way_out=f"correct the reward function; the completion began {text[:80]!r}.",
-            ) from failure
+                rule="a reward is one finite number, or one for each sampled token",
+                way_out=f"correct {self._calls.name}; the completion began {given[:80]!r}.",
+            )
+        return RewardFailure(
+            f"the rewards of the group of prompt {prompt.prompt_id} {failure}",
+            rule="a group's reward is a list with one finite number for each completion",
+            way_out=f"correct {self._calls.name}.",
+        )
+
+    async def _call(
+        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+    ) -> Any:
+        self._calls.check()
+        if self.judge is not None:
+            # What an endpoint answers is as unknown as what user code does.
+            with user_code(asyncio.CancelledError, TaskError):
+                return await self.judge(prompt, given)
+        with waiting("their rewards", on="the reward function"):
+            if self._processes is not None:
+                sent = _sent(asked["sampled"]) if asked else NO_COMPLETION
+                async with self._free:
+                    with self._busy():
+                        return await self._processes.run(prompt, given, sent)
+            if self._is_inline:
+                result = self._timed(self._score, prompt, given, asked)
+            else:
+                result = await self._call_in_thread(prompt, given, asked)
+            # The call of an async function only made its coroutine. It runs in this
+            # loop, so its waits occupy no reward worker.
+            if not isinstance(result, Awaitable):
+                return result
+            async with self._within_limit():
+                return await self._calls.run(call_async(result, given))
 
     async def aclose(self) -> None:
         if self._processes is not None:
             await self._processes.end()
+        if self.judge is not None:
+            await self.judge.aclose()
 
     async def _call_in_thread(
-        self, prompt: Prompt, text: str, asked: Mapping[str, Any]
-    ) -> Reward | Awaitable[Any]:
+        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+    ) -> Any:
         async with self._free:
             loop = asyncio.get_running_loop()
             called = loop.run_in_executor(
-                None, self._timed, self._score, prompt, text, asked
+                None, self._timed, self._score, prompt, given, asked
             )
             # a cancelled rollout does not retrieve it
             called.add_done_callback(asyncio.Future.exception)
@@ -231,8 +301,10 @@ class ProcessPool:
             context=multiprocessing.get_context("spawn"),
         )
 
-    async def run(self, prompt: Prompt, text: str, sampled: Completion) -> Reward:
-        """Return the reward that a process computes. Raises UserCodeFailed."""
+    async def run(
+        self, prompt: Prompt, given: str | Completions, sampled: Completion
+    ) -> Any:
+        """Return what a process computes. Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -245,9 +317,9 @@ class ProcessPool:
             # only this limit holds.
             async with within(timeout_s + START_LIMIT_S, late):
                 future = pool.schedule(
-                    _work, args=(prompt, text, sampled), timeout=timeout_s
+                    _work, args=(prompt, given, sampled), timeout=timeout_s
                 )
-                return cast(Reward, await asyncio.wrap_future(future))
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise _too_slow(self._config) from None
         except ProcessExpired as error:
@@ -291,11 +363,12 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, text: str, sampled: Completion) -> Reward:
+def _work(prompt: Prompt, given: str | Completions, sampled: Completion) -> Any:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
-        reward = call(_built, prompt, text, optional(_built, sampled))
-        return (
-            asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward
-        )
+        asked = optional(_built, sampled) if isinstance(given, str) else {}
+        result = call(_built, prompt, given, asked)
+        if isinstance(result, Awaitable):
+            return asyncio.run(call_async(result, given))
+        return result

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -33,9 +33,10 @@ from asyncrl.tasks.rewards import (
     no_reward,
     optional,
     reward_function,
+    score_of,
     user_code,
 )
-from asyncrl.tasks.task import Item, PromptTask, RowTask
+from asyncrl.tasks.task import GroupTask, Item, PromptTask, RowTask
 
 LoadTaskset = Callable[[], Any]
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
@@ -78,7 +79,7 @@ def build_score(config: TaskConfig, seed: int) -> RewardFunction:
     # Each reward process builds this, and must not read all rows into its memory.
     if config.files is not None or config.dataset is not None or config.verifiers:
         return reward_function(config)
-    return build_task(config, seed).score
+    return score_of(build_task(config, seed))[0]
 
 
 def look_at_task(
@@ -168,22 +169,26 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
             f"{said}: {usage} {failure}",
             way_out="correct task.args, task.size, or the task.",
         ) from failure
-    if not isinstance(task, PromptTask):
+    is_group = hasattr(task, "score_group")
+    if not isinstance(task, GroupTask if is_group else PromptTask):
         raise ConfigError(
             f"{said} made a {type(task).__name__}, which lacks a method",
-            rule="a task has __len__(), prompt(index) and score(prompt, completion)",
+            rule="a task has __len__(), prompt(index), and score(prompt, completion) or "
+            "score_group(prompt, completions)",
             way_out="add it; examples/my_task.py shows one.",
         )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
-    usage = "score(prompt, completion)"
+    score, takes_group = score_of(task)
     check_call(
-        task.score,
-        (None, ""),
-        optional(task.score, NO_COMPLETION),
+        score,
+        (None, [""] if takes_group else ""),
+        {} if takes_group else optional(score, NO_COMPLETION),
         said=said,
-        usage=usage,
+        usage="score_group(prompt, completions)"
+        if takes_group
+        else "score(prompt, completion)",
     )
-    return task
+    return cast(PromptTask, task)
 
 
 # ---- rows

@@ -51,6 +51,26 @@ class PromptTask(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupTask(Protocol):
+    """A task that scores whole groups, in place of `score`."""
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int) -> str | Item: ...
+
+    def score_group(
+        self, prompt: Prompt, completions: Sequence[str | None]
+    ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        """Return a reward for each completion, by sample_index; may be `async def`.
+
+        None is a rollout that failed, or has a reward from its harness; its entry is
+        ignored. An exception or another length fails all rollouts of the group, an
+        entry that is not a finite number its own.
+        """
+        ...
+
+
 class _ChatMessage(Message):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Field(strict=True)]

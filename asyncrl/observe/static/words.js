@@ -76,7 +76,7 @@ const runColour = index => css(`--run-${index % 8}`);
 
 /* One colour for one thing, wherever it is drawn: waits, training, weights. */
 const OF_WORDS = [
-  [/generation/, "--generation"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
+  [/generation/, "--generation"], [/wait for rewards|^rewards$/, "--rewards"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
   [/restart|lost|fail|down/, "--restart"], [/decode/, "--run-2"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
   [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval/, "--evaluation"], [/start/, "--quiet"], [/train|step/, "--training"],
   [/wait|idle/, "--generation"], [/journal/, "--quiet"],

@@ -1,0 +1,98 @@
+"""Section `task.reward.judge`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.fields import FrozenConfig
+
+PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
+"""Places of a judge's prompt that a request fills in."""
+NEEDED = {
+    "score": ("completion",),
+    "compare": ("first", "second"),
+    "rank": ("completions",),
+}
+"""Places that each mode needs."""
+PATTERNS = {
+    "score": r"(-?\d+(?:\.\d+)?)\s*\Z",
+    "compare": r"\b(A|B|tie)\W*\Z",
+    "rank": r"(\d+(?:\s*[,>]\s*\d+)*)\W*\Z",
+}
+"""Default patterns: the end of the answer, so that the judge may reason first."""
+
+
+class JudgeConfig(FrozenConfig):
+    """A model behind an OpenAI-compatible endpoint, whose answers are the rewards."""
+
+    base_url: str = Field(pattern=r"^https?://")
+    """URL of the endpoint, with its /v1."""
+    model: str
+    """Model name in the requests."""
+    prompt: str
+    """Text of the request, with {prompt}, {answer} and the places of its mode."""
+    mode: Literal["score", "compare", "rank"] = "score"
+    """score: a grade of {completion}. compare: A, B or tie for each pair of a group,
+    {first} and {second}. rank: the order of a group's {completions}, best first.
+    """
+    parse: str | None = None
+    """Regular expression whose group 1 is the grade, A, B or tie, or the order (none =
+    the end of the answer).
+    """
+    best: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Highest grade of `score`: the reward is grade / best, from 0 to 1."""
+    key_variable: str | None = "OPENAI_API_KEY"
+    """Environment variable with the key (none = the endpoint needs no key)."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest answer of the judge, in tokens."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Temperature of the judge's answers. Equal requests are sent once."""
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Requests in any minute (none = no limit)."""
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of requests and answers in any minute (none = no limit)."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Requests in flight."""
+    retries: int = Field(default=5, ge=0)
+    """Further tries after a busy endpoint or an answer that `parse` does not match."""
+    budget: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of requests and answers, from the start or resume of the run on; the run
+    ends when they are spent (none = no limit).
+    """
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.parse or PATTERNS[self.mode], re.IGNORECASE)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        found = set(PLACES.findall(self.prompt))
+        places = ", ".join(f"{{{name}}}" for name in NEEDED[self.mode])
+        if not found.issuperset(NEEDED[self.mode]):
+            raise ValueError(f"prompt lacks {places}, which mode={self.mode} fills in")
+        others = found - {"prompt", "answer", *NEEDED[self.mode]}
+        if others:
+            raise ValueError(
+                f"prompt has {{{min(others)}}}, and mode={self.mode} fills in {places}"
+            )
+        try:
+            groups = self.pattern.groups
+        except re.error as error:
+            raise ValueError(
+                f"parse={self.parse} is not a regular expression: {error}"
+            ) from error
+        if not groups:
+            raise ValueError(f"parse={self.parse} has no group in ( )")
+        if self.best != 1.0 and self.mode != "score":
+            raise ValueError(f"best is of mode=score, not of mode={self.mode}")
+        return self
+
+
+class JudgedReward(FrozenConfig):
+    """A reward by a judge."""
+
+    judge: JudgeConfig
+    """Model that scores one completion, compares two, or ranks a group."""

@@ -1,0 +1,403 @@
+"""Rewards by a model behind an OpenAI-compatible endpoint (`task.reward.judge`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from asyncrl.base.errors import ConfigError, TaskError, install_extra
+from asyncrl.base.waits import waiting
+from asyncrl.config.judge_config import PLACES, JudgeConfig
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat import ChatCompletion
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MINUTE_S = 60.0
+MAX_KNOWN = 4096
+"""Answers in the cache."""
+FIRST_DELAY_S = 1.0
+LARGEST_DELAY_S = 60.0
+"""Back-off, doubled from try to try, where the endpoint names no time."""
+LONGEST_PAUSE_S = 600.0
+"""An endpoint that names a later time is asked again after this."""
+CHECK_S = 10.0
+"""Timeout of the request before the start."""
+CHARACTERS_PER_TOKEN = 4
+"""Estimate for a request that is not sent yet; its real size replaces it."""
+AGAIN = 0.5
+"""Least temperature after a malformed answer: at 0 it would come again."""
+
+
+class MinuteLimit:
+    """At most `limit` units in any 60 s, in order of the calls.
+
+    Example: limit 2. Three calls at 0 s: two begin at 0 s, the third at 60 s.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        # The caller that waits for room holds it, so a large request is not overtaken.
+        self._turn = asyncio.Lock()
+        self._used = deque[list[float]]()
+        """(time, units) of the last minute."""
+        self.paused_until_s = 0.0
+        """No call begins before this time of the loop."""
+
+    async def wait(self, units: float) -> list[float]:
+        """Return the entry once these units fit; its units may be corrected. More units
+        than the limit wait until nothing else is in the minute.
+        """
+        clock = asyncio.get_running_loop().time
+        async with self._turn:
+            while True:
+                delay_s = self._delay_s(units, clock())
+                if delay_s <= 0:
+                    break
+                await asyncio.sleep(delay_s)
+            entry = [clock(), units]
+            if self._limit is not None:
+                self._used.append(entry)
+            return entry
+
+    def _delay_s(self, units: float, now_s: float) -> float:
+        while self._used and self._used[0][0] + MINUTE_S <= now_s:
+            self._used.popleft()
+        delay_s = self.paused_until_s - now_s
+        used = sum(entry[1] for entry in self._used)
+        if self._limit is not None and self._used and used + units > self._limit:
+            delay_s = max(delay_s, self._used[0][0] + MINUTE_S - now_s)
+        return delay_s
+
+
+class Judge:
+    """Ask a judge within the limits of its endpoint.
+
+    Waits: a request waits for one of max_concurrent places, then for both limits of a
+    minute, then for the end of a pause that a 429 asked for. None of these waits counts
+    as time of the rollout or of reward_timeout_s, which limits each request.
+
+    Invariant: an answer that does not parse, and an endpoint that stays down, become
+    UserCodeFailed (data). Only a spent budget is a TaskError.
+    """
+
+    def __init__(self, config: JudgeConfig, *, timeout_s: float) -> None:
+        self.config = config
+        self.scores_groups = config.mode != "score"
+        self._timeout_s = timeout_s
+        self._client: AsyncOpenAI | None = None
+        self._pattern = config.pattern
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._requests = MinuteLimit(config.requests_per_minute)
+        self._tokens = MinuteLimit(config.tokens_per_minute)
+        self._known = OrderedDict[str, Any]()
+        self._asked = WeakValueDictionary[str, asyncio.Lock]()
+        self.num_requests = 0
+        self.num_retried = 0
+        self.num_cached = 0
+        self.num_tokens = 0
+
+    async def __call__(
+        self, prompt: Prompt, given: str | Completions
+    ) -> Reward | list[Reward | UserCodeFailed]:
+        """Return the reward of a completion, or of each in a group. Raises
+        UserCodeFailed, or TaskError for a spent budget.
+        """
+        if isinstance(given, str):
+            return await self._ask(
+                self._request(prompt, completion=given), self._grade_of
+            )
+        texts = {index: text for index, text in enumerate(given) if text is not None}
+        if self.config.mode == "rank":
+            rewards = await self._rank(prompt, texts)
+        else:
+            rewards = await self._compare(prompt, texts)
+        return [rewards.get(index, 0.0) for index in range(len(given))]
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    # ---- modes
+
+    async def _rank(
+        self, prompt: Prompt, texts: dict[int, str]
+    ) -> dict[int, Reward | UserCodeFailed]:
+        """Reward the best with 1, the last with 0, and the others evenly between."""
+        indices = [*texts]
+        if len(indices) < 2:
+            return dict.fromkeys(indices, 0.5)
+        lines = [f"[{place}] {texts[i]}" for place, i in enumerate(indices, start=1)]
+        request = self._request(prompt, completions="\n\n".join(lines))
+        order = await self._ask(request, lambda text: _order_of(text, len(indices)))
+        return {
+            indices[number - 1]: 1 - place / (len(indices) - 1)
+            for place, number in enumerate(order)
+        }
+
+    async def _compare(
+        self, prompt: Prompt, texts: dict[int, str]
+    ) -> dict[int, Reward | UserCodeFailed]:
+        """Reward the share of comparisons that a completion wins; a tie is half a win.
+        A pair without a verdict fails both.
+        """
+        pairs = [*combinations(texts, 2)]
+        if not pairs:
+            return dict.fromkeys(texts, 0.5)
+        # Which of the two comes first alternates: judges prefer one place.
+        sides = [(i, j) if (i + j) % 2 else (j, i) for i, j in pairs]
+        results = await asyncio.gather(
+            *(self._first_wins(prompt, texts[i], texts[j]) for i, j in sides)
+        )
+        rewards: dict[int, Reward | UserCodeFailed] = dict.fromkeys(texts, 0.0)
+        for (first, second), share in zip(sides, results, strict=True):
+            for index, won in ((first, 0.0), (second, 1.0)):
+                before = rewards[index]
+                if isinstance(share, UserCodeFailed):
+                    rewards[index] = share
+                elif not isinstance(before, UserCodeFailed):
+                    part = abs(won - share) / (len(texts) - 1)
+                    rewards[index] = before + part
+        return rewards
+
+    async def _first_wins(
+        self, prompt: Prompt, first: str, second: str
+    ) -> float | UserCodeFailed:
+        if first == second:
+            return 0.5
+        request = self._request(prompt, first=first, second=second)
+        try:
+            return await self._ask(request, lambda text: VERDICTS[text.lower()])
+        except UserCodeFailed as failure:
+            return failure
+
+    def _request(self, prompt: Prompt, **texts: str) -> str:
+        places = {
+            "prompt": str(prompt.messages[-1]["content"]),
+            "answer": str(prompt.answer),
+            **texts,
+        }
+        # In one pass: a completion that contains {answer} must not get the answer.
+        return PLACES.sub(lambda place: places[place[1]], self.config.prompt)
+
+    def _grade_of(self, text: str) -> float:
+        grade = float(text)
+        if not 0 <= grade <= self.config.best:
+            raise ValueError(f"{text} is not within 0..{self.config.best:g}")
+        return grade / self.config.best
+
+    # ---- requests
+
+    async def _ask(self, request: str, read: Callable[[str], T]) -> T:
+        """Return what `read` makes of group 1 of the answer, from the cache if the same
+        was asked before. Raises UserCodeFailed after all tries.
+        """
+        # A lock for each text: rollouts of a group often give the same short answer at
+        # the same time.
+        lock = self._asked.get(request)
+        if lock is None:
+            lock = self._asked[request] = asyncio.Lock()
+        with waiting("an answer of the judge", on=self.config.base_url):
+            async with lock:
+                if request in self._known:
+                    self.num_cached += 1
+                    self._known.move_to_end(request)
+                    found: T = self._known[request]
+                    return found
+                found = await self._tries(request, read)
+                self._known[request] = found
+                if len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
+                return found
+
+    async def _tries(self, request: str, read: Callable[[str], T]) -> T:
+        import openai
+
+        temperature = self.config.temperature
+        why = ""
+        for number in range(self.config.retries + 1):
+            self.num_retried += number > 0
+            try:
+                answer = await self._send(request, temperature)
+            except (
+                openai.RateLimitError,
+                openai.APIConnectionError,
+                openai.InternalServerError,
+            ) as error:
+                why = f"did not answer: {_text_of(error)}"
+                self._pause(error, number)
+                continue
+            except openai.OpenAIError as error:  # a further try would be refused too
+                raise UserCodeFailed(
+                    f"was refused by the judge: {_text_of(error)}"
+                ) from error
+            found = self._pattern.search(answer)
+            try:
+                if found is None or found[1] is None:
+                    raise ValueError(f"{self._pattern.pattern} does not match")
+                return read(found[1])
+            except (ValueError, LookupError) as error:
+                why = f"answered {answer[-80:]!r} ({error})"
+                temperature = max(temperature, AGAIN)
+        tries = self.config.retries + 1
+        raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}")
+
+    async def _send(self, request: str, temperature: float) -> str:
+        """Return the text of one answer. Raises OpenAIError, UserCodeFailed, or
+        TaskError for a spent budget.
+        """
+        estimate = len(request) // CHARACTERS_PER_TOKEN + self.config.max_tokens
+        async with self._places:
+            used = await self._tokens.wait(estimate)
+            await self._requests.wait(1)
+            self.check_budget()
+            self.num_requests += 1
+            reply = await self._create(request, temperature)
+        if not hasattr(reply, "choices"):  # the client returns other types as text
+            raise UserCodeFailed(
+                f"got {str(reply)[:80]!r} from {self.config.base_url}, not a chat completion"
+            )
+        if reply.usage is not None:
+            used[1] = float(reply.usage.total_tokens)
+        self.num_tokens += int(used[1])
+        return (reply.choices and reply.choices[0].message.content) or ""
+
+    async def _create(self, request: str, temperature: float) -> ChatCompletion:
+        if self._client is None:
+            self._client = _client(self.config, self._timeout_s)
+        return await self._client.chat.completions.create(
+            model=self.config.model,
+            messages=[{"role": "user", "content": request}],
+            max_tokens=self.config.max_tokens,
+            temperature=temperature,
+        )
+
+    def check_budget(self) -> None:
+        budget = self.config.budget
+        if budget is not None and self.num_tokens >= budget:
+            raise TaskError(
+                "tasks",
+                f"the judge {self.config.model} has used {self.num_tokens} tokens",
+                rule=f"task.reward.judge.budget={budget} ends the run",
+                way_out="raise it, and resume with --allow-change task.reward; nothing journaled is lost.",
+            )
+
+    def _pause(self, error: Exception, number: int) -> None:
+        """Let no request begin before the endpoint wants one."""
+        delay_s = min(LARGEST_DELAY_S, FIRST_DELAY_S * 2**number)
+        headers = getattr(getattr(error, "response", None), "headers", {})
+        asked_s = retry_after_s(headers.get("retry-after", ""), datetime.now(UTC))
+        delay_s = delay_s if asked_s is None else min(asked_s, LONGEST_PAUSE_S)
+        now_s = asyncio.get_running_loop().time()
+        until_s = max(self._requests.paused_until_s, now_s + delay_s)
+        self._requests.paused_until_s = until_s
+        logger.info("the judge pauses for %.1f s: %s", delay_s, error)
+
+
+VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
+"""Share of a win of {first}, by the judge's word."""
+
+
+def _order_of(text: str, num: int) -> list[int]:
+    numbers = [int(part) for part in text.replace(">", ",").split(",")]
+    if sorted(numbers) != [*range(1, num + 1)]:
+        raise ValueError(f"{text} is not an order of 1..{num}")
+    return numbers
+
+
+def retry_after_s(value: str, now: datetime) -> float | None:
+    """Return the seconds of a Retry-After header, which has seconds or an HTTP date;
+    None for another text (https://www.rfc-editor.org/rfc/rfc9110#field.retry-after).
+    """
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _key_of(config: JudgeConfig) -> str:
+    """Return the key. Raises ConfigError if its variable is not set."""
+    if config.key_variable is None:
+        return "none"  # the client refuses an empty one
+    key = os.environ.get(config.key_variable, "")
+    if not key.strip():
+        raise ConfigError(
+            f"the judge at {config.base_url} has no key: the environment lacks {config.key_variable}",
+            way_out="set the variable, or task.reward.judge.key_variable=none for an endpoint without keys.",
+        )
+    return key
+
+
+def _client(config: JudgeConfig, timeout_s: float) -> AsyncOpenAI:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(
+        base_url=config.base_url,
+        api_key=_key_of(config),
+        timeout=timeout_s,
+        max_retries=0,  # ours also hold back the other requests
+    )
+
+
+def check_endpoint(config: JudgeConfig) -> None:
+    """Ask the endpoint for its models, which costs nothing. Blocks. Raises ConfigError
+    if the client is missing, or the endpoint cannot be reached, refuses the key, or
+    answers with anything but JSON.
+    """
+    try:
+        import openai
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"task.reward.judge needs the package {error.name}, which is not installed",
+            way_out=install_extra("judge"),
+        ) from error
+    where = f"the judge at {config.base_url}"
+    with openai.OpenAI(
+        base_url=config.base_url,
+        api_key=_key_of(config),
+        timeout=CHECK_S,
+        max_retries=0,
+    ) as client:
+        try:
+            response: Any = client.models.with_raw_response.list().http_response
+        except openai.APIStatusError as error:
+            response = error.response
+        except openai.APIConnectionError as error:
+            raise ConfigError(
+                f"{where} cannot be reached: {error.__cause__ or error}",
+                way_out="start it, or correct task.reward.judge.base_url.",
+            ) from error
+    if response.status_code in (401, 403):
+        raise ConfigError(
+            f"{where} refuses the key of {config.key_variable} ({response.status_code})",
+            way_out="set the variable to a key of this endpoint.",
+        )
+    kind = response.headers.get("content-type", "no type")
+    if "json" not in kind:
+        raise ConfigError(
+            f"{where} answers /models with {kind}: {response.text[:80]!r}",
+            rule="an OpenAI-compatible endpoint answers with JSON",
+            way_out="correct task.reward.judge.base_url; it usually ends with /v1.",
+        )

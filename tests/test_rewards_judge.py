@@ -1,0 +1,467 @@
+"""Judges: real requests to a small HTTP server, and limits on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from fakes import FakeEngine
+from rollout_cases import virtual
+from test_producers_groups import House
+from test_tasks_scorer import PROMPT, TOKENIZER, sampled
+
+from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
+from asyncrl.config import TaskConfig
+from asyncrl.config.judge_config import JudgeConfig
+from asyncrl.config.load import config_from
+from asyncrl.job.check import validate
+from asyncrl.tasks import TaskScorer, build_task, judge
+from asyncrl.tasks.judge import Judge, MinuteLimit, check_endpoint, retry_after_s
+
+Answer = Callable[[str], str | web.Response]
+
+
+class Endpoint:
+    """An OpenAI-compatible server that answers each request's text with `answer`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.asked = list[str]()
+        self.bodies = list[dict[str, Any]]()
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        self.server = TestServer(app)
+
+    @property
+    def base_url(self) -> str:
+        return str(self.server.make_url("/v1"))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != "Bearer sk-right":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        return web.json_response({"object": "list", "data": []})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        text = body["messages"][0]["content"]
+        self.asked.append(text)
+        self.bodies.append(body)
+        answer = self._answer(text)
+        if isinstance(answer, web.Response):
+            return answer
+        message = {"role": "assistant", "content": answer}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        return web.json_response({**reply, "choices": [choice], "usage": usage})
+
+
+@asynccontextmanager
+async def endpoint(answer: Answer) -> AsyncIterator[Endpoint]:
+    found = Endpoint(answer)
+    await found.server.start_server()
+    try:
+        yield found
+    finally:
+        await found.server.close()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-right")
+    monkeypatch.setattr(judge, "FIRST_DELAY_S", 0.001)
+
+
+def settings(base_url: str, **values: Any) -> dict[str, Any]:
+    given = {"prompt": "Grade {completion}", "model": "m", "key_variable": "JUDGE_KEY"}
+    return {"base_url": base_url, **given, **values}
+
+
+@asynccontextmanager
+async def scorer_of(server: Endpoint, **values: Any) -> AsyncIterator[TaskScorer]:
+    config = TaskConfig(
+        files=["examples/data/capitals.jsonl"],
+        reward={"judge": settings(server.base_url, **values)},  # type: ignore[arg-type]
+    )
+    scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
+    try:
+        yield scorer
+    finally:
+        await scorer.aclose()
+
+
+# ---- modes
+
+
+@pytest.mark.asyncio
+async def test_judge_grades_each_text_once_and_counts_its_tokens() -> None:
+    async with endpoint(lambda text: f"because ...\n{len(text) - 6}") as server:
+        async with scorer_of(server, best=10.0) as scorer:
+            texts = ["aa", "bbbb", "aa", "aa"]
+            calls = (scorer.score(PROMPT, sampled(text)) for text in texts)
+            assert await asyncio.gather(*calls) == [0.2, 0.4, 0.2, 0.2]
+            assert scorer.judge is not None
+            counts = (scorer.judge.num_requests, scorer.judge.num_cached)
+            assert (*counts, scorer.judge.num_tokens) == (2, 2, 20)
+    assert sorted(server.asked) == ["Grade aa", "Grade bbbb"]
+    assert server.bodies[0]["temperature"] == 0.0
+
+
+@pytest.mark.asyncio
+async def test_completion_cannot_fill_in_places_of_the_prompt() -> None:
+    async with endpoint(lambda text: "1") as server:
+        prompt = "{prompt}|{answer}|{completion}"
+        async with scorer_of(server, prompt=prompt) as scorer:
+            await scorer.score(PROMPT, sampled("{answer}"))
+    assert server.asked == ["say x|x|{answer}"]
+
+
+@pytest.mark.asyncio
+async def test_judge_ranks_the_rollouts_that_are_left() -> None:
+    def order(text: str) -> str:
+        texts = re.findall(r"\[(\d)\] (\w+)", text)
+        best = sorted(texts, key=lambda each: len(each[1]), reverse=True)
+        return "My order: " + " > ".join(number for number, _ in best)
+
+    async with endpoint(order) as server:
+        values = {"mode": "rank", "prompt": "Order {completions}"}
+        async with scorer_of(server, **values) as scorer:
+            assert scorer.scores_groups
+            texts = ["aa", None, "bbb", "c"]
+            assert await scorer.score_group(PROMPT, texts) == [0.5, 0.0, 1.0, 0.0]
+            assert await scorer.score_group(PROMPT, ["aa"]) == [0.5]
+
+
+@pytest.mark.asyncio
+async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> None:
+    def verdict(text: str) -> str:
+        first, second = re.findall(r"<(\w+)>", text)
+        if {first, second} == {"a", "zz"}:
+            return "I cannot say"
+        return "A" if len(first) > len(second) else "B"
+
+    async with endpoint(verdict) as server:
+        prompt = "Which is better, A <{first}> or B <{second}>?"
+        values = {"mode": "compare", "prompt": prompt, "retries": 1}
+        async with scorer_of(server, **values) as scorer:
+            found = await scorer.score_group(PROMPT, ["bb", "ccc", None, "d", "bb"])
+            assert found == [0.5, 1.0, 0.0, 0.0, 0.5]
+            first, second, third = await scorer.score_group(PROMPT, ["a", "zz", "ccc"])
+            assert third == 1.0
+            assert {type(first), type(second)} == {RewardFailure}
+            assert "answered 'I cannot say'" in str(first)
+
+
+# ---- failures
+
+
+@pytest.mark.asyncio
+async def test_malformed_answer_is_repeated_then_fails_the_rollout() -> None:
+    answers = iter(["no", "11", "7", *["no"] * 9])
+    async with endpoint(lambda text: next(answers)) as server:
+        async with scorer_of(server, best=10.0, retries=2) as scorer:
+            assert await scorer.score(PROMPT, sampled("a")) == 0.7
+            assert [body["temperature"] for body in server.bodies] == [0.0, 0.5, 0.5]
+            said = "in try 3 the judge answered 'no'(.|\n)*correct the judge m"
+            with pytest.raises(RewardFailure, match=said):
+                await scorer.score(PROMPT, sampled("b"))
+            assert scorer.judge is not None
+            assert scorer.judge.num_retried == 4
+
+
+def refusal(status: int, **headers: str) -> web.Response:
+    body = {"error": {"message": "not now"}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+@pytest.mark.asyncio
+async def test_busy_endpoint_is_asked_again_when_it_says() -> None:
+    date = format_datetime(datetime.now(UTC) - timedelta(seconds=5), usegmt=True)
+    headers = {"Retry-After": "0.01"}
+    answers = iter(
+        [
+            refusal(429, **headers),
+            refusal(503),
+            refusal(429, **{"Retry-After": date}),
+            "1",
+        ]
+    )
+    async with endpoint(lambda text: next(answers)) as server:
+        async with scorer_of(server) as scorer:
+            assert await scorer.score(PROMPT, sampled("a")) == 1.0
+    assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "tries", "words"),
+    [
+        (refusal(400), 1, "was refused by the judge: BadRequestError"),
+        (refusal(500), 3, "did not answer: InternalServerError"),
+        (
+            web.Response(text="<html>hello", content_type="text/html"),
+            1,
+            "got '<html>hello' from http",
+        ),
+        (web.json_response({"choices": [{"message": None}]}), 1, "raised Attribute"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_failing_endpoint_costs_the_rollout(
+    answer: web.Response, tries: int, words: str
+) -> None:
+    def again(text: str) -> web.Response:
+        kind = answer.content_type
+        return web.Response(text=answer.text, status=answer.status, content_type=kind)
+
+    async with endpoint(again) as server:
+        async with scorer_of(server, retries=2) as scorer:
+            with pytest.raises(RewardFailure, match=words):
+                await scorer.score(PROMPT, sampled("a"))
+    assert len(server.asked) == tries
+
+
+@pytest.mark.asyncio
+async def test_spent_budget_ends_the_run() -> None:
+    async with endpoint(lambda text: "1") as server:
+        async with scorer_of(server, budget=15) as scorer:
+            assert await scorer.score(PROMPT, sampled("a")) == 1.0
+            assert await scorer.score(PROMPT, sampled("b")) == 1.0
+            with pytest.raises(TaskError, match="used 20 tokens"):
+                await scorer.score(PROMPT, sampled("c"))
+            assert await scorer.score(PROMPT, sampled("a")) == 1.0, "from the cache"
+
+
+def test_retry_after_has_seconds_or_a_date() -> None:
+    now = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    date = "Thu, 01 Jan 2026 12:00:30 GMT"
+    texts = ["7", "0.5", "-3", date, "Thu, 01 Jan 2026 11:00:00 GMT", "", "soon"]
+    found = [retry_after_s(text, now) for text in texts]
+    assert found == [7.0, 0.5, 0.0, 30.0, 0.0, None, None]
+
+
+# ---- limits
+
+
+@virtual
+async def test_limits_hold_in_every_minute() -> None:
+    limit = MinuteLimit(10)
+    begun = list[tuple[float, float]]()
+    clock = asyncio.get_running_loop().time
+
+    async def call(at_s: float, units: float) -> None:
+        await asyncio.sleep(at_s)
+        await limit.wait(units)
+        begun.append((clock(), units))
+
+    given = [(0, 4), (1, 4), (2, 4), (3, 1), (70, 6), (71, 25), (72, 1)]
+    await asyncio.gather(*(call(*each) for each in given))
+    assert begun == [
+        (0, 4),
+        (1, 4),
+        (60, 4),
+        (60, 1),
+        (120, 6),
+        (180, 25),
+        (240, 1),
+    ]
+
+
+class Timed(Judge):
+    """A judge whose requests take 5 s of the virtual clock and answer 1."""
+
+    def __init__(self, **values: Any) -> None:
+        config = JudgeConfig.model_validate(settings("http://judge/v1", **values))
+        super().__init__(config, timeout_s=30.0)
+        self.begun = list[float]()
+        self.running = self.peak = 0
+        self.errors = list[Exception]()
+
+    async def _create(self, request: str, temperature: float) -> Any:
+        self.begun.append(asyncio.get_running_loop().time())
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        await asyncio.sleep(5.0)
+        self.running -= 1
+        if self.errors:
+            raise self.errors.pop()
+        message = {"role": "assistant", "content": "1"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        return openai.types.chat.ChatCompletion.model_validate(
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "begun", "peak"),
+    [
+        ({"max_concurrent": 2}, [0, 0, 5, 5, 10, 10], 2),
+        ({"requests_per_minute": 4}, [0, 0, 0, 0, 60, 60], 4),
+        # A request is estimated at 2 + 18 tokens, and has 10.
+        ({"tokens_per_minute": 45, "max_tokens": 18}, [0, 0, 60, 60, 120, 120], 2),
+        ({"tokens_per_minute": 1, "max_tokens": 18}, [0, 60, 120, 180, 240, 300], 1),
+    ],
+)
+def test_requests_keep_the_limits(
+    values: dict[str, Any], begun: list[float], peak: int
+) -> None:
+    @virtual
+    async def story() -> None:
+        timed = Timed(**values)
+        texts = [f"t{number}" for number in range(6)]
+        assert await asyncio.gather(*(timed(PROMPT, t) for t in texts)) == [1.0] * 6
+        assert (timed.begun, timed.peak) == (begun, peak)
+
+    story()
+
+
+@virtual
+async def test_busy_endpoint_holds_back_all_requests() -> None:
+    import httpx
+
+    timed = Timed(max_concurrent=1)
+    request = httpx.Request("POST", "http://judge/v1")
+    response = httpx.Response(429, headers={"Retry-After": "30"}, request=request)
+    timed.errors.append(openai.RateLimitError("busy", response=response, body=None))
+    assert await asyncio.gather(timed(PROMPT, "a"), timed(PROMPT, "b")) == [1.0, 1.0]
+    assert timed.begun == [0, 35, 40]
+
+
+@virtual
+async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
+    timed = Timed(requests_per_minute=1)
+    config = TaskConfig(
+        files=["examples/data/capitals.jsonl"],
+        reward={"judge": settings("http://judge/v1")},  # type: ignore[arg-type]
+        reward_timeout_s=10.0,
+    )
+    scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
+    scorer.judge = timed
+    lengths = count(1)
+    engine = FakeEngine(tokens=lambda _: next(lengths))
+    values = {"group_size": 3, "timeout_s": 10.0, "num_tickets": 1, "retries": 0}
+    scorers = SimpleNamespace(of=lambda prompt: scorer)
+    async with House(engine=engine, scorer=scorers, **values) as house:
+        await asyncio.sleep(130.0)
+        (group,) = house.sink.finished
+    assert timed.begun == [1, 61, 121]
+    assert [branch.reward for branch in group.trajectories] == [1.0] * 3
+
+
+# ---- before the start
+
+
+def test_judge_is_checked_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(words: str, base_url: str, **values: Any) -> None:
+        config = JudgeConfig.model_validate(settings(base_url, **values))
+        with pytest.raises(ConfigError, match=words):
+            check_endpoint(config)
+
+    async def story() -> None:
+        async with endpoint(lambda text: "1") as server:
+
+            async def check(*arguments: Any, **values: Any) -> None:
+                await asyncio.to_thread(refused, *arguments, **values)
+
+            right = JudgeConfig.model_validate(settings(server.base_url))
+            await asyncio.to_thread(check_endpoint, right)
+            monkeypatch.delenv("JUDGE_KEY")
+            await check("has no key: .* lacks JUDGE_KEY", server.base_url)
+            monkeypatch.setenv("JUDGE_KEY", "sk-wrong")
+            await check("refuses the key of JUDGE_KEY .401.", server.base_url)
+            page = server.base_url.removesuffix("/v1") + "/page"
+            await check("answers /models with text/plain", page)
+            gone = server.base_url
+        await check("cannot be reached", gone)
+
+    asyncio.run(story())
+
+
+def test_run_and_check_reach_the_judge(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "answer": "a"}))
+    architecture = {"model_type": "llama", "vocab_size": 64}
+    config = config_from(
+        {
+            "model": {"scratch": {"characters": "ab", "architecture": architecture}},
+            "task": {
+                "files": [str(rows)],
+                "reward": {"judge": settings("http://127.0.0.1:9/v1")},
+            },
+        }
+    )
+    with pytest.raises(ConfigError, match="the judge at http://127.0.0.1:9/v1 cannot"):
+        validate(config)
+
+
+WRONG = [
+    ({"prompt": "x"}, r"task.reward.judge .*prompt lacks {completion}"),
+    ({"mode": "rank"}, "prompt lacks {completions}"),
+    ({"prompt": "{completion} {first}"}, "prompt has {first}"),
+    ({"parse": "("}, "is not a regular expression"),
+    ({"parse": "x"}, "has no group"),
+    ({"base_url": "judge"}, "base_url='judge'"),
+    ({"best": 0}, "best=0"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), WRONG)
+def test_wrong_judge_is_refused_by_its_key(values: dict[str, Any], words: str) -> None:
+    reward = {"judge": settings("http://x/v1") | values}
+    section = {"files": ["rows.jsonl"], "reward": reward}
+    model = {"scratch": {"characters": "ab", "architecture": {}}}
+    with pytest.raises(ConfigError, match=words):
+        config_from({"task": section, "model": model})
+
+
+# ---- docs/rewards.md
+
+PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+SECTIONS = re.findall(r"^```yaml\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+REPLIES = [
+    ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
+    ("End with A, B or tie", "Tie.", [0.5, 0.5]),
+    ("such as: 2, 1, 3", "I prefer the second: 2, 1", [0.0, 1.0]),
+]
+
+
+@pytest.mark.parametrize(("asks", "reply", "expected"), REPLIES)
+@pytest.mark.asyncio
+async def test_a_judge_of_the_page(
+    asks: str, reply: str, expected: list[float]
+) -> None:
+    (text,) = (section for section in SECTIONS if asks in section)
+    values = yaml.safe_load(text)["task"]["reward"]["judge"]
+    async with endpoint(lambda text: reply) as server:
+        del values["base_url"]
+        async with scorer_of(server, **values) as scorer:
+            texts = ["It is Paris", "Paris"]
+            found: Any = (
+                await scorer.score_group(PROMPT, texts)
+                if scorer.scores_groups
+                else [await scorer.score(PROMPT, sampled(text)) for text in texts]
+            )
+    assert found == expected
+    assert all("say x" in question and asks in question for question in server.asked)
