@@ -26,7 +26,7 @@ from asyncrl.journal.schema import (
 )
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.tokens import COLUMNS, Column, Ragged, Tokens
+from asyncrl.messages.tokens import COLUMNS, SUPPORT, Column, Ragged, Tokens
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
@@ -35,7 +35,7 @@ from asyncrl.trainer.trainer_client import pack_groups
 
 NEW = [
     Column("surprise", "<f4"),
-    Column("support", "<i4", shape="any"),
+    COLUMNS[SUPPORT],
     Column("readers", "<u2", shape="several", covers="all", fill=999),
 ]
 
