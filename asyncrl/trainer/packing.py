@@ -565,15 +565,15 @@ def _assemble(
             )
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
-    set_P = None if allowed is None else allowed.set_N[source_U[:num_plain]]
-    if allowed is not None and set_P is not None and (set_P >= 0).any():
+    if allowed is not None:
         # Number this micro-batch's sets from 0. ANY is -1 and sorts first; subtracting
         # `first` leaves it -1.
+        set_P = allowed.set_N[source_U[:num_plain]]
         used, number_P = np.unique(set_P, return_inverse=True)
-        first = int(used[0] == ANY)
-        allowed_P = AllowedRows.of(
-            allowed.bits_KB[used[first:]], number_P - first, device
-        )
+        first = int(ANY in used)
+        if len(used) > first:
+            bits_KB = allowed.bits_KB[used[first:]]
+            allowed_P = AllowedRows.of(bits_KB, number_P - first, device)
     routing_N = None
     if ROUTING in arrays.columns:
         # A token's experts are recorded with the token after it; those of a text's last
