@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
-from asyncrl.messages.tokens import TEACHER, Tokens
+from asyncrl.messages.tokens import SUPPORT, TEACHER, Ragged, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
@@ -55,8 +56,17 @@ def make_branch(num_tokens: int, sampled: list[slice], seed: int = 0) -> Traject
     return trajectory_of(0, ids, mask, np.where(mask, -1, 0), spans)
 
 
+def cut_at(branch: Trajectory, place: int) -> Trajectory:
+    """Draw this token from a support: itself."""
+    lists = [[] for _ in branch.token_ids]
+    lists[place] = [int(branch.token_ids[place])]
+    columns = {SUPPORT: Ragged.of(lists, "<i4")}
+    return replace(branch, tokens=branch.tokens.with_columns(columns))
+
+
 ROLLOUTS: list[Rollout] = [
     (make_branch(6, [slice(3, 6)]),),
+    (cut_at(make_branch(9, [slice(3, 8)], seed=4), 5),),
     (make_branch(300, [slice(1, 300)], seed=1),),
     (
         make_branch(40, [slice(5, 9), slice(20, 33)], seed=2),
@@ -114,6 +124,9 @@ def test_teachers_logprobs_equal_a_plain_forwards(
                 [[0.0], plain_logprobs(model, branch, temperature)]
             )
             expected[~branch.loss_mask] = 0.0
+            # No term: the teacher would have drawn from other tokens.
+            is_cut = branch.tokens.column(SUPPORT).sizes > 0
+            expected[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
             np.testing.assert_allclose(taught(branch.tokens), expected, atol=2e-5)
 
 

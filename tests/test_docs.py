@@ -227,13 +227,13 @@ UNLIKE_ANY_SETTING = frozenset(
     include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor length_column_name
     liger_kernel_config load_best_model_at_end local_rank log_completions_hub_repo log_level
     log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step
-    logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs metric_for_best_model min_p
+    logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs metric_for_best_model
     model_init_kwargs multi_objective_aggregation neftune_noise_alpha optim optim_args optim_target_modules
     output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project
     push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
     restore_callback_states_from_checkpoint resume_from_checkpoint reward_weights router_aux_loss_coef
     run_name sapo_temperature_neg sapo_temperature_pos save_on_each_node save_only_model save_strategy
-    skip_memory_metrics sync_ref_model tf32 top_k top_p torch_compile_backend torch_compile_mode
+    skip_memory_metrics sync_ref_model tf32 torch_compile_backend torch_compile_mode
     torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id
     train_sampling_strategy transformers_continuous_batching_config trust_remote_code use_adaptive_entropy
     use_cache use_cpu use_liger_kernel use_transformers_continuous_batching use_transformers_paged

@@ -35,6 +35,7 @@ from asyncrl.agents.endpoint.requests import (
 )
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
+from asyncrl.messages.sampling import CUTS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -81,6 +82,11 @@ REFUSED: list[tuple[str, Any, str]] = [
         CHAT,
         b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
         "temperature",
+    ),
+    *(
+        (path, {**base, **wrong}, next(iter(wrong)))
+        for path, base in BASES.items()
+        for wrong in ({"top_p": 0}, {"top_p": 1.5}, {"top_k": -2}, {"min_p": 1.1})
     ),
     (CHAT, b"[" * 100_000, "recursion"),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
@@ -388,21 +394,38 @@ async def test_sampling_overrides_follow_the_config() -> None:
             1.0,
             400,
         )
+        asked = {"top_p": 0.3, "top_k": 5, "min_p": 0.2}
+        assert (await world.ask(**asked))[0] == 200
+        assert not world.engine.requests[-1].is_cut
         assert (await world.ask(frequency_penalty=0.3))[0] == 200
     cases: list[dict[str, Any]] = [
         {"temperature": 0.0, "top_p": 0.5},
         {"top_p": 0.5},
-        {"top_p": 0},
+        {"top_k": 7, "min_p": 0.1},
+        {"temperature": 0.001},
+        {"top_k": -1},
     ]
-    async with gateway_world(on_sampling_override="honour") as world:
-        for asked in (*cases, {"temperature": 0.001}, {}):
-            assert (await world.ask(**asked))[0] == 200
-        sampled = [(each.temperature, each.top_p) for each in world.engine.requests]
-        assert sampled == [(0, 1), (1, 0.5), (0, 1), (0, 1), (1, 1)]
-        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
-        assert sum(branch.num_sampled for branch in rollout) == 13, (
-            "only the last call is trained"
-        )
+    # The scripted answers have 13 tokens each.
+    for replayed, num_trained in ((frozenset(), 1), (CUTS, 3)):
+        world_of = gateway_world(on_sampling_override="honour", replayed=replayed)
+        async with world_of as world:
+            for asked in cases:
+                assert (await world.ask(**asked))[0] == 200
+            sampled = [
+                (each.temperature, each.top_p, each.top_k, each.min_p)
+                for each in world.engine.requests
+            ]
+            assert sampled == [
+                (0, 1, 0, 0),
+                (1, 0.5, 0, 0),
+                (1, 1, 7, 0.1),
+                (0, 1, 0, 0),
+                (1, 1, 0, 0),
+            ]
+            rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+            num_sampled = sum(branch.num_sampled for branch in rollout)
+            assert num_sampled == 13 * num_trained
+            assert world.gateway.gauges()["gateway/untrained"] == 5 - num_trained
 
 
 @in_loop

@@ -39,6 +39,7 @@ from asyncrl.messages.tokens import (
     COLUMNS,
     EMPTY,
     ROUTING,
+    SUPPORT,
     TOP_IDS,
     Column,
     Ragged,
@@ -52,7 +53,7 @@ from asyncrl.trainer.trainer_client import pack_groups
 
 NEW = [
     Column("surprise", "<f4"),
-    Column("support", "<i4", shape="any"),
+    COLUMNS[SUPPORT],
     Column("readers", "<u2", shape="several", covers="all", fill=999),
 ]
 

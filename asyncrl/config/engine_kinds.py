@@ -44,6 +44,8 @@ class EngineCapabilities:
     keeps_turns: bool = False
     """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
+    reports_supports: bool = False
+    """Reports the tokens from which top_p, top_k and min_p let a token be drawn."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
@@ -65,6 +67,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         receives_transfers=True,
         keeps_turns=True,
         returns_routing=True,
+        reports_supports=True,
         exact_on="cpu",
         kv_block=32,
         forward_tokens=1024,

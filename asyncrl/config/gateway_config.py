@@ -24,9 +24,10 @@ class GatewayConfig(FrozenConfig):
     http://host:port).
     """
     on_sampling_override: Literal["auto", "use_config", "honour"] = "auto"
-    """Applies to calls with another temperature or top_p than training. use_config: use
-    the configured values. honour: sample as requested, but never train on the tokens
-    (auto = honour under `asyncrl serve gateway`, use_config in a run).
+    """Applies to calls with another temperature, top_p, top_k or min_p than training.
+    use_config: use the configured values. honour: sample as requested; tokens at another
+    temperature are not trained (auto = honour under `asyncrl serve gateway`, use_config
+    in a run).
     """
     tool_format: str = "auto"
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:

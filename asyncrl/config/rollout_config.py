@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
-from asyncrl.messages.sampling import SamplingParameters
+from asyncrl.messages.sampling import CUTS, SAMPLING_PARAMETERS, SamplingParameters
 
 T = TypeVar("T")
 MOST_ENGINES = 10_000
@@ -76,6 +76,16 @@ class RolloutConfig(FrozenConfig):
     """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature, also of logprobs."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens, up to this total probability (1 = all). The
+    trainer renormalises over the same tokens (docs/sampling.md).
+    """
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this number of likeliest tokens (0 = all)."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Sample from tokens with at least this share of the likeliest token's probability
+    (0 = all).
+    """
     timeout_s: float | None = Field(default=600.0, gt=0)
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
@@ -105,7 +115,8 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def sampling(self) -> SamplingParameters:
-        return SamplingParameters(temperature=self.temperature)
+        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
+        return SamplingParameters(**given)
 
     @property
     def facts(self) -> EngineCapabilities:
@@ -165,6 +176,13 @@ class RolloutConfig(FrozenConfig):
                 raise ValueError(
                     f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it"
                 )
+        # Without the support the ratio would be wrong by all that the cut took away.
+        if self.sampling.is_cut and not self.facts.reports_supports:
+            cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))
+            raise ValueError(
+                f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
+                "set engine: embedded, or top_p: 1, top_k: 0 and min_p: 0"
+            )
         if self.cache_tokens and not self.fused_decode:
             raise ValueError(
                 f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "

@@ -245,6 +245,13 @@ class RunConfig(FrozenConfig):
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
+        # The teacher scores over the whole vocabulary, so its logprobs and those of a
+        # support do not compare.
+        if weight > 0 and self.rollout.sampling.is_cut:
+            yield (
+                f"algorithm.distill_weight={weight} compares with a teacher over the whole vocabulary; set "
+                "rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0"
+            )
 
     def _task_conflicts(self) -> Iterator[str]:
         tasks = self.tasks

@@ -14,7 +14,7 @@ from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-from asyncrl.messages.tokens import TEACHER
+from asyncrl.messages.tokens import SUPPORT, TEACHER
 
 
 class Teacher(RoleClient):
@@ -68,5 +68,8 @@ class Teacher(RoleClient):
             logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[
                 span.start : span.end
             ]
+        # The same for a call of an agent with its own top_p, top_k or min_p.
+        is_cut = branch.tokens.column(SUPPORT).sizes > 0
+        logprobs[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
         self._num_scored += len(places)
         return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))

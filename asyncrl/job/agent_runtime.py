@@ -27,7 +27,7 @@ from asyncrl.launch.supervise import (
     start_all,
     summary_of,
 )
-from asyncrl.messages.sampling import SamplingParameters
+from asyncrl.messages.sampling import CUTS, SamplingParameters
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import (
@@ -107,6 +107,7 @@ def make_gateway(
     rules = CallRules(
         model_name=model_name(config),
         sampling=rollout.sampling,
+        replayed=CUTS if rollout.facts.reports_supports else frozenset(),
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,

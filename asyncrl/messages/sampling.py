@@ -30,12 +30,24 @@ class Decode(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
-    """The distribution of each token. The link, vLLM's requests and the embedded
-    engine's rows follow these fields.
+    """The distribution of each token: after `temperature` (0: greedy), `min_p`, `top_k`
+    and `top_p` cut it in this order, as in vLLM. The link, vLLM's requests and the
+    embedded engine's rows follow these fields.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
+    """Keep the likeliest tokens up to this total probability (1: all)."""
+    top_k: int = 0
+    """Keep this number of likeliest tokens (0: all)."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the likeliest token's probability."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary, their support."""
+        is_full = self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+        return self.temperature > 0 and not is_full
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -43,6 +55,8 @@ class SamplingParameters:
 
 
 SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
+CUTS = frozenset(SAMPLING_PARAMETERS) - {"temperature"}
+"""Parameters that the trainer replays, if the engine reports supports."""
 
 
 @dataclass(frozen=True, slots=True)

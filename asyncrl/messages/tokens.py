@@ -74,10 +74,14 @@ class Column:
 
 BEHAVIOUR = "behaviour_logprobs"
 """float32 in nats, after temperature (0 is greedy, with the logprobs of temperature 1),
-top_p and grammar.
+over the support and the tokens that the grammar allows.
+"""
+SUPPORT = "support"
+"""int32, ascending: the ids from which top_p, top_k and min_p let this token be drawn,
+itself among them. Empty: the whole vocabulary.
 """
 TEACHER = "teacher_logprobs"
-"""float32 in nats; the behaviour's where a grammar held."""
+"""float32 in nats; the behaviour's where a grammar held or a support was cut."""
 ROUTING = "routing"
 """uint16 [T, E]: the experts, of each router in order, that read the token before. They
 belong to the sampling of this token. NO_EXPERT: unknown, as for the first token.
@@ -91,6 +95,9 @@ COLUMNS = {
     column.name: column
     for column in (
         Column(BEHAVIOUR, "<f4"),
+        # Of the weights that sampled the token: newer weights would cut elsewhere, but
+        # the token was drawn from this set.
+        Column(SUPPORT, "<i4", shape="any"),
         # A teacher's logprob of 0 would claim certainty, and distillation would pull
         # towards it. So a join of scored and unscored tokens has no such column.
         Column(TEACHER, "<f4", fill=None),

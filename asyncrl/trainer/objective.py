@@ -30,6 +30,7 @@ from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
+from asyncrl.trainer.supports import SupportSets, check_supports
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
 
@@ -69,6 +70,7 @@ def check_batch(
             rule=f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's",
             way_out="use engines that serve this model; start the run again.",
         )
+    check_supports(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
@@ -153,6 +155,7 @@ class BatchNumbers:
     reference_N: Float32N | None = None
     entropy_N: Float32N | None = None
     allowed: AllowedSets | None = None
+    supports: SupportSets | None = None
     advantage_N: Float32N = field(init=False)
 
 

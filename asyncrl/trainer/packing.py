@@ -21,6 +21,7 @@ from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.supports import FULL, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
     BoolN,
     IntN,
@@ -370,7 +371,8 @@ class MicroBatch:
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
-    `trajectory_S` in the header.
+    `trajectory_S` in the header. Pairs without a support come first; `allowed_P` is of
+    these, `supports` of the others.
     """
 
     token_ids_N: Tensor
@@ -382,7 +384,8 @@ class MicroBatch:
     source_M: IntN
     sequence_M: Tensor
     trajectory_S: IntN
-    allowed_U: AllowedRows | None = None
+    allowed_P: AllowedRows | None = None
+    supports: SupportRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: each token's experts at sampling."""
 
@@ -464,6 +467,7 @@ def micro_batches(
     ranks: Ranks,
     costs: Costs,
     allowed: AllowedSets | None = None,
+    supports: SupportSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in
     lockstep, are flagged False.
@@ -475,12 +479,10 @@ def micro_batches(
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
         for step in assign(side, arrays.ids, costs, max_tokens, ranks.data_size):
             if share := step[ranks.data_rank]:
-                micros.append(
-                    (
-                        _assemble(share, arrays, has_loss, max_tokens, device, allowed),
-                        True,
-                    )
+                micro = _assemble(
+                    share, arrays, has_loss, max_tokens, device, allowed, supports
                 )
+                micros.append((micro, True))
                 continue
             # FSDP2's collectives need a pass on every rank. A rank without a share runs
             # the shortest one: up to the earliest loss token of the batch.
@@ -517,6 +519,7 @@ def _assemble(
     max_tokens: int,
     device: torch.device,
     allowed: AllowedSets | None = None,
+    supports: SupportSets | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(array.astype(np.int64)), device)
@@ -535,26 +538,42 @@ def _assemble(
     # A pair is one int64, place above target, so np.unique sorts numbers instead of
     # rows.
     # Equal continuations share a logprob.
-    pair_U, pair_M = np.unique(
-        np.concatenate(predicts) << 32 | target_M, return_inverse=True
-    )
-    allowed_U = None
-    # Under two sets of allowed tokens, an equal continuation has two logprobs, so the
-    # set becomes part of the pair.
-    if allowed is not None and (allowed.set_N[source_M] >= 0).any():
-        both_U2, pair_M = np.unique(
-            np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1),
-            axis=0,
-            return_inverse=True,
-        )
-        pair_U, set_U = both_U2.T
+    both_M = np.concatenate(predicts) << 32 | target_M
+    _, first_U, pair_M = np.unique(both_M, return_index=True, return_inverse=True)
+    # Under two sets of allowed tokens, or two supports, an equal continuation has two
+    # logprobs, so the sets become part of the pair. The last one decides the order:
+    # FULL is -1, so pairs without a support come first.
+    for sets in (allowed, supports):
+        if sets is not None:
+            set_M = sets.set_N[source_M].astype(np.int64) + 1
+            numbers = set_M * len(first_U) + pair_M
+            _, first_U, pair_M = np.unique(
+                numbers, return_index=True, return_inverse=True
+            )
+    pair_U, source_U = both_M[first_U], source_M[first_U]
+    support_rows = None
+    num_plain = len(source_U)
+    if supports is not None:
+        set_U = supports.set_N[source_U]
+        num_plain = int((set_U == FULL).sum())
+        if num_plain < len(set_U):
+            support_rows = SupportRows.of(
+                [supports.sets[number] for number in set_U[num_plain:]],
+                target_M[first_U[num_plain:]],
+                num_plain,
+                device,
+            )
+    allowed_P = None
+    # A support has only allowed tokens, so its pairs need no mask.
+    if allowed is not None:
         # Number this micro-batch's sets from 0. ANY is -1 and sorts first; subtracting
         # `first` leaves it -1.
-        used, number_U = np.unique(set_U, return_inverse=True)
-        first = int(used[0] == ANY)
-        allowed_U = AllowedRows.of(
-            allowed.bits_KB[used[first:]], number_U - first, device
-        )
+        set_P = allowed.set_N[source_U[:num_plain]]
+        used, number_P = np.unique(set_P, return_inverse=True)
+        first = int(ANY in used)
+        if len(used) > first:
+            bits_KB = allowed.bits_KB[used[first:]]
+            allowed_P = AllowedRows.of(bits_KB, number_P - first, device)
     routing_N = None
     if ROUTING in arrays.columns:
         # A token's experts are recorded with the token after it; those of a text's last
@@ -577,6 +596,7 @@ def _assemble(
         trajectory_S=np.array(
             [sequence.trajectory for sequence in sequences], dtype=np.int64
         ),
-        allowed_U=allowed_U,
+        allowed_P=allowed_P,
+        supports=support_rows,
         routing_N=routing_N,
     )

@@ -29,14 +29,15 @@ from asyncrl.models.structure import backbone_of
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
+from asyncrl.trainer.supports import SupportRows
 from asyncrl.trainer.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(logits / temperature). Only
-    `logprob_M` has a gradient.
+    """Scores of M tokens, float32 nats of softmax(logits / temperature) over the
+    token's support. Only `logprob_M` has a gradient.
     """
 
     logprob_M: Tensor
@@ -148,6 +149,82 @@ class _HeadScores(torch.autograd.Function):
             del logits_MC, narrow_MC
         return (
             grad_hidden_MD.to(hidden_MD.dtype),
+            grad_weight_VD,
+            grad_bias_V,
+            None,
+            None,
+        )
+
+
+def support_scores(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    supports: SupportRows,
+    temperature: float,
+) -> Scores:
+    """Score the targets of pairs with supports."""
+    return Scores(
+        *_SupportScores.apply(hidden_RD, weight_VD, bias_V, supports, temperature)  # type: ignore[no-untyped-call]
+    )
+
+
+class _SupportScores(torch.autograd.Function):
+    """The head over supports. Of the logits [R, V] it keeps the E entries, so the
+    backward pass computes no logits again, and neither pass takes the exponential of a
+    whole slice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        supports: SupportRows,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
+        for part, entries in supports.parts(_slices(hidden_RD, weight_VD)):
+            if entries.start < entries.stop:
+                logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
+                column_E = supports.id_E[entries] - part.start
+                value_E[entries] = logits_RC[supports.row_E[entries], column_E]
+                del logits_RC
+        exponential_E, *scores = supports.sums(value_E)
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, exponential_E)
+        ctx.supports, ctx.temperature = supports, temperature
+        ctx.mark_non_differentiable(*scores[1:])
+        return tuple(scores)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_RD, weight_VD, bias_V, exponential_E = ctx.saved_tensors
+        supports = ctx.supports
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        grad_R = grads[0] / ctx.temperature
+        sum_R = torch.zeros_like(grad_R).index_add(0, supports.row_E, exponential_E)
+        grad_E = (-grad_R / sum_R)[supports.row_E] * exponential_E
+        grad_E[supports.target_R] += grad_R
+        narrow_E = grad_E.to(weight_VD.dtype)
+        grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=sum_R.dtype)
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        grad_bias_V = None
+        if bias_V is not None and needs_bias:
+            wide_V = grad_E.new_zeros(len(bias_V)).index_add(0, supports.id_E, grad_E)
+            grad_bias_V = wide_V.to(bias_V.dtype)
+        for part, entries in supports.parts(_slices(hidden_RD, weight_VD)):
+            if entries.start == entries.stop:
+                continue
+            narrow_RC = narrow_E.new_zeros(len(hidden_RD), part.stop - part.start)
+            column_E = supports.id_E[entries] - part.start
+            narrow_RC[supports.row_E[entries], column_E] = narrow_E[entries]
+            grad_hidden_RD += narrow_RC @ weight_VD[part]
+            if grad_weight_VD is not None:
+                grad_weight_VD[part] = narrow_RC.t() @ hidden_RD
+        return (
+            grad_hidden_RD.to(hidden_RD.dtype),
             grad_weight_VD,
             grad_bias_V,
             None,
@@ -338,34 +415,47 @@ class Policy(nn.Module):
         self, inputs: dict[str, Any], micro: MicroBatch, temperature: float
     ) -> Scores:
         """Return the scores of the U pairs."""
-        target_U = micro.target_U
+        supports = micro.supports
+        num_plain = len(micro.target_U) if supports is None else supports.num_plain
+        target_P = micro.target_U[:num_plain]
+        parts = list[Scores]()
         if self.plan.has_plain_head:
             hidden_TD = backbone_of(self.model)(
                 **inputs, use_cache=False
             ).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
-            given = (
-                chosen_UD,
-                head.weight,
-                head.bias,
-                target_U,
-                temperature,
-                micro.allowed_U,
-            )
-            return head_scores(*given, is_compiled=self.is_compiled)
+            if num_plain:
+                given = (
+                    chosen_UD[:num_plain],
+                    head.weight,
+                    head.bias,
+                    target_P,
+                    temperature,
+                    micro.allowed_P,
+                )
+                parts.append(head_scores(*given, is_compiled=self.is_compiled))
+            if supports is not None:
+                weights = (head.weight, head.bias)
+                parts.append(
+                    support_scores(
+                        chosen_UD[num_plain:], *weights, supports, temperature
+                    )
+                )
+            return _joined(parts)
         logits_UV = (
             self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
             / temperature
         )
-        if micro.allowed_U is not None:
-            logits_UV = logits_UV.clone()
-            micro.allowed_U.mask(logits_UV, slice(0, logits_UV.shape[1]))
-        logprob_UV = torch.log_softmax(logits_UV, dim=-1)
-        with torch.no_grad():
-            entropy_U = torch.special.entr(logprob_UV.exp()).sum(dim=-1)
-        logprob_U = logprob_UV.gather(-1, target_U[:, None])[:, 0]
-        return Scores(logprob_U, entropy_U, logprob_UV.detach().amax(dim=-1))
+        if num_plain:
+            parts.append(
+                _whole_scores(logits_UV[:num_plain], target_P, micro.allowed_P)
+            )
+        if supports is not None:
+            of_supports_RV = logits_UV[num_plain:]
+            value_E = of_supports_RV[supports.row_E, supports.id_E]
+            parts.append(Scores(*supports.sums(value_E)[1:]))
+        return _joined(parts)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass.
@@ -384,6 +474,25 @@ class Policy(nn.Module):
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
             layer.forward = recomputed
+
+
+def _whole_scores(
+    logits_PV: Tensor, target_P: Tensor, allowed_P: AllowedRows | None
+) -> Scores:
+    if allowed_P is not None:
+        logits_PV = logits_PV.clone()
+        allowed_P.mask(logits_PV, slice(0, logits_PV.shape[1]))
+    logprob_PV = torch.log_softmax(logits_PV, dim=-1)
+    with torch.no_grad():
+        entropy_P = torch.special.entr(logprob_PV.exp()).sum(dim=-1)
+    logprob_P = logprob_PV.gather(-1, target_P[:, None])[:, 0]
+    return Scores(logprob_P, entropy_P, logprob_PV.detach().amax(dim=-1))
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    if len(parts) == 1:
+        return parts[0]
+    return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
 
 @lru_cache(maxsize=16)

@@ -46,6 +46,7 @@ from asyncrl.trainer.sums import (
     gather_losses,
     gather_scores,
 )
+from asyncrl.trainer.supports import find_supports
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights.export import whole_tensors
@@ -231,7 +232,10 @@ class TrainerRank(TrainedModel):
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
-        batch = BatchNumbers(header, arrays, has_loss, allowed=allowed)
+        supports = find_supports(arrays, has_loss)
+        batch = BatchNumbers(
+            header, arrays, has_loss, allowed=allowed, supports=supports
+        )
         self._numbers(batch)
         # The answer to the controller carries the rollouts of a whole version, so only
         # its first batch clears them, and only after its checks have passed.
@@ -301,6 +305,7 @@ class TrainerRank(TrainedModel):
             self.ranks,
             self.policy.costs,
             batch.allowed,
+            batch.supports,
         )
 
     def _add_gradient(

@@ -36,7 +36,6 @@ from asyncrl.messages.records import (
     Rollout,
     Trajectory,
 )
-from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 from asyncrl.messages.tokens import Tokens, in_journal
 from asyncrl.messages.worker_api import (
     CONTEXT_TOKENS,
@@ -52,6 +51,8 @@ class GatewayStats:
     extended: int = 0
     realigned: int = 0
     edited: int = 0
+    untrained: int = 0
+    """Answers at another temperature than the run's, such as greedy ones."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     deviations: Counter[str] = field(default_factory=Counter)
@@ -292,7 +293,10 @@ class Capture:
         paths = [node.path() for node in trained if node not in inner]
         if not paths:
             what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
-            rule = f"calls that set {' or '.join(SAMPLING_PARAMETERS)} are not trained"
+            rule = (
+                "calls at another temperature are not trained, nor those with another top_p, top_k or "
+                "min_p on engines that do not report supports"
+            )
             raise RolloutFailure(
                 what, rule=rule, way_out="let it call the model with its session's key."
             )

@@ -256,8 +256,9 @@ class EngineRoute:
             answer=answer,
             request=request,
             is_streamed=asked.stream,
-            # Other parameters than the run's: the logprobs are of another distribution.
-            is_trained=not asked.sampling,
+            # The trainer knows one temperature, and other parameters by the supports
+            # that they leave.
+            is_trained=asked.sampling.keys() <= rules.replayed,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
@@ -292,6 +293,8 @@ class EngineRoute:
             # never end.
             call.is_sampled = True
             call.news.set()
+        if not call.is_trained:
+            self.counts.untrained += 1
         self.counts.prompt_tokens += call.planned.whole.length
         self.counts.completion_tokens += answer.num_tokens
 

@@ -205,7 +205,7 @@ class Gateway:
         return replace(self._route.counts, refused=refused)
 
     def gauges(self) -> dict[str, float]:
-        names = ("calls", "extended", "realigned", "edited")
+        names = ("calls", "extended", "realigned", "edited", "untrained")
         counts = {
             f"gateway/{name}": getattr(self._route.counts, name) for name in names
         }

@@ -340,7 +340,7 @@ IGNORED = frozenset(
 _DISTRIBUTION = "it changes the sampled distribution, which training would not know"
 _DROPPED = f"{_DISTRIBUTION} (gateway.on_sampling_override=use_config drops it)"
 _REFUSED = {
-    _DROPPED: "frequency_penalty=0 presence_penalty=0 repetition_penalty=1 top_k=-1,0 min_p=0",
+    _DROPPED: "frequency_penalty=0 presence_penalty=0 repetition_penalty=1",
     _DISTRIBUTION: """
         logit_bias={} bad_words=[] typical_p=1 allowed_token_ids logits_processors=[] min_tokens=0
         ignore_eos=false watermarking=false thinking_token_budget repetition_detection vllm_xargs={}""",
@@ -385,6 +385,8 @@ class CallRules:
     max_length: int
     vocab_size: int
     sampling: SamplingParameters = SamplingParameters()
+    replayed: frozenset[str] = frozenset()
+    """Sampling parameters of calls that the trainer replays."""
     on_sampling_override: Literal["use_config", "honour"] = "use_config"
 
 
@@ -449,7 +451,10 @@ class CallParameters(BaseModel):
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
     skip_special_tokens: bool | None = None
     """None: per task.special_tokens."""
@@ -665,14 +670,12 @@ class RequestReader:
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle the sampling parameters (None: the run's)."""
-        if (
-            asked.temperature == 0
-            or asked.top_p == 0
-            or (asked.temperature or 1) < LOWEST_TEMPERATURE
-        ):
-            # top_p=0 keeps only the likeliest token, so it is greedy, too.
-            asked.temperature = 0.0  # greedy
-            asked.top_p = None
+        if asked.temperature is not None and asked.temperature < LOWEST_TEMPERATURE:
+            # Greedy: nothing is left to cut.
+            asked.temperature = 0.0
+            asked.top_p = asked.top_k = asked.min_p = None
+        if asked.top_k == -1:
+            asked.top_k = 0
         for name, fixed in self._rules.sampling.parameters.items():
             value = getattr(asked, name)
             if value not in (None, fixed):

@@ -5,7 +5,7 @@ interruption.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from asyncrl.messages.tokens import (
     EMPTY,
     NO_EXPERT,
     ROUTING,
+    SUPPORT,
     TOP_IDS,
     TOP_LOGPROBS,
     Ragged,
@@ -28,6 +29,7 @@ from asyncrl.messages.tokens import (
     Values,
 )
 from asyncrl_servers.embedded.decoder import (
+    Drawn,
     EmbeddedSpec,
     TopTokens,
     grammar_refusal,
@@ -68,7 +70,8 @@ class Sequence(Run):
         self.allowed = None if matcher is None else matcher.allowed()
         """Next tokens, bool [V]; None: all."""
         self.top: list[TopTokens] = []
-        """Of the unreported tokens."""
+        """Of the unreported tokens, like `supports`."""
+        self.supports: list[npt.NDArray[np.int32]] = []
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
         self.next_logits_V: Tensor | None = None
@@ -147,18 +150,15 @@ class Rows:
         for column in (self.limits, self.seeds, self.sampling):
             column[target] = column[source]
 
-    def append(
-        self,
-        token_ids: npt.NDArray[np.int64],
-        logprobs: npt.NDArray[np.float32],
-        top: Mapping[int, TopTokens],
-    ) -> None:
-        for row, likeliest in top.items():
+    def append(self, drawn: Drawn) -> None:
+        for row, likeliest in drawn.top.items():
             self.sequences[row].top.append(likeliest)
+        for row, ids in drawn.supports.items():
+            self.sequences[row].supports.append(ids)
         rows = np.arange(len(self.sequences))
         places = self.lengths[rows]
-        self.token_ids[rows, places] = token_ids
-        self.logprobs[rows, places] = logprobs
+        self.token_ids[rows, places] = drawn.ids
+        self.logprobs[rows, places] = drawn.logprobs
         self.lengths[rows] += 1
 
     def record_routing(self, rows: Iterable[int], routing_SPE: Tensor) -> None:
@@ -205,6 +205,10 @@ class Rows:
                 [[value for _, value in one] for one in sequence.top], "<f4"
             )
             sequence.top = []
+        if sequence.supports:
+            sizes = np.array([len(ids) for ids in sequence.supports], np.int32)
+            columns[SUPPORT] = Ragged(np.concatenate(sequence.supports), sizes)
+            sequence.supports = []
         tokens = Tokens(
             self.token_ids[row, start:end].astype(np.int32),
             spans_between(sequence.marks, start, end),
@@ -566,7 +570,7 @@ class Scheduler(RunQueue[Sequence]):
             for row, one in enumerate(rows.sequences)
             if (num := one.request.top_logprobs)
         }
-        token_ids, logprobs, top = sample(
+        drawn = sample(
             logits_NV,
             rows.sampling[running],
             rows.seeds[running],
@@ -575,11 +579,12 @@ class Scheduler(RunQueue[Sequence]):
         )
         # This ends the process: its tokens would be trained on, and an error as the
         # answer would leave the same weights in place.
-        if not np.isfinite(logprobs).all():
+        if not np.isfinite(drawn.logprobs).all():
             raise FloatingPointError(
                 f"policy_version {self._weights.version} gives non-finite logits"
             )
-        rows.append(token_ids, logprobs, top)
+        rows.append(drawn)
+        token_ids = drawn.ids
         self.num_generated += len(token_ids)
         failed = dict[int, GrammarError]()
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
