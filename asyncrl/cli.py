@@ -14,7 +14,7 @@ import typer
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
-from asyncrl.config import load_config
+from asyncrl.config import load_any, load_config, load_sft
 from asyncrl.config.load import name_of_config, usage_hint
 
 Option = functools.partial(typer.Option, show_default=False)
@@ -134,6 +134,43 @@ def run(
 
 
 @app.command()
+def sft(
+    config: Annotated[
+        Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/sft.yaml.")
+    ],
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")
+    ] = "auto",
+    allow_change: Annotated[
+        Texts, Option(help="Key or section that may change in a resumed run.")
+    ] = None,
+) -> None:
+    """Train on demonstrations (supervised fine-tuning), without engines. RUN_DIR/final
+    can be model.path of a run.
+
+    Exit codes and resumes as of `asyncrl run`.
+    """
+    from asyncrl.launch.fork_server import serving
+
+    loaded = load_sft(config, overrides or [])
+    with serving():
+        from asyncrl.job.supervised import run_sft
+
+        code = run_sft(
+            loaded,
+            run_dir,
+            name=name_of_config(config),
+            resume=resume,
+            allow_change=allow_change or [],
+        )
+    _exit(code)
+
+
+@app.command()
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -154,7 +191,7 @@ def check(
 
     # Described devices need no launcher, so a laptop can plan for a cluster.
     nodes = described_nodes(devices, cores, memory)
-    settings = load_config(config, overrides or [])
+    settings = load_any(config, overrides or [])
     with contextlib.ExitStack() as stack:
         nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
         for line in check_lines(settings, nodes):
@@ -302,7 +339,7 @@ def export(
         list[Path],
         Argument(
             metavar="[RUN_DIR] OUT",
-            help="Run (default: the newest in runs/), and new folder.",
+            help="Run (default: the newest in runs/), and new folder or file.",
         ),
     ],
     step: Annotated[
@@ -311,12 +348,19 @@ def export(
     adapter: Annotated[
         bool, Option("--adapter", help="LoRA: only the adapters, not merged.")
     ] = False,
+    samples: Annotated[
+        bool, Option("--samples", help="Rollouts as messages, for `asyncrl sft`.")
+    ] = False,
+    min_reward: Annotated[
+        float | None, Option(help="Of --samples: only rollouts with this reward.")
+    ] = None,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
 
     Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/
-    if it exists, else the newest checkpoint. Needs no GPU.
+    if it exists, else the newest checkpoint. Needs no GPU. --samples writes a JSONL file
+    of rollouts instead.
     """
     from asyncrl.job.run_export import export_run
 
@@ -325,6 +369,13 @@ def export(
             f"export takes RUN_DIR and OUT, not {len(paths)} paths"
         )
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
+    if samples != (min_reward is not None):
+        raise typer.BadParameter("give both --samples and --min-reward, or neither")
+    if min_reward is not None:
+        from asyncrl.job.sample_export import export_samples
+
+        export_samples(run_dir, out, min_reward=min_reward, tell=typer.echo)
+        return
     export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
 
 

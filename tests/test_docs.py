@@ -26,7 +26,7 @@ from typer.main import get_command
 
 from asyncrl.base.errors import AsyncrlError
 from asyncrl.cli import app
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig, load_any, load_config
 from asyncrl.config.load import section_of, sections
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +117,7 @@ def fault_of(command: str) -> str | None:
             [PLACEHOLDERS.get(word.split("/")[-1], word) for word in arguments]
         )
         if "config" in parsed:
-            load_config(ROOT / parsed["config"], parsed.get("overrides") or [])
+            load_any(ROOT / parsed["config"], parsed.get("overrides") or [])
     except AsyncrlError as error:
         return str(error)
     except Exception as error:  # typer has a private copy of click's exceptions

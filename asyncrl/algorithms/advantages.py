@@ -37,6 +37,11 @@ def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) ->
     return advantage_B
 
 
+def unchanged(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Return the rewards: demonstrations have the reward 1."""
+    return reward_B
+
+
 def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Normalize within the group: (reward - mean) / (std + EPSILON).
 

@@ -8,7 +8,9 @@ from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
 from asyncrl.config.generator_config import OnOverflow as OnOverflow
 from asyncrl.config.generator_config import Outcomes as Outcomes
+from asyncrl.config.load import load_any as load_any
 from asyncrl.config.load import load_config as load_config
+from asyncrl.config.load import load_sft as load_sft
 from asyncrl.config.load import run_config_yaml as run_config_yaml
 from asyncrl.config.model_config import ModelConfig as ModelConfig
 from asyncrl.config.model_config import ScratchConfig as ScratchConfig
@@ -16,6 +18,8 @@ from asyncrl.config.observe_config import ObserveConfig as ObserveConfig
 from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
 from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
+from asyncrl.config.sft_config import DataConfig as DataConfig
+from asyncrl.config.sft_config import SftConfig as SftConfig
 from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
 from asyncrl.config.task_config import TaskConfig as TaskConfig
 from asyncrl.config.trainer_config import LoraConfig as LoraConfig

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,9 @@ from pydantic.fields import FieldInfo
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.other_names import COMMANDS, KEYS
 from asyncrl.config.run_config import RunConfig
+from asyncrl.config.sft_config import DataConfig, SftConfig
+
+Config = TypeVar("Config", RunConfig, SftConfig)
 
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
@@ -51,14 +54,40 @@ class _KeysOnce(yaml.SafeLoader):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check a YAML file with overrides. Raises ConfigError."""
+    values = _read_yaml(path)
+    if is_sft(values):
+        raise ConfigError(
+            f"{path} has a section data, which is of supervised fine-tuning",
+            way_out=f"run `asyncrl sft {path}`.",
+        )
+    return config_from(values, overrides, str(path))
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
+    """Read a config of `asyncrl run` or `asyncrl sft`. Raises ConfigError."""
+    values = _read_yaml(path)
+    if is_sft(values):
+        return checked(SftConfig, values, overrides, str(path))
+    return config_from(values, overrides, str(path))
+
+
+def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """Read a config of `asyncrl sft`. Raises ConfigError."""
+    return checked(SftConfig, _read_yaml(path), overrides, str(path))
+
+
+def is_sft(values: Any) -> bool:
+    return isinstance(values, Mapping) and "data" in values
+
+
+def _read_yaml(path: str | Path) -> Any:
     try:
         with Path(path).open(encoding="utf-8") as file:
-            values = yaml.load(file, _KeysOnce)
+            return yaml.load(file, _KeysOnce)
     except (OSError, *_NO_YAML) as error:
         raise ConfigError(
             f"cannot read the config {path}: {error}", way_out=_way_out_of(error)
         ) from error
-    return config_from(values, overrides, str(path))
 
 
 def _way_out_of(error: Exception) -> str:
@@ -81,7 +110,17 @@ def name_of_config(path: Path) -> str:
 def config_from(
     values: Any, overrides: Sequence[str] = (), path: str = "the config"
 ) -> RunConfig:
-    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML.
+    """Check the settings of a run, as checked() does. Raises ConfigError."""
+    return checked(RunConfig, values, overrides, path)
+
+
+def checked(
+    form: type[Config],
+    values: Any,
+    overrides: Sequence[str] = (),
+    path: str = "the config",
+) -> Config:
+    """Check a config mapping of this form. `overrides` are `section.key=value`, the value as YAML.
     Raises ConfigError for all errors at once.
     """
     for number, override in enumerate(overrides):
@@ -97,13 +136,13 @@ def config_from(
                 way_out="write characters above U+FFFF as \\U0001F600, not as two \\uD83D.",
             )
     try:
-        return RunConfig.model_validate(values)
+        return form.model_validate(values)
     except ValidationError as error:
         # A union reports a problem for each of its forms. They have one key and become
         # one line: `..., or: ...`.
         lines = dict[str, str]()
         for problem in error.errors():
-            key, separator, message = _explain(dict(problem), path).partition(
+            key, separator, message = _explain(dict(problem), path, form).partition(
                 f" in {path}: "
             )
             lines[key] = (
@@ -131,7 +170,7 @@ def _texts(values: Any) -> Iterator[tuple[str, str]]:
             waiting += ((f"{key}.{name}".removeprefix("."), one) for name, one in inner)
 
 
-def run_config_yaml(config: RunConfig) -> str:
+def run_config_yaml(config: RunConfig | SftConfig) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
@@ -186,14 +225,16 @@ def _set(section: Any, names: Sequence[str], value: Any) -> Any:
     return copied
 
 
-def _explain(problem: Mapping[str, Any], path: str) -> str:
+def _explain(
+    problem: Mapping[str, Any], path: str, form: type[BaseModel] = RunConfig
+) -> str:
     # Pydantic also names the form of a union in the place of an error, such as [one] or
     # constrained-int. Nobody has written that key.
     parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
     where = ".".join(parts) or "config"
     value = problem["input"]
     if problem["type"] == "extra_forbidden":
-        closest = _closest(".".join(part for part in parts if not part.isdigit()))
+        closest = _closest(".".join(part for part in parts if not part.isdigit()), form)
         return f"{where} in {path} is not a known key" + (
             f"; did you mean {closest}?" if closest else "."
         )
@@ -205,12 +246,12 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     return f"{where}{'' if isinstance(value, dict) else f'={value!r}'} in {path}: {message}."
 
 
-def _closest(wrong: str) -> str | None:
+def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str | None:
     """Return the key of another library's name, the only key with the same last part,
     or a similar one.
     """
-    known = all_keys()
-    if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) is not None:
+    known = all_keys(form)
+    if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) in known:
         return ours
     # First another library's name, which resembles no key here; then the right key in
     # the wrong section; a spelling mistake last, since it is a guess.
@@ -250,8 +291,8 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     return f"settings have no dashes: write {ours}={text or 'VALUE'}." if ours else ""
 
 
-def all_keys() -> list[str]:
-    return [name for name, _ in _fields(RunConfig)]
+def all_keys(form: type[BaseModel] = RunConfig) -> list[str]:
+    return [name for name, _ in _fields(form)]
 
 
 def _fields(
@@ -278,7 +319,9 @@ REPEATED = ("eval.task.", "placement.rollout.")
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, description, keys) in config order; '' is the top level."""
+    """Yield (section, description, keys) in config order; '' is the top level, and
+    `data`, of supervised fine-tuning, is last.
+    """
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [
@@ -290,6 +333,8 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
             keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
+    data = [_key(name, info) for name, info in _fields(DataConfig, "data.")]
+    yield "data", " ".join((DataConfig.__doc__ or "").split()), data
 
 
 def schema_text() -> str:

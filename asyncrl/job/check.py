@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
@@ -19,7 +19,7 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
+from asyncrl.config import RolloutConfig, RunConfig, SftConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
@@ -34,11 +34,13 @@ from asyncrl.launch.plan import (
     refuse_over_capacity,
     resolve_auto,
     size_text,
+    without_engines,
 )
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
+from asyncrl.rollouts.demonstrations import read_demonstrations
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.judge import check_endpoint
 from asyncrl.tasks.rewards import (
@@ -88,7 +90,11 @@ class Found:
     tokenizer: HFChatTokenizer | None = None
 
 
-def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield what `asyncrl check` prints. Raises ConfigError."""
+    if isinstance(config, SftConfig):
+        yield from _check_sft(config, nodes)
+        return
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
     fetch_architectures(config.model, *extra_models(config).values())
@@ -110,6 +116,33 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
         yield f"warning: this disk has less than {size_text(needed)} free: choose a --run-dir on another one"
     # Last: the printed plan shows what does not fit.
     refuse_over_capacity(plan, config)
+
+
+def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
+    run, resolved = resolve_auto(config.as_run(), nodes)
+    fetch_architectures(config.model)
+    check_trackers(config.observe)
+    found = Found()
+    _check_support(run, found)
+    tokenizer = _check_model(run, found, needs_weights=nodes[0].machine.is_here)
+    yield from (*found.lines, *resolved)
+    if tokenizer is not None:
+        architecture = read_architecture(config.model)
+        positions = positions_of(architecture.get("text_config", architecture))
+        keys: list[Literal["files", "eval_files"]] = ["files"]
+        if config.data.eval_files is not None:
+            keys.append("eval_files")
+        for key in keys:
+            rows = read_demonstrations(config.data, tokenizer, positions, key)
+            num_learned = sum(row.num_sampled for row in rows.rows)
+            yield (
+                f"data.{key}: {len(rows.rows)} rows, {num_learned} tokens of answers, at most "
+                f"{rows.longest} tokens a row, {rows.num_skipped} skipped"
+            )
+    yield from _try_model(run)
+    plan = without_engines(plan_run(run, nodes)[0], run)
+    yield plan_text(plan, run)
+    refuse_over_capacity(plan, run)
 
 
 def _try_prompt(
@@ -340,19 +373,21 @@ def _check_model(
     return tokenizer
 
 
-def _refuse_beyond_positions(
-    rollout: RolloutConfig, architecture: Mapping[str, Any]
-) -> None:
-    positions = architecture.get("max_position_embeddings")
+def positions_of(architecture: Mapping[str, Any]) -> int | None:
+    """Return the positions of a language model; None: unknown."""
     scaling = (
         architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
     )
-    if (
-        positions is not None
-        # A scaling factor extends the positions beyond max_position_embeddings.
-        and "factor" not in scaling
-        and rollout.max_length > positions
-    ):
+    # A scaling factor extends the positions beyond max_position_embeddings.
+    is_scaled = "factor" in scaling
+    return None if is_scaled else architecture.get("max_position_embeddings")
+
+
+def _refuse_beyond_positions(
+    rollout: RolloutConfig, architecture: Mapping[str, Any]
+) -> None:
+    positions = positions_of(architecture)
+    if positions is not None and rollout.max_length > positions:
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_tokens="
             f"{rollout.max_tokens} allow {rollout.max_length} tokens",

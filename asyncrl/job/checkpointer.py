@@ -32,7 +32,8 @@ class Checkpointer:
 
     checkpoints: Checkpoints
     trainer: SupervisedTrainer
-    journal: Journal
+    journal: Journal | None
+    """None: the run has none."""
     controller_state: Callable[[], Mapping[str, Any]]
     lifecycle: Lifecycle
     num_made: int = field(default=0, init=False)
@@ -99,7 +100,8 @@ class Checkpointer:
                 )
                 # Still under the lock: a recovery needs the batches since its
                 # checkpoint.
-                if self.lifecycle.config.journal.keep == "checkpoint":
+                keeps = self.lifecycle.config.journal.keep
+                if self.journal is not None and keeps == "checkpoint":
                     await self.journal.compact(self.checkpoints.oldest_version())
         # The previous checkpoint and the journal are enough for a resume, so a full
         # disk or a dead trainer costs this checkpoint and not the run.

@@ -387,10 +387,9 @@ def run_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def run_again(folder: Path, *more: str) -> str:
-    return shlex.join(
-        ["asyncrl", "run", str(folder / "config.yaml"), "--run-dir", str(folder), *more]
-    )
+def run_again(folder: Path, *more: str, command: str = "run") -> str:
+    config = str(folder / "config.yaml")
+    return shlex.join(["asyncrl", command, config, "--run-dir", str(folder), *more])
 
 
 @contextlib.contextmanager

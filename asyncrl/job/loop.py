@@ -36,7 +36,7 @@ from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import computed, span
-from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.config import RunConfig, SftConfig, run_config_yaml
 from asyncrl.job.build import build
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
@@ -57,6 +57,7 @@ from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.console import logging_to
 from asyncrl.observe.metrics import batch_metrics
@@ -99,7 +100,7 @@ def run_job(
         fetch_architectures(config.model, *extra_models(config).values())
         plan, messages = plan_run(config, launcher.nodes, extra)
         refuse_over_capacity(plan, config)
-        with _opened_run_dir(
+        with opened_run_dir(
             config, run_dir or new_run_dir(name), resume, allow_change
         ) as (folder, point):
             for text in (*resolved, *messages):
@@ -121,8 +122,11 @@ def run_job(
 
 
 @contextlib.contextmanager
-def _opened_run_dir(
-    config: RunConfig, folder: Path, resume: str, allow_change: Sequence[str]
+def opened_run_dir(
+    config: RunConfig | SftConfig,
+    folder: Path,
+    resume: str,
+    allow_change: Sequence[str],
 ) -> Iterator[tuple[Path, ResumePoint | None]]:
     """Yield the locked directory and the point to resume from."""
     if not folder.exists():
@@ -201,17 +205,6 @@ class Job:
         log_path = self.lifecycle.run_dir / LOG_FILE
         command = run_again(self.lifecycle.run_dir, "--resume", "must")
 
-        async def ask_children() -> dict[str, bool]:
-            servers = processes(run)
-            # A signal, not a request: a process that hangs answers no request.
-            for server in servers:
-                server.child.dump_stacks_nowait()
-            states = await asyncio.gather(*(server.state() for server in servers))
-            return {
-                f"{server.name}: {server.child.seen()}; {text}": is_well
-                for server, (text, is_well) in zip(servers, states, strict=True)
-            }
-
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"
             for engine in run.scale.engines:
@@ -225,7 +218,7 @@ class Job:
             log_path=log_path,
             tell=self.lifecycle.log.warn,
             way_out=f"read the stacks in {log_path} and the other logs; resume with `{command}`.",
-            ask_children=ask_children,
+            ask_children=lambda: ask_children(processes(run)),
             restart=restart_engines,
             note=run.journal.event_nowait,
         )

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, SftConfig
+from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
@@ -58,6 +60,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.job.reporter")
 
 TRACKER_CLOSE_S = 30.0
+OF_BEHAVIOUR = (
+    "policy/kl_behaviour",
+    "policy/ess",
+    "policy/clip_fraction",
+    "sample/masked_fraction",
+)
+"""Metrics of steps that compare with the policy that sampled the tokens."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
@@ -74,8 +83,11 @@ class Reporter:
         callbacks: Callbacks | None = None,
         *,
         goes_on: bool = False,
+        command: str = "run",
     ) -> None:
         self.config = config
+        self._shown: RunConfig | SftConfig = config
+        self._command = command
         self.run_dir = run_dir
         self.name = name
         self._console = Console(
@@ -83,7 +95,7 @@ class Reporter:
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            health_of=lambda steps: judge(steps, config, run_dir).health,
+            health_of=lambda steps: judge(steps, self.config, run_dir).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = Background(config.observe, self.log.warn, callbacks)
@@ -110,8 +122,16 @@ class Reporter:
         """Seconds of the train loop by kind of span, since the last step was reported.
         """
 
+    def settle(self, config: RunConfig, shown: SftConfig) -> None:
+        """Take the settings of a run whose number of steps follows from its data, and
+        those that trackers get, before start().
+        """
+        self.config = config
+        self._shown = shown
+        self._console.num_steps = config.trainer.num_steps
+
     def start(self) -> None:
-        plain = json.loads(self.config.model_dump_json())
+        plain = json.loads(self._shown.model_dump_json())
         shown_as = self.run_dir.resolve().name
         self._trackers.start(
             TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain)
@@ -215,13 +235,9 @@ class Reporter:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
-        metrics = self._metrics(run, batch, report, found) | evaluated
+        metrics = self._metrics(run, report, found) | evaluated
         self._new_evaluations = {}
-        self._last = metrics
-        # The trainer's answer has no nan, it names these metrics instead. Their line
-        # has nan again, so that a skipped step is not taken for a step without them.
-        self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
-        self._console.show_step(metrics)
+        self._record(metrics, report)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
         advantages = {
@@ -231,6 +247,49 @@ class Reporter:
         self._show_samples(
             self._samples.step(batch, gaps, advantages, run.tokenizer.decode)
         )
+
+    def _record(self, metrics: Mapping[str, float], report: TrainResponse) -> None:
+        self._last = metrics
+        # The trainer's answer has no nan, it names these metrics instead. Their line
+        # has nan again, so that a skipped step is not taken for a step without them.
+        missing = dict.fromkeys(report.not_finite, math.nan)
+        self._recorder.record_step({**metrics, **missing})
+        self._console.show_step(metrics)
+
+    def supervised_step(
+        self,
+        trainer: SupervisedTrainer,
+        checkpointer: Checkpointer,
+        report: TrainResponse,
+    ) -> None:
+        """Report a step on demonstrations, which have no behaviour policy."""
+        given = {
+            name: value
+            for name, value in report.metrics.items()
+            if name not in OF_BEHAVIOUR
+        }
+        metrics = self._timed(report, given) | self._new_evaluations
+        self._new_evaluations = {}
+        metrics |= self._counted({**trainer.gauges(), **checkpointer.gauges()})
+        self._record(metrics, report)
+        if metrics["trainer/skipped_steps"]:
+            text = f"an update was skipped in step {report.policy_version}: loss or gradient was not finite"
+            self.log.warn_once("skipped", text)
+
+    def measured(self, version: int, loss: float, num_tokens: float) -> None:
+        """Report the loss of held-out demonstrations, a mean over their tokens."""
+        line = {
+            "step": version,
+            "policy_version": version,
+            "time_s": time.monotonic() - self._trained_since_s,
+            "eval/version": version,
+            "eval/loss": loss,
+            "eval/tokens": num_tokens,
+        }
+        self._evaluations.append(line)
+        self._new_evaluations |= evaluation_metrics(line)
+        self._recorder.record_evaluation(line)
+        self._console.say(f"eval {evaluation_text(line)}")
 
     def rollout_failed(
         self,
@@ -296,16 +355,26 @@ class Reporter:
         # the first batch fills
         if self._slots_at is None and self.log.current_activity == "training":
             self._console.show_filling(run.producers.filling())
+        self._write_running(run.trainer.policy_version, waits, status_of(run, now))
+
+    def write_status(self, step: int, waits: Mapping[str, float]) -> None:
+        """Write status.json of a run without engines."""
+        self._timeline.flush()
+        self._write_running(step, waits, {})
+
+    def _write_running(
+        self, step: int, waits: Mapping[str, float], parts: Mapping[str, Any]
+    ) -> None:
         self._recorder.write_status(
             {
                 "state": "running",
                 "activity": self.log.current_activity,
                 "status_url": self._status_url or None,
-                "step": run.trainer.policy_version,
+                "step": step,
                 "num_steps": self.config.trainer.num_steps,
                 "warnings": self.log.warnings or None,
                 "waits": waits,
-                **status_of(run, now),
+                **parts,
             }
         )
 
@@ -316,7 +385,8 @@ class Reporter:
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
-                self._console.say(f"resume with: {run_again(self.run_dir)}")
+                again = run_again(self.run_dir, command=self._command)
+                self._console.say(f"resume with: {again}")
         finally:
             self._trackers.tell("close", state)
 
@@ -353,7 +423,7 @@ class Reporter:
                 if len(newest) == 1
                 else {"evaluations": newest}
             )
-        if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
+        if steps := Steps(read_metrics(self.run_dir, [])):
             verdict = judge(
                 steps, self.config, self.run_dir, has_failed=state == "failed"
             )
@@ -363,7 +433,7 @@ class Reporter:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
             # one point is not a curve, and matplotlib takes half a second
-            if len(steps) > 1:
+            if len(steps.values("reward/mean")) > 1:
                 write_reward_plot(
                     plot, steps, title=self.name, marks=read_marks(self.run_dir)
                 )
@@ -389,23 +459,10 @@ class Reporter:
     def _metrics(
         self,
         run: Components,
-        batch: Batch,
         report: TrainResponse,
         found: Mapping[str, float],
     ) -> dict[str, float]:
-        time_s = time.monotonic() - self._trained_since_s
-        step_s = time_s - self._last.get("time_s", 0.0)
-        metrics: dict[str, float] = {
-            "step": batch.version + 1,
-            "policy_version": report.policy_version,
-            "time_s": time_s,
-            **found,
-            **report.metrics,
-            "perf/step_s": step_s,
-        }
-        metrics["perf/tokens_per_s"] = (
-            metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
-        )
+        metrics = self._timed(report, {**found, **report.metrics})
         now_s = time.monotonic()
         busy_s = sum(run.engines.busy_s(now_s).values())
         if self._slots_at is not None and now_s > self._slots_at[0]:
@@ -429,6 +486,23 @@ class Reporter:
                 0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)
             ),
             "perf/record_s": spent_s["record"],
+        }
+
+    def _timed(
+        self, report: TrainResponse, found: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics of a step with its number, time and speed."""
+        time_s = time.monotonic() - self._trained_since_s
+        step_s = time_s - self._last.get("time_s", 0.0)
+        return {
+            "step": report.policy_version,
+            "policy_version": report.policy_version,
+            "time_s": time_s,
+            **found,
+            "perf/step_s": step_s,
+            "perf/tokens_per_s": found["tokens/trained"] / step_s
+            if step_s > 0
+            else 0.0,
         }
 
     def _note_span(self, span: TimedSpan) -> None:

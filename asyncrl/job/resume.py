@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig, SftConfig, load_any
 from asyncrl.config.run_config import key_of
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
@@ -82,7 +82,10 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def find_resume(
-    run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
+    run_dir: Path,
+    config: RunConfig | SftConfig,
+    mode: str,
+    allow_change: Collection[str] = (),
 ) -> ResumePoint | None:
     """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or
     changed keys forbid it, OSError for an unreadable checkpoint.
@@ -114,17 +117,24 @@ def find_resume(
         raise _refused(
             run_dir, "a run already", "choose another --run-dir, or omit --resume."
         )
-    accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
+    before = load_any(saved)
+    if type(before) is not type(config):
+        raise _refused(run_dir, "a run of another kind")
+    accepted = _refuse_changes(before, config, allow_change, run_dir)
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
-    _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
+    if isinstance(config, RunConfig):
+        num_saved = 0 if checkpoint is None else checkpoint.version
+        refuse_trained(run_dir, config.trainer.num_steps, num_saved)
     return ResumePoint(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
         tuple(damaged),
         may_change_model=_is_named("model.path", allow_change),
-        may_change_data=_is_named("task.digest", allow_change),
+        may_change_data=any(
+            _is_named(key, allow_change) for key in ("task.digest", "data.digest")
+        ),
     )
 
 
@@ -137,7 +147,9 @@ def _refused(
     return ConfigError(f"{run_dir} contains {what}", rule=rule, way_out=way_out)
 
 
-def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    before: RunConfig | SftConfig, now: RunConfig | SftConfig
+) -> dict[str, tuple[Any, Any]]:
     """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -148,9 +160,12 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     }
 
 
-def _keys(config: RunConfig) -> dict[str, Any]:
+def _keys(config: RunConfig | SftConfig) -> dict[str, Any]:
     sections = config.model_dump(mode="json")
-    for name, several in (("task", config.tasks), ("eval", config.evals)):
+    lists = dict[str, Mapping[str, Any]]()
+    if isinstance(config, RunConfig):
+        lists = {"task": config.tasks, "eval": config.evals}
+    for name, several in lists.items():
         # Entries are compared by name, so their order in the file does not matter.
         if isinstance(sections[name], list):
             entries = sections.pop(name)
@@ -168,7 +183,10 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_changes(
-    before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path
+    before: RunConfig | SftConfig,
+    now: RunConfig | SftConfig,
+    allowed: Collection[str],
+    run_dir: Path,
 ) -> list[str]:
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}"
@@ -186,12 +204,12 @@ def _refuse_changes(
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
+def _is_free(key: str, values: tuple[Any, Any], config: RunConfig | SftConfig) -> bool:
     # with lora, vLLM computes with unmerged adapters
     if key == "weight_sync.transport":
         return "lora" not in values
     # A schedule that ends at num_steps would have had other rates from the start.
-    if key == "trainer.num_steps":
+    if key in ("trainer.num_steps", "data.epochs"):
         return not config.trainer.rate_needs_end
     section, _, name = key.partition(".")  # seed, task.KEY or task.NAME.KEY
     part = getattr(config, section, None) if name else config
@@ -203,8 +221,12 @@ def _is_named(key: str, allowed: Collection[str]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
 
-def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
-    """Raise ConfigError if all steps were trained."""
+def refuse_trained(
+    run_dir: Path, num_steps: int, num_saved: int, key: str = "trainer.num_steps"
+) -> None:
+    """Raise ConfigError if all steps were trained. `key`: of the setting that gives
+    them.
+    """
     num_trained = num_saved
     if (journal := journal_path(run_dir)).exists():
         with reading(journal) as connection:
@@ -212,18 +234,24 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
             # version.
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
-    num_steps = config.trainer.num_steps
     summary = read_object(run_dir / SUMMARY_FILE, [])
     # A run that ended after its last step, but is not done, may lack final/. One that
     # was extended and killed still has the summary and final/ of its earlier end.
     is_done = summary.get("policy_version") == num_trained
     if num_steps < num_trained or (is_done and num_steps == num_trained):
-        longer = f"trainer.num_steps={2 * num_trained}"
-        command = run_again(run_dir, longer, "--allow-change", "trainer.num_steps")
+        command = run_again(
+            run_dir,
+            f"trainer.num_steps={2 * num_trained}",
+            "--allow-change",
+            "trainer.num_steps",
+        )
+        longer = f"train more steps with `{command}`"
+        if key != "trainer.num_steps":
+            longer = f"raise {key}"
         raise ConfigError(
-            f"the run in {run_dir} has trained {num_trained} steps, and trainer.num_steps={num_steps}",
+            f"the run in {run_dir} has trained {num_trained} steps, and {key} gives {num_steps}",
             rule="a resumed run keeps every trained step",
-            way_out=f"train more steps with `{command}`, or choose another --run-dir.",
+            way_out=f"{longer}, or choose another --run-dir.",
         )
 
 

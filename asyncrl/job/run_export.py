@@ -12,6 +12,7 @@ from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
+from asyncrl.config.sft_config import MEAN_NLL
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import (
     SUMMARY_FILE,
@@ -174,20 +175,26 @@ def _write_card(
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
+    is_sft = config.algorithm == MEAN_NLL
     is_on_hub = HUB_ID.fullmatch(base) is not None
     data = ModelCardData(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["asyncrl", "reinforcement-learning"],
+        tags=["asyncrl", "sft" if is_sft else "reinforcement-learning"],
     )
     steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
-    text = f"""# {base if is_on_hub else Path(base).name}, {version} steps of reinforcement learning
+    what = "supervised fine-tuning" if is_sft else "reinforcement learning"
+    text = f"""# {base if is_on_hub else Path(base).name}, {version} steps of {what}
 
 {"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
-asyncrl {__version__}: loss {config.algorithm.loss}, advantage {config.algorithm.advantage},
-{steps.total("tokens/trained"):,.0f} trained tokens. Staleness: at most {config.buffer.max_staleness} versions
+asyncrl {__version__}: {steps.total("tokens/trained"):,.0f} trained tokens"""
+    if is_sft:
+        text += " of demonstrations.\n"
+    else:
+        text += f""", loss {config.algorithm.loss},
+advantage {config.algorithm.advantage}. Staleness: at most {config.buffer.max_staleness} versions
 allowed, {oldest:.0f} observed.
 """
     for line in read_evaluations(run_dir, []):

@@ -499,6 +499,13 @@ def plan_run(
     return plan, tuple(messages)
 
 
+def without_engines(plan: Plan, config: RunConfig) -> Plan:
+    """Return the plan of supervised fine-tuning, which leaves all cores to the trainer."""
+    placement = replace(plan.placement, engines=())
+    processes = lay_out(config, plan.shape, placement)
+    return replace(plan, placement=placement, processes=processes)
+
+
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
     """Keep both colocated sides in memory if they fit; the engines get what the trainer
     leaves.

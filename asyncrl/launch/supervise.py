@@ -50,6 +50,20 @@ class AskHealth(Protocol):
     def __call__(self, *, timeout_s: float) -> Awaitable[Health]: ...
 
 
+async def ask_children(servers: Sequence[Server]) -> dict[str, bool]:
+    """Let each process dump its stacks; return a sentence about each, and whether it is
+    well.
+    """
+    # A signal, not a request: a process that hangs answers no request.
+    for server in servers:
+        server.child.dump_stacks_nowait()
+    states = await asyncio.gather(*(server.state() for server in servers))
+    return {
+        f"{server.name}: {server.child.seen()}; {text}": is_well
+        for server, (text, is_well) in zip(servers, states, strict=True)
+    }
+
+
 def health_over(caller: Caller, answer: type[Health]) -> AskHealth:
     """Return a call of GET /health, which all servers of a run answer."""
     return partial(caller.get, "/health", answer)

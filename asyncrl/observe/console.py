@@ -207,6 +207,8 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
     if (reward := steps.mean("reward/mean", part)) is not None:
         by_task = tasks_text(steps, part)
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
+    elif (loss := steps.mean("policy/loss", part)) is not None:
+        parts.append(f"loss {loss:.4f}")
     if age := staleness_text(steps, part, max_staleness):
         parts.append(f"staleness {age}")
     if skipped := steps.total("trainer/skipped_steps", part):
@@ -226,8 +228,10 @@ def metric_rows(
 ) -> list[tuple[str, RenderableType]]:
     shares = time_shares(lambda metric: steps.total(metric, part))
     num = len(steps.column("step")[part])
+    has_reward = bool(steps.values("reward/mean"))
     return [
-        ("reward", reward_text(steps)),
+        ("reward", curve_text(steps, "reward/mean")),
+        ("loss", "" if has_reward else curve_text(steps, "policy/loss")),
         ("by task", tasks_text(steps, part)),
         (
             "time",
@@ -239,14 +243,15 @@ def metric_rows(
     ]
 
 
-def reward_text(steps: Steps) -> Text:
-    rewards = steps.values("reward/mean")
-    if not rewards:
-        return Text("-")
-    mean = fmean(rewards[recent(len(rewards))])
+def curve_text(steps: Steps, name: str) -> RenderableType:
+    """Draw a metric; '' without a value."""
+    values = steps.values(name)
+    if not values:
+        return ""
+    mean = fmean(values[recent(len(values))])
     # the panel is drawn often
-    line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)
-    ends = f"  first step {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
+    line = numbers.sparkline(values[:: 1 + len(values) // 1024], width=24)
+    ends = f"  first step {values[0]:.3f}, last step {values[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 

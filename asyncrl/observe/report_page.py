@@ -21,7 +21,13 @@ from asyncrl.base.files import write_whole
 from asyncrl.config.load import sections
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
+from asyncrl.observe.run_dir import (
+    REPORT_FILE,
+    SUMMARY_FILE,
+    read_journal,
+    read_object,
+    read_settings,
+)
 from asyncrl.observe.run_numbers import Steps, recent
 from asyncrl.observe.run_record import read_run
 from asyncrl.observe.timeline import (
@@ -140,7 +146,9 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     older = files.samples[:-NUM_SAMPLES]
     summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
-    settings = _settings(_masked(files.config.model_dump(mode="json"), "", secrets))
+    settings = _settings(
+        _masked(read_settings(folder).model_dump(mode="json"), "", secrets)
+    )
     view: dict[str, Any] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig, SftConfig, load_any
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
@@ -147,6 +147,12 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
+    """Return read_settings() as a run, also of supervised fine-tuning."""
+    config = read_settings(folder)
+    return config.as_run() if isinstance(config, SftConfig) else config
+
+
+def read_settings(folder: Path) -> RunConfig | SftConfig:
     """Return the config that a run has started with, or was last resumed with. Raises
     ConfigError.
     """
@@ -155,7 +161,7 @@ def read_config(folder: Path) -> RunConfig:
         raise ConfigError(
             what, way_out="name the directory that `asyncrl run` printed."
         )
-    return load_config(folder / CONFIG_FILE)
+    return load_any(folder / CONFIG_FILE)
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -225,9 +225,13 @@ def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 def evaluation_text(metrics: Mapping[str, Any]) -> str:
     """Format as `v40 reward 0.413 ± 0.031 12.3 tokens, 2.0% truncated 3.2 s`, then
-    failures.
+    failures; of demonstrations as `v40 loss 1.234 on 5,678 tokens`.
     """
     parts = [f"{metrics.get('name', '')} v{metrics['eval/version']:.0f}".lstrip()]
+    if "eval/tokens" in metrics:
+        loss = metrics.get("eval/loss")
+        shown = "not finite" if loss is None else f"{loss:.4f}"
+        return f"{parts[0]} loss {shown} on {metrics['eval/tokens']:,.0f} tokens"
     if "eval/reward_mean" in metrics:
         error = (
             f" ± {metrics['eval/standard_error']:.3f}"

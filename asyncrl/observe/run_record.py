@@ -71,13 +71,13 @@ class RunRecord:
     def progress(self) -> str:
         """Format as `3 of 9 in 3.0 s, 1.00 s each, 6.0 s left`."""
         steps = self.columns
-        text = f"{len(steps)} of {self.config.trainer.num_steps}"
+        # Of `asyncrl sft`, the data give the number, and only the status has it.
+        num_steps = self.status.get("num_steps") or self.config.trainer.num_steps
+        text = f"{len(steps)} of {num_steps}"
         if self.verdict is not None:
             wall_s = self.verdict.wall_s
             text += f" in {duration(wall_s)}, {wall_s / len(steps):.2f} s each"
-        if self.state == "running" and (
-            left_s := seconds_left(steps, self.config.trainer.num_steps)
-        ):
+        if self.state == "running" and (left_s := seconds_left(steps, num_steps)):
             text += f", {duration(left_s)} left"
         return text
 

@@ -150,7 +150,10 @@ def _headline(
     reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]
 ) -> str:
     if reward is None:
-        return "No step has a reward yet."
+        losses = steps.values("policy/loss")
+        if not losses:
+            return "No step has a reward yet."
+        return f"The loss went from {losses[0]:.4f} to {fmean(losses[recent(len(losses))]):.4f}."
     first = f"{reward.first:.3f}"
     last = f"{reward.last:.3f} ± {reward.noise:.3f}"
     ends = f"reward {first} at the start, {last} at the end"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 PROBE = "answer to the question"
 PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -184,6 +185,13 @@ class HFChatTokenizer:
         _, self.call_closing = self._closing(*PROBES[1])
 
     @property
+    def unknown_id(self) -> int | None:
+        """Return the token of characters that the vocabulary lacks, if it has one."""
+        unknown: int | None = self._tokenizer.unk_token_id
+        # Of byte-level tokenizers it is the end of a text, and stands for no character.
+        return None if unknown in self.end_ids else unknown
+
+    @property
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
 
@@ -194,9 +202,11 @@ class HFChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
         is_open: bool = True,
+        spans: list[tuple[int, int]] | None = None,
     ) -> str:
         """Return the template's text, repaired as servers do. Raises ValueError if it
-        refuses the chat.
+        refuses the chat. `spans` gets [start, end) of its {% generation %} blocks, in
+        characters.
 
         `settings` override the run's template variables. Developer becomes system if
         the template does not know the role. Then, or if the template refuses or omits
@@ -224,10 +234,15 @@ class HFChatTokenizer:
         for arguments_of, id_of in FORMS:
             form = [_with_calls(message, arguments_of, id_of) for message in chat]
             try:
-                return self._apply_template(form, options)
+                return self._apply_template(form, options, spans)
             except ValueError as error:
                 refusal = error
         raise refusal
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Return whether the template marks what the assistant generates."""
+        return GENERATION.search(self.template) is not None
 
     def _options(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         known = {**self._settings, **(settings or {})}
@@ -255,7 +270,10 @@ class HFChatTokenizer:
         )
 
     def _apply_template(
-        self, chat: list[dict[str, Any]], options: Mapping[str, Any]
+        self,
+        chat: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        spans: list[tuple[int, int]] | None = None,
     ) -> str:
         if self._wants_parts:
             chat = [
@@ -264,7 +282,17 @@ class HFChatTokenizer:
             ]
         try:
             text = self._tokenizer.get_chat_template(None, options["tools"])
-            return _compile(text, "the chat template").render(messages=chat, **options)
+            template = _compile(text, "the chat template")
+            if spans is None:
+                return template.render(messages=chat, **options)
+            spans.clear()  # of a form that the template refused
+            blocks = list[str]()
+            # Of transformers; it counts the characters in `blocks`, so each block must
+            # be added before the next one is written.
+            with template.environment.activate_tracker(blocks, spans):  # type: ignore[attr-defined]
+                for block in template.generate(messages=chat, **options):
+                    blocks.append(block)
+            return "".join(blocks)
         except Exception as error:  # it may raise anything
             raise ValueError(
                 f"the chat template refuses these messages: {error}"

@@ -194,15 +194,19 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 # ---- rows
 
 
-def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
+def read_files(
+    paths: Sequence[str], settings: Mapping[str, Any], key: str = "task.files"
+) -> Rows:
+    """Return the rows of files that the setting `key` names. Raises ConfigError."""
     if settings:
+        args = f"{key.partition('.')[0]}.args"
         raise ConfigError(
-            f"task.args={settings}, and files have no settings",
-            way_out="remove task.args.",
+            f"{args}={settings}, and files have no settings",
+            way_out=f"remove {args}.",
         )
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise ConfigError(
-            f"task.files={paths} names a file twice, and its rows would count once",
+            f"{key}={paths} names a file twice, and its rows would count once",
             way_out="name it once; task.share weighs tasks against each other.",
         )
     rows: dict[str, Mapping[str, Any]] = {}
@@ -210,7 +214,7 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         reader = READERS.get(path.suffix)
         if reader is None or not path.is_file():
             raise ConfigError(
-                f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
+                f"{key}: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
                 way_out="correct the path, or convert it to parquet.",
             )
         try:
@@ -219,7 +223,7 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
             raise
         except Exception as error:
             # of many kinds: OverflowError for a date after 9999, unknown time zones
-            what = f"task.files: {path} cannot be read: {message_of(error)}"
+            what = f"{key}: {path} cannot be read: {message_of(error)}"
             raise ConfigError(
                 what, way_out="correct the file, or convert it to parquet."
             ) from error
@@ -256,15 +260,17 @@ def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
 READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
 
 
-def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
+def read_dataset(
+    name: str, split: str, settings: Mapping[str, Any], section: str = "task"
+) -> Rows:
     """Read a dataset of the hub, or of a folder. `settings` go to
     `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data
-    files. Raises ConfigError.
+    files. Raises ConfigError, with keys of the `section`.
     """
     import datasets
     from datasets.features.features import _visit
 
-    shown = f"task.dataset={name}, split {split}"
+    shown = f"{section}.dataset={name}, split {split}"
     try:
         if any(
             (Path(name) / file).is_file()
@@ -282,7 +288,8 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
     except Exception as error:  # file formats and the hub raise various errors
         raise ConfigError(
             f"{shown} cannot be loaded: {type(error).__name__}: {error}",
-            way_out="check hub id or folder, task.split, subset (task.args: {name: ...}) and network.",
+            way_out=f"check hub id or folder, {section}.split, subset ({section}.args: {{name: ...}}), "
+            "and network.",
         ) from error
     return rows, lambda index: f"{shown}, row {index}"
 
@@ -299,10 +306,15 @@ class DataPin:
     """Digests of the data that a run began with; construction compares."""
 
     def __init__(
-        self, run_dir: Path, digests: Mapping[str, str], *, is_free: bool = False
+        self,
+        run_dir: Path,
+        digests: Mapping[str, str],
+        *,
+        is_free: bool = False,
+        section: str = "task",
     ) -> None:
         """Compare `digests`, by task, with those in the file. `is_free`: accept any
-        data. Raises ConfigError.
+        data. `section`: of the settings that name them. Raises ConfigError.
         """
         self.path = run_dir / DATA_PIN
         self._digests = dict(digests)
@@ -314,9 +326,9 @@ class DataPin:
         for name, digest in digests.items():
             if saved.get(name, digest) != digest:
                 raise ConfigError(
-                    f"the data of {key_of('task', name)} have changed since this run began",
+                    f"the data of {key_of(section, name)} have changed since this run began",
                     rule="a resumed run continues with its data",
-                    way_out="restore them, or accept the change with --allow-change task.digest.",
+                    way_out=f"restore them, or accept the change with --allow-change {section}.digest.",
                 )
 
     def write(self) -> None:

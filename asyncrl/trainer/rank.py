@@ -189,6 +189,22 @@ class TrainerRank(TrainedModel):
             self._take_step(version, 0)
             return self._end_version(version)
 
+    def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
+        """Return the mean negative log-likelihood of the loss tokens in nats, and their
+        number. Changes nothing. Raises Refused.
+        """
+        self._refuse_open_gradient("evaluate")
+        self._offload.need("evaluate", "weights")
+        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        has_loss = objective.loss_tokens(header, arrays)
+        logprobs_N, _ = self._forward(
+            self.policy, BatchNumbers(header, arrays, has_loss)
+        )
+        return {
+            "eval/loss": -float(logprobs_N[has_loss].mean(dtype=np.float64)),
+            "eval/tokens": float(has_loss.sum()),
+        }
+
     def _refuse_open_gradient(self, what: str) -> None:
         if self._version is not None:
             num_calls = len(self._version.batches)

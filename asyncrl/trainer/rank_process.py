@@ -200,6 +200,10 @@ class TrainerService:
     def optimizer_step(self, _: bytes) -> api.TrainResponse:
         return self._trained(self.rank.optimizer_step())
 
+    def evaluate(self, batch: bytes) -> api.TrainResponse:
+        header, arrays = api.unpack_batch(batch)
+        return self._trained(self.rank.evaluate(header, arrays))
+
     def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
         finite = {
             name: value for name, value in metrics.items() if math.isfinite(value)
@@ -292,6 +296,7 @@ CALLS = {
     "train": RankCall(bytes, True, TrainerService.train),
     "forward_backward": RankCall(bytes, True, TrainerService.forward_backward),
     "optimizer_step": RankCall(bytes, True, TrainerService.optimizer_step),
+    "evaluate": RankCall(bytes, True, TrainerService.evaluate),
     "begin_export": RankCall(bytes, True, TrainerService.begin_export),
     "export_chunk": RankCall(
         api.ExportChunkRequest,

@@ -99,6 +99,11 @@ class TrainerClient:
         self._reached(report.policy_version)
         return report
 
+    async def evaluate(self, batch: Batch) -> api.TrainResponse:
+        """Measure the loss of a batch of the current version, without training."""
+        body = await computed(lambda: api.pack_batch(*pack_groups(batch)))
+        return await self._call("/evaluate", body, api.TrainResponse)
+
     async def wait_version_above(self, version: int) -> int:
         await self._version_changed.wait_for(lambda: self.policy_version > version)
         return self.policy_version

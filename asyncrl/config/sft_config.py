@@ -1,0 +1,151 @@
+"""Settings of supervised fine-tuning (`asyncrl sft`)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveInt, ValidationError, model_validator
+
+from asyncrl.config.algorithm_config import AlgorithmConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.model_config import ModelConfig
+from asyncrl.config.observe_config import ObserveConfig
+from asyncrl.config.placement_config import PlacementConfig
+from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.config.run_config import RunConfig
+from asyncrl.config.supervision_config import SupervisionConfig
+from asyncrl.config.task_config import TaskConfig
+from asyncrl.config.trainer_config import TrainerConfig
+from asyncrl.config.weight_sync_config import WeightSyncConfig
+
+IGNORED = {
+    "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
+    "placement": ("rollout", "eval", "teacher", "share", "mps"),
+    "checkpoint": ("keep_best",),
+}
+"""Keys of shared sections that only a run with rollouts reads."""
+MEAN_NLL = AlgorithmConfig(
+    loss="reinforce", advantage="asyncrl.algorithms.advantages:unchanged"
+)
+"""-advantage * logprob, averaged over tokens: with the advantage 1 of every row, the
+mean negative log-likelihood.
+"""
+
+
+class DataConfig(FrozenConfig):
+    """Demonstrations of `asyncrl sft`: chats whose assistant messages are learned
+    (docs/sft.md).
+    """
+
+    # Their tokens are pinned by a digest, so a moved file is still the same data.
+    free_keys: ClassVar = (
+        "files",
+        "dataset",
+        "split",
+        "args",
+        "eval_files",
+        "eval_every",
+    )
+
+    files: list[str] | None = None
+    """JSONL or parquet files. A row has `messages`, or `prompt` and `completion`."""
+    dataset: str | None = None
+    """Hugging Face dataset, instead of `files`: hub id or folder."""
+    split: str = "train"
+    """Split of `dataset`."""
+    args: dict[str, Any] = {}
+    """Settings of `datasets.load_dataset`."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rows."""
+    shuffle: bool = True
+    """Shuffle by seed, differently each epoch (false = file order)."""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """Maximum tokens of a row (none = the model's max_position_embeddings)."""
+    overlong: Literal["refuse", "skip"] = "refuse"
+    """Longer rows: refuse the data, or train without them. Rows are never cut."""
+    eval_files: list[str] | None = None
+    """Files with held-out rows, whose loss is measured (none = off)."""
+    eval_every: PositiveInt | None = None
+    """Steps between two of these measurements (none = after each epoch). The last
+    weights are always measured.
+    """
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.files is None) == (self.dataset is None):
+            raise ValueError("give one of data.files and data.dataset")
+        return self
+
+
+class SftTrainerConfig(TrainerConfig):
+    """The optimizer steps; num_groups is the number of rows of each."""
+
+    num_steps: int = Field(default=0, ge=0)
+    """Steps at most (0 = as many as data.epochs needs)."""
+
+
+class SftConfig(FrozenConfig):
+    """All settings of supervised fine-tuning. Other sections are those of a run."""
+
+    free_keys: ClassVar = ("launcher",)
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of random weights and of the order of rows."""
+    launcher: str = RunConfig.model_fields["launcher"].default
+    """Launcher of the trainer's processes, as in a run."""
+    model: ModelConfig
+    """The trained model."""
+    data: DataConfig
+    """The demonstrations."""
+    trainer: SftTrainerConfig = SftTrainerConfig()
+    """The optimizer steps."""
+    placement: PlacementConfig = PlacementConfig()
+    """Devices of the trainer."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    """Restarts of the trainer, and reports of hangs."""
+    observe: ObserveConfig = ObserveConfig()
+    """Files, trackers, console and status port."""
+
+    def as_run(self, num_steps: int = 0, max_tokens: int = 1) -> RunConfig:
+        """Return the settings as a run without engines, whose steps are `num_steps`.
+        `max_tokens`: of the longest row.
+        """
+        num_steps = num_steps or self.trainer.num_steps or 1
+        return RunConfig(
+            seed=self.seed,
+            launcher=self.launcher,
+            model=self.model,
+            # No part reads the task; a run must have one.
+            task=TaskConfig(python="asyncrl.tasks.toy:Letters"),
+            # The simulated engine takes no device, and compares no logprobs.
+            rollout=RolloutConfig(
+                engine="simulated",
+                group_size=1,
+                max_prompt_tokens=1,
+                max_tokens=max_tokens,
+            ),
+            trainer=self.trainer.model_copy(update={"num_steps": num_steps}),
+            algorithm=MEAN_NLL,
+            weight_sync=WeightSyncConfig(transport="shm"),  # nothing is exported
+            placement=self.placement,
+            checkpoint=self.checkpoint,
+            supervision=self.supervision,
+            observe=self.observe,
+        )
+
+    @model_validator(mode="after")
+    def _is_a_run_without_engines(self) -> Self:
+        for section, keys in IGNORED.items():
+            if given := getattr(self, section).given(*keys):
+                raise ValueError(
+                    f"{section}.{given[0]} is of rollouts, and supervised fine-tuning has none; remove it"
+                )
+        try:
+            self.as_run()
+        except ValidationError as error:
+            message = str(error.errors()[0]["msg"])
+            raise ValueError(message.removeprefix("Value error, ")) from error
+        return self

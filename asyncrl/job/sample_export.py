@@ -1,0 +1,96 @@
+"""`asyncrl export --samples`: write good rollouts as demonstrations for `asyncrl sft`."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import write_whole
+from asyncrl.journal.read import reading
+from asyncrl.journal.schema import rollouts_of
+from asyncrl.messages.records import Trajectory
+from asyncrl.observe.run_dir import journal_path, read_config
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.model_folder import ModelPin, find_model
+
+FINISHED = "SELECT group_id, messages FROM groups WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1"
+
+
+def export_samples(
+    run_dir: Path,
+    out: Path,
+    *,
+    min_reward: float,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Write the rollouts with at least `min_reward` to the new file `out`, a line each:
+    messages, reward, group_id. Raises ConfigError, JournalError.
+    """
+    config = read_config(run_dir)
+    if config.generator.is_harness:
+        raise ConfigError(
+            f"{run_dir} trains an agent, whose conversations are recorded as tokens",
+            rule="only single-turn rollouts are exported as messages",
+            way_out="let the agent write its own messages.",
+        )
+    if not journal_path(run_dir).is_file():
+        raise ConfigError(
+            f"{run_dir} has no journal", way_out="name the directory of a run."
+        )
+    if out.exists():
+        raise ConfigError(f"{out} exists", way_out="choose another file.")
+    model = config.model
+    folder = run_dir / "model"
+    if model.path is not None:
+        commit = ModelPin(run_dir, model.source).revision
+        folder = find_model(model.path, model.revision, commit=commit)
+    tokenizer = HFChatTokenizer(folder, chat_template=model.chat_template)
+    lines = dict[str, None]()
+    num_deleted = 0
+    with reading(journal_path(run_dir)) as connection:
+        for group_id, messages in connection.execute(FINISHED).fetchall():
+            if messages is None:  # by journal.keep=checkpoint
+                num_deleted += 1
+                continue
+            prompt = json.loads(messages)
+            for rollout in _good(connection, group_id, min_reward):
+                answer = {"role": "assistant", "content": _text(rollout, tokenizer)}
+                row: dict[str, Any] = {
+                    "messages": [*prompt, answer],
+                    "reward": rollout.reward,
+                    "group_id": group_id,
+                }
+                lines[json.dumps(row)] = None  # equal answers of a group count once
+    if num_deleted:
+        tell(
+            f"the tokens of {num_deleted} trained groups are deleted; journal.keep=all keeps them"
+        )
+    if not lines:
+        raise ConfigError(
+            f"{run_dir} has no whole rollout with a reward of at least {min_reward}",
+            way_out="lower --min-reward, or set journal.keep=all in the run.",
+        )
+    write_whole(out, "".join(f"{line}\n" for line in lines))
+    tell(f"{len(lines)} rollouts: {out}")
+
+
+def _good(
+    connection: sqlite3.Connection, group_id: int, min_reward: float
+) -> Iterator[Trajectory]:
+    """Yield the rollouts that ended by themselves with such a reward."""
+    for branches in rollouts_of(connection, group_id).values():
+        (trajectory,) = branches  # a single turn has one branch
+        if trajectory.reward >= min_reward and not trajectory.is_truncated:
+            yield trajectory
+
+
+def _text(trajectory: Trajectory, tokenizer: HFChatTokenizer) -> str:
+    """Return the answer without its end-of-turn token, which the template writes."""
+    ids = trajectory.tokens.ids[trajectory.loss_mask].tolist()
+    if ids and ids[-1] in tokenizer.end_ids:
+        ids.pop()
+    return tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,94 @@
+"""Settings of `asyncrl sft`, and refusals before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from job_runs import CONFIG
+from typer.testing import CliRunner
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.cli import app
+from asyncrl.config import load_config, load_sft, run_config_yaml
+from asyncrl.config.load import checked
+from asyncrl.config.sft_config import SftConfig
+from asyncrl.job.resume import changed_keys
+from asyncrl.observe.run_dir import read_config
+
+ROOT = Path(__file__).parents[1]
+GIVEN: dict[str, Any] = {
+    "model": CONFIG["model"],
+    "data": {"files": ["rows.jsonl"]},
+    "trainer": {"num_groups": 4, "learning_rate": 0.003, "threads": 1},
+    "observe": {"console": "plain", "trackers": []},
+}
+
+
+def sft_config(**sections: Any) -> SftConfig:
+    return checked(SftConfig, {**GIVEN, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"slots": 3}}, "rollout in the config is not a known key"),
+        ({"task": {"files": ["a"]}}, "task in the config is not a known key"),
+        ({"data": {"file": ["a"]}}, r"data.file .*did you mean data.files"),
+        ({"data": {}}, "give one of data.files and data.dataset"),
+        ({"data": {"files": ["a"], "dataset": "b"}}, "give one of data.files"),
+        ({"trainer": {"epochs": 2}}, "trainer.epochs is of rollouts"),
+        ({"trainer": {"mini_batches": 2}}, "trainer.mini_batches is of rollouts"),
+        ({"placement": {"rollout": "cpu"}}, "placement.rollout is of rollouts"),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best is of rollouts"),
+        (
+            {"trainer": {"cpu_offload": True}, "placement": {"trainer": "cpu"}},
+            "trainer.cpu_offload needs a CUDA device",
+        ),
+        (
+            {"trainer": {"world_size": 9, "num_groups": 4}},
+            "trainer.world_size=9 is above the 4",
+        ),
+    ],
+)
+def test_other_settings_are_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sft_config(**sections)
+
+
+def test_each_command_refuses_the_config_of_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(GIVEN))
+    with pytest.raises(ConfigError, match="of supervised fine-tuning") as refused:
+        load_config(path)
+    assert f"asyncrl sft {path}" in refused.value.way_out
+    with pytest.raises(ConfigError, match="data is missing"):
+        load_sft(ROOT / "configs/quickstart.yaml")
+
+
+def test_saved_settings_are_read_again(tmp_path: Path) -> None:
+    config = load_sft(ROOT / "configs/sft.yaml", ["data.epochs=3"])
+    saved = tmp_path / "config.yaml"
+    saved.write_text(run_config_yaml(config))
+    assert load_sft(saved) == config
+    assert read_config(tmp_path).model == config.model
+    assert changed_keys(config, load_sft(saved, ["data.epochs=4"])) == {
+        "data.epochs": (3, 4)
+    }
+
+
+def test_keys_describes_the_section() -> None:
+    shown = CliRunner().invoke(app, ["keys", "data"])
+    assert "data.eval_files" in shown.output
+
+
+def test_check_counts_rows_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = CliRunner().invoke(app, ["check", "configs/sft.yaml"])
+    assert shown.exit_code == 0, shown.output
+    assert "data.files: 85 rows" in shown.output
+    assert "data.eval_files: 23 rows" in shown.output
+    assert "trainer-0" in shown.output
+    assert "engine-0" not in shown.output
