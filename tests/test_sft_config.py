@@ -37,12 +37,12 @@ def sft_config(**sections: Any) -> SftConfig:
         ({"rollout": {"slots": 3}}, "rollout in the config is not a known key"),
         ({"task": {"files": ["a"]}}, "task in the config is not a known key"),
         ({"data": {"file": ["a"]}}, r"data.file .*did you mean data.files"),
-        ({"data": {}}, "give one of data.files and data.dataset"),
-        ({"data": {"files": ["a"], "dataset": "b"}}, "give one of data.files"),
-        ({"trainer": {"epochs": 2}}, "trainer.epochs is of rollouts"),
-        ({"trainer": {"mini_batches": 2}}, "trainer.mini_batches is of rollouts"),
-        ({"placement": {"rollout": "cpu"}}, "placement.rollout is of rollouts"),
-        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best is of rollouts"),
+        ({"data": {}}, "give either data.files or data.dataset"),
+        ({"data": {"files": ["a"], "dataset": "b"}}, "give either data.files"),
+        ({"trainer": {"epochs": 2}}, "trainer.epochs has no effect"),
+        ({"trainer": {"mini_batches": 2}}, "trainer.mini_batches has no effect"),
+        ({"placement": {"rollout": "cpu"}}, "placement.rollout has no effect"),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best has no effect"),
         (
             {"trainer": {"cpu_offload": True}, "placement": {"trainer": "cpu"}},
             "trainer.cpu_offload needs a CUDA device",
@@ -61,7 +61,7 @@ def test_other_settings_are_refused(sections: dict[str, Any], said: str) -> None
 def test_each_command_refuses_the_config_of_the_other(tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(GIVEN))
-    with pytest.raises(ConfigError, match="of supervised fine-tuning") as refused:
+    with pytest.raises(ConfigError, match="for supervised fine-tuning") as refused:
         load_config(path)
     assert f"asyncrl sft {path}" in refused.value.way_out
     with pytest.raises(ConfigError, match="data is missing"):

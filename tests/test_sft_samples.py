@@ -87,7 +87,7 @@ def test_good_rollouts_become_demonstrations(
     ]
     tokenizer = HFChatTokenizer(tiny_model_dir)
     (tokens,) = read_demonstrations(DataConfig(files=[str(out)]), tokenizer, None).rows
-    # The very tokens of the rollout, learned where they were sampled.
+    # The tokens of the rollout; the sampled ones are learned.
     rollout = trajectory_of(tokenizer, 0, "cd", 1.0).tokens
     assert tokens.ids.tolist() == rollout.ids.tolist()
     assert tokens.is_sampled.tolist() == rollout.is_sampled.tolist()

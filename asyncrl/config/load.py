@@ -19,7 +19,7 @@ from asyncrl.config.other_names import COMMANDS, KEYS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
 
-Config = TypeVar("Config", RunConfig, SftConfig)
+Config = TypeVar("Config", bound=BaseModel)
 
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
@@ -57,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     values = _read_yaml(path)
     if is_sft(values):
         raise ConfigError(
-            f"{path} has a section data, which is of supervised fine-tuning",
+            f"{path} has a section data, so it is for supervised fine-tuning",
             way_out=f"run `asyncrl sft {path}`.",
         )
     return config_from(values, overrides, str(path))

@@ -74,7 +74,7 @@ class DataConfig(FrozenConfig):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.files is None) == (self.dataset is None):
-            raise ValueError("give one of data.files and data.dataset")
+            raise ValueError("give either data.files or data.dataset")
         return self
 
 
@@ -82,11 +82,11 @@ class SftTrainerConfig(TrainerConfig):
     """The optimizer steps; num_groups is the number of rows of each."""
 
     num_steps: int = Field(default=0, ge=0)
-    """Steps at most (0 = as many as data.epochs needs)."""
+    """Maximum number of steps (0 = the steps of data.epochs)."""
 
 
 class SftConfig(FrozenConfig):
-    """All settings of supervised fine-tuning. Other sections are those of a run."""
+    """All settings of supervised fine-tuning: `data`, and sections of a run."""
 
     free_keys: ClassVar = ("launcher",)
 
@@ -141,7 +141,7 @@ class SftConfig(FrozenConfig):
         for section, keys in IGNORED.items():
             if given := getattr(self, section).given(*keys):
                 raise ValueError(
-                    f"{section}.{given[0]} is of rollouts, and supervised fine-tuning has none; remove it"
+                    f"{section}.{given[0]} has no effect on supervised fine-tuning; remove it"
                 )
         try:
             self.as_run()

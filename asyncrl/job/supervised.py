@@ -154,7 +154,7 @@ class SftJob:
         lifecycle.stack.enter_context(rare_collections())
         lifecycle.spawn(trainer.run(), name="watch trainer")
         lifecycle.spawn(self._report_status(trainer), name="status")
-        await self._restore(trainer, checkpointer)
+        await self._restore(trainer, feed)
         for pin in data.pins:
             pin.write()
         self.reporter.training_starts()
@@ -263,14 +263,15 @@ class SftJob:
         return trainer, checkpointer
 
     async def _restore(
-        self, trainer: SupervisedTrainer, checkpointer: Checkpointer
+        self, trainer: SupervisedTrainer, feed: DemonstrationFeed
     ) -> None:
         point, run_dir = self.point, self.lifecycle.run_dir
         if point is None:
             return
         checkpoint = point.checkpoint
         folder = None if checkpoint is None else checkpoint.trainer_dir
-        await trainer.recover(folder, _no_batches, lambda *_: None)
+        # No batch: the training continues from there.
+        await trainer.recover(folder, lambda: _batches(feed, 0, 0), lambda *_: None)
         # From here on nothing refuses, so the records of later steps may go.
         write_whole(run_dir / "config.yaml", run_config_yaml(self.config))
         with suppress(FileNotFoundError):
@@ -376,8 +377,3 @@ async def _batches(
 ) -> AsyncIterator[Batch]:
     for version in range(start, stop):
         yield feed.batch(version)
-
-
-async def _no_batches() -> AsyncIterator[Batch]:
-    for batch in ():
-        yield batch

@@ -28,8 +28,8 @@ Spans = list[tuple[int, int]]
 """[start, end) in characters or tokens."""
 FORM = "a row has `messages`, or `prompt` and `completion`: texts, or lists of messages"
 EXACT = (
-    "the loss is on exactly the tokens of an answer: those of {% generation %} in the template, or those "
-    "after the text that the model would be given"
+    "the loss is on exactly the tokens of an answer: in {% generation %} of the template, or after the "
+    "prompt that the model would be given"
 )
 
 
@@ -45,12 +45,12 @@ _CHAT = TypeAdapter(list[_ChatMessage])
 
 
 class InexactError(ValueError):
-    """The tokens of an answer cannot be told from the others."""
+    """The borders of an answer are not borders of tokens, or unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstrations:
-    """Rows as tokens, of which those of answers count as sampled under version 0."""
+    """Rows as tokens. The tokens of answers count as sampled, under version 0."""
 
     rows: tuple[Tokens, ...]
     num_skipped: int = 0
@@ -75,7 +75,7 @@ def read_demonstrations(
     positions: int | None,
     key: Literal["files", "eval_files"] = "files",
 ) -> Demonstrations:
-    """Read the rows of data.files or data.dataset, or those of data.eval_files.
+    """Read data.files or data.dataset, or data.eval_files.
     `positions`: of the model. Raises ConfigError.
     """
     paths = getattr(data, key)
@@ -138,7 +138,7 @@ def demonstration_of(
     if not answers:
         raise ConfigError(
             f"{place} has no assistant message",
-            rule="the assistant's messages are learned, without those of a `prompt`",
+            rule="the assistant's messages are learned, except in a `prompt`",
             way_out="add one, or remove the row.",
         )
     try:
@@ -238,7 +238,7 @@ def _marked_spans(
 def _prefix_spans(
     chat: Chat, answers: Sequence[int], tools: Any, tokenizer: HFChatTokenizer
 ) -> tuple[str, Spans]:
-    """Return the text of a chat, and the part of each answer: what comes after the
+    """Return the text of a chat, and the part of each answer: the text after the
     prompt that the model would be given.
     """
     text = tokenizer.render(chat, tools=tools, is_open=False)
