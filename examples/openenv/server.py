@@ -31,7 +31,10 @@ class LettersEnvironment(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._task = Letters(size=2**31, seed=0, letters="abcdefghijkl", max_count=9)
+        # The task of configs/quickstart.yaml.
+        self._task = Letters(
+            size=2**31, seed=0, letters="abcdefghijkl", sigma=0.7, max_count=9
+        )
         self._prompt: Prompt | None = None
         self._num_steps = 0
 
