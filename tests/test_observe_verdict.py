@@ -211,6 +211,15 @@ def test_a_healthy_run_has_no_flag() -> None:
     ), "it learned"
 
 
+def test_imitation_may_reach_a_low_entropy() -> None:
+    """Without rewards, as in supervised fine-tuning."""
+    table = [
+        {"step": n, "time_s": n, "perf/step_s": 1.0, "policy/entropy": 2.0 / n**2}
+        for n in range(1, 41)
+    ]
+    assert judge(Steps(table), config(), RUN_DIR).health == ()
+
+
 # ---- how fast was it?
 
 JUDGE = [

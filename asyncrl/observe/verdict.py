@@ -300,8 +300,11 @@ def _answer_findings(
         )
     entropies = steps.values("policy/entropy")
     first = fmean(entropies[:5] or [0.0])
+    # Without rewards the model imitates, and a low entropy is what it should reach.
+    has_rewards = bool(steps.values("reward/mean"))
     if (
-        len(entropies) >= MIN_STEPS
+        has_rewards
+        and len(entropies) >= MIN_STEPS
         and not has_risen
         and (last := fmean(entropies[part])) < 0.02 * first
     ):
