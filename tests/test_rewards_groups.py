@@ -18,7 +18,7 @@ import held_task
 import pytest
 from crash_fuzz import differences
 from fakes import FakeEngine
-from job_runs import popen, run, start, wait_until, write_config
+from job_runs import run, start, wait_until, write_config
 from journal_cases import admit, asked, make_rollout, with_journal
 from rollout_cases import make_held_out, one_token, single_turn, virtual
 from test_producers_groups import House
@@ -367,8 +367,6 @@ def test_run_killed_during_the_reward_of_a_group_ends_like_another(
         process.kill()
         process.communicate()
     held_task.release(killed)
-    resumed = popen(config, "--resume", run_dir=killed)
-    with resumed:
-        _, stderr = resumed.communicate(timeout=240)
-    assert resumed.returncode == 0, stderr
+    resumed = run(config, killed)
+    assert resumed.returncode == 0, resumed.stderr
     assert differences(whole, killed, of_metrics=False) == []

@@ -20,6 +20,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fakes import FakeEngine
+from job_runs import read_lines, run, write_config
 from rollout_cases import virtual
 from test_producers_groups import House
 from test_tasks_scorer import PROMPT, TOKENIZER, sampled
@@ -52,7 +53,8 @@ class Endpoint:
         return str(self.server.make_url("/v1"))
 
     async def _models(self, request: web.Request) -> web.Response:
-        if request.headers["Authorization"] != "Bearer sk-right":
+        keys = ("Bearer sk-right", "Bearer none")
+        if request.headers["Authorization"] not in keys:
             return web.json_response({"error": {"message": "no"}}, status=401)
         return web.json_response({"object": "list", "data": []})
 
@@ -434,6 +436,35 @@ def test_wrong_judge_is_refused_by_its_key(values: dict[str, Any], words: str) -
     model = {"scratch": {"characters": "ab", "architecture": {}}}
     with pytest.raises(ConfigError, match=words):
         config_from({"task": section, "model": model})
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_run_is_paid_by_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(text: str) -> str:
+        return ", ".join(reversed(re.findall(r"^\[(\d)\]", text, flags=re.M)))
+
+    monkeypatch.delenv("JUDGE_KEY")  # a forked run has the tests' environment
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{a} 2", "answer": a}) for a in "abcdefgh"]
+    rows.write_text("\n".join(lines))
+    async with endpoint(order) as server:
+        values = {"mode": "rank", "prompt": "{prompt}\n{completions}"}
+        values["key_variable"] = "none"
+        reward = {"judge": settings(server.base_url, **values)}
+        path = write_config(tmp_path, trainer={"num_steps": 3})
+        config = yaml.safe_load(path.read_text())
+        config["task"] = {"files": [str(rows)], "reward": reward}
+        path.write_text(yaml.safe_dump(config))
+        done = await asyncio.to_thread(run, path, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["judge/requests"] == len(server.asked) >= 12
+    assert last["judge/tokens"] == 10 * len(server.asked)
+    assert last["reward/mean"] == pytest.approx(0.5)
+    assert last["reward/equal_fraction"] == 0.0
 
 
 # ---- docs/rewards.md

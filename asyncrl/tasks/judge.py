@@ -50,7 +50,7 @@ class MinuteLimit:
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        # The caller that waits for room holds it, so a large request is not overtaken.
+        # A waiting call holds it, so no later call overtakes a large request.
         self._turn = asyncio.Lock()
         self._used = deque[list[float]]()
         """(time, units) of the last minute."""
@@ -86,7 +86,7 @@ class MinuteLimit:
 class Judge:
     """Ask a judge within the limits of its endpoint.
 
-    Waits: a request waits for one of max_concurrent places, then for both limits of a
+    Waits: a request waits for a place (max_concurrent), then for both limits of a
     minute, then for the end of a pause that a 429 asked for. None of these waits counts
     as time of the rollout or of reward_timeout_s, which limits each request.
 

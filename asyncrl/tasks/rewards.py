@@ -28,10 +28,10 @@ from asyncrl.messages.tokens import NO_COMPLETION
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
-"""Return value of a reward function, or a list with one for each sampled token."""
+"""Return value of a reward function, or a list of one reward per sampled token."""
 MAX_SPANS = 1024
 """Spans of equal rewards in a completion: each is a sample of the advantage, and
-travels as an object of its own.
+travels as its own object.
 """
 Completions = Sequence[str | None]
 """Texts of a group by sample_index; None: failed, or rewarded by its harness."""
