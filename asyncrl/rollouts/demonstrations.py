@@ -33,7 +33,7 @@ EXACT = (
 )
 
 
-class _ChatMessage(BaseModel):
+class _DemonstrationMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -41,7 +41,7 @@ class _ChatMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-_CHAT = TypeAdapter(list[_ChatMessage])
+_CHAT = TypeAdapter(list[_DemonstrationMessage])
 
 
 class InexactError(ValueError):
