@@ -167,7 +167,7 @@ OWN -> set both generator.verifiers and task.verifiers
 task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> write generator.args.taskset
 model.path=none -> give one of model.path
 model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
-generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
+generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, openenv, remote
 generator.python=a:b generator.stop=[x] -> stop is for a single turn, not for python; remove it
 rollout.cache_tokens=640 -> fused_decode is false; set fused_decode: true, or cache_tokens: 0
 rollout.fused_decode=true rollout.cache_tokens=8 -> cache_tokens=8 is below max_prompt_tokens + max_tokens
