@@ -26,6 +26,7 @@ from test_sft_config import GIVEN
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
+from asyncrl.observe.report_page import view_run
 from asyncrl.observe.run_record import read_run
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -108,6 +109,8 @@ def test_no_engine_is_started(whole: Path) -> None:
         "trainer-0.log",
     }
     assert not (whole / "journal.sqlite").exists()
+    view = view_run(whole)
+    assert (view["problems"], view["failures"]) == ([], [])
 
 
 def test_killed_run_ends_with_the_same_weights(

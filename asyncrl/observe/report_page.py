@@ -18,6 +18,7 @@ from typing import Any
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
+from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.observe.metrics import gauge_of
@@ -146,9 +147,11 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     older = files.samples[:-NUM_SAMPLES]
     summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
-    settings = _settings(
-        _masked(read_settings(folder).model_dump(mode="json"), "", secrets)
-    )
+    given = read_settings(folder)
+    # Supervised fine-tuning has no groups, and no journal.
+    has_groups = isinstance(given, RunConfig)
+    failures = read_journal(folder, files.problems, _failures) if has_groups else []
+    settings = _settings(_masked(given.model_dump(mode="json"), "", secrets))
     view: dict[str, Any] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),
@@ -167,7 +170,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "timeline": timeline_view(read_timeline(folder, files.problems)),
         "samples": older[:: 1 + len(older) // NUM_SAMPLES]
         + files.samples[-NUM_SAMPLES:],
-        "failures": read_journal(folder, files.problems, _failures) or [],
+        "failures": failures or [],
         "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,

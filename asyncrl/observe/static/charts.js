@@ -195,21 +195,24 @@ function runningMean(values, window) {
 
 const xOf = (run, isTime) => isTime ? run.time_s : run.step;
 
+/* The curve to look at first: the reward, or of supervised fine-tuning the loss. */
 function rewardSpec(runs, isTime) {
-  const lines = [], isAlone = runs.length === 1;
+  const lines = [], isAlone = runs.length === 1, isLoss = runs.every(run => !run.curves["reward/mean"]) && runs.some(run => run.curves["policy/loss"]);
+  const [main, heldOut] = isLoss ? ["policy/loss", "eval/loss"] : ["reward/mean", "eval/reward_mean"];
   runs.forEach((run, index) => {
-    const curve = run.curves["reward/mean"], colour = runColour(index), x = xOf(run, isTime), name = isAlone ? "" : `${run.name} `;
+    const curve = run.curves[main], colour = runColour(index), x = xOf(run, isTime), name = isAlone ? "" : `${run.name} `;
     if (!curve) return;
     const isSmooth = run.window > 1 && curve.length > 2 * run.window;
     lines.push({ label: `${name}each step`, x, y: curve, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
     if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps` : run.name, x, y: runningMean(curve, run.window), stroke: colour, width: 2.5 });
-    const evaluated = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
+    const evaluated = run.evaluations.filter(line => line[heldOut] !== undefined);
     for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
       const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
-      lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
+      lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line[heldOut]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
-  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, unit: "", isTime, height: 380, hasMarks: true, isEmpty: withoutSteps(runs) };
+  const what = runs.some(run => run.evaluations.length) ? `mean of each batch, and on held-out ${isLoss ? "rows" : "prompts"}` : "mean of each batch";
+  return { title: isLoss ? "Loss" : "Reward", what, lines, unit: "", isTime, height: 380, hasMarks: true, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {

@@ -51,6 +51,10 @@ function showFailures(run) {
 function showEvaluations(run) {
   if (!run.evaluations.length) return bodyOf("evaluations").replaceChildren(h("p", { class: "empty" }, "No evaluations. To test held-out prompts, add a section to the config: ", h("code", {}, "eval: {task: {files: [held_out.jsonl], reward: math}, every: 20}")));
   const number = (line, name, unit) => line[name] === undefined || line[name] === null ? "–" : amount(line[name], unit);
+  if (run.evaluations.every(line => line["eval/loss"] !== undefined)) {
+    return bodyOf("evaluations").replaceChildren(h("h3", {}, "Evaluations"), table(["Version", "Loss", "Tokens", "At"], [...run.evaluations].reverse().map(line => [
+      `v${line.policy_version}`, line["eval/loss"].toPrecision(4), number(line, "eval/tokens", ""), number(line, "time_s", "s")]), "evaluations"));
+  }
   bodyOf("evaluations").replaceChildren(h("h3", {}, "Evaluations"), table(["Version", "Reward", "Tokens", "Truncated", "Took", "At"], [...run.evaluations].reverse().map(line => [
     `v${line.policy_version} ${line.name ?? ""}`.trim(), line["eval/standard_error"] === undefined ? number(line, "eval/reward_mean", "") : `${number(line, "eval/reward_mean", "")} ± ${line["eval/standard_error"].toFixed(3)}`,
     number(line, "eval/length_mean", ""), number(line, "eval/truncated_fraction", "0..1"), number(line, "eval/seconds", "s"), number(line, "time_s", "s")]), "evaluations"));
