@@ -338,6 +338,36 @@ async def test_resumed_group_is_scored_only_if_the_journal_lacks_it() -> None:
     assert [branch.reward for branch in group.trajectories] == [0.5, 0.5]
 
 
+@virtual
+async def test_resumed_group_may_be_larger_than_the_new_group_size() -> None:
+    groups = Groups(lambda texts: [1.0 * at for at in range(len(texts))])
+    whole = {
+        index: (replace(one_token(index, reward=0.0), unscored="q"),)
+        for index in range(4)
+    }
+    async with house(groups, group_size=2, num_tickets=0) as run:
+        run.journal.states[GroupId(7)] = "running"
+        ticket = Ticket(GroupId(7), 0)
+        run.producers.resume_nowait(UnfinishedGroup(ticket, PROMPT, whole))
+        await asyncio.sleep(1.5)
+    (group,) = run.sink.finished
+    assert [branch.reward for branch in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+
+
+@virtual
+async def test_fault_of_a_pool_costs_rollouts_and_never_the_run() -> None:
+    groups = Groups(lambda texts: [])
+
+    async def broken(*_: Any) -> Any:
+        raise AttributeError("Can't pickle local object")
+
+    groups.scorer.score_group = broken  # type: ignore[method-assign]
+    async with house(groups, max_failed_groups=9) as run:
+        await asyncio.sleep(2.5)
+        assert run.count("failed") == 3
+        assert "raised AttributeError: Can't pickle" in run.producers.last_failure
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_killed_during_the_reward_of_a_group_ends_like_another(

@@ -145,6 +145,8 @@ class OpenWait:
         # their number.
         if name.startswith("rollout "):
             return "rollouts"
+        if name.startswith("reward g"):
+            return "rewards of groups"
         return self.where.partition(".")[0] if name.startswith("Task-") else name
 
 

@@ -230,6 +230,8 @@ class StalenessRule:
         """Mark a running group as fully sampled: it only waits for rewards. With
         `mask`, a batch too late for version next_batch then drops it.
         """
+        if group_id in self._sampled:
+            return  # a later call must not extend the last use
         self._sampled.add(group_id)
         # No sampled token can be newer than next_batch, the newest version in the
         # making. Without this, a group that waits a long time for its rewards would

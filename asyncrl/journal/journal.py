@@ -209,7 +209,8 @@ def _group_scored(
             "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
             (float(rollout[0].reward), group_id),
         )
-    unscored = rollouts_of(connection, group_id)
+    # Only for failures: it decodes all tokens of the group.
+    unscored = rollouts_of(connection, group_id) if failures else {}
     for sample_index, why in failures.items():
         num_sampled = sum(branch.num_sampled for branch in unscored[sample_index])
         connection.execute(

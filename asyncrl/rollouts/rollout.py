@@ -27,6 +27,7 @@ from asyncrl.base.errors import (
     RolloutFailure,
     RolloutTimeout,
 )
+from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
@@ -616,12 +617,24 @@ async def score_group(
     """
     texts = {index: rollout[0].unscored for index, rollout in rollouts.items()}
     asked = sorted(index for index, text in texts.items() if text is not None)
+    # A resumed group may be larger than rollout.group_size, which has changed since.
+    size = max(size, max(rollouts, default=-1) + 1)
     try:
         results = await scorer.score_group(
             prompt, [texts.get(index) for index in range(size)]
         )
     except RolloutFailure as failure:
         return {}, dict.fromkeys(asked, failure)
+    except ComponentError:
+        raise
+    # As in a rollout: what user code and its pool raise costs rollouts, not the run.
+    except Exception as error:
+        log.exception("the reward of a group of prompt %s failed", prompt.prompt_id)
+        broken = RewardFailure(
+            f"the group's reward for prompt {prompt.prompt_id} raised {message_of(error)}",
+            way_out="the log has the traceback.",
+        )
+        return {}, dict.fromkeys(asked, broken)
     scored = dict[int, Rollout]()
     failed = dict[int, RolloutFailure]()
     for index in asked:
