@@ -11,11 +11,16 @@ import uvicorn
 from fastmcp import FastMCP
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.mcp_types import (
+    CallToolAction,
+    CallToolObservation,
+    ToolError,
+)
+from pydantic import Field
 
 
 class Say(Action):
-    text: str
+    text: str = Field(max_length=50)
     loudness: int = 1
 
 
@@ -94,6 +99,8 @@ class Sums(MCPEnvironment):
     def _rewarded(self, action: Any, seen: Any) -> Any:
         self._num_steps += 1
         if isinstance(action, CallToolAction):
+            if action.arguments.get("first") == 9:
+                seen.error = ToolError(error_type="timeout", message="30 s are over")
             is_right = action.arguments.get("first") == 2
             seen.reward = float(is_right)
             seen.done = is_right

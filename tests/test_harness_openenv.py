@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
 SERVER = Path(__file__).with_name("openenv_server_for_test.py")
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
 
@@ -51,7 +51,7 @@ class Server:
         self.process = subprocess.Popen(self._command)
 
     def wait_ready(self) -> Server:
-        for _ in range(1200):
+        for _ in range(5000):  # a server imports for seconds of CPU time
             assert self.process.poll() is None, "the server has ended"
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
@@ -85,6 +85,7 @@ def play(
     answer: Callable[[str], str],
     task: Task = TASK,
     num_rollouts: int = 1,
+    gateway: Mapping[str, Any] = {},
     **args: Any,
 ) -> list[tuple[Outcome, list[str]]]:
     """Return the outcome of each rollout, and the prompts that the engine saw."""
@@ -92,7 +93,7 @@ def play(
 
     async def one() -> tuple[Outcome, list[str]]:
         engine = ScriptedEngine(lambda request: answer(text_of(request)))
-        async with gateway_world(engine) as world:
+        async with gateway_world(engine, **gateway) as world:
             session = Session(f"{world.url}/v1", world.session.key, "policy")
             async with session.client:
                 outcome = await harness.run(task, session)
@@ -131,9 +132,10 @@ def test_rollouts_of_a_group_begin_alike_and_have_environments_of_their_own(
     played = play(servers["text"].url, longer, num_rollouts=4, observation="said")
     assert {outcome.reward for outcome, _ in played} == {10.0}
     assert len({tuple(prompts) for _, prompts in played}) == 1
-    other = Task("0/8", TASK.messages)
-    ((_, prompts),) = play(servers["text"].url, longer, other, observation="said")
-    assert prompts[0] != played[0][1][0]
+    evaluated = Task("0/7", TASK.messages, info={"episode": "1073741824/7"})
+    for other in (Task("0/8", TASK.messages), evaluated):
+        ((_, prompts),) = play(servers["text"].url, longer, other, observation="said")
+        assert prompts[0] != played[0][1][0]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,37 @@ def test_environment_of_tools_gets_calls_and_shows_results(
 def test_answer_without_a_call_ends_an_episode_of_tools(
     servers: dict[str, Server],
 ) -> None:
-    ((outcome, _),) = play(servers["tools"].url, lambda _: "I do not know.")
-    assert outcome == Outcome(None, {"turns": 1.0, "done": 1.0})
+    def silent(**args: Any) -> float | None:
+        ((outcome, _),) = play(servers["tools"].url, lambda _: "I do not know.", **args)
+        assert outcome.metrics == {"turns": 1.0, "done": 1.0}
+        return outcome.reward
+
+    # A failure would hide such answers from training.
+    assert silent() == 0.0
+    assert silent(without_reward=-1.0) == -1.0
+    assert silent(without_reward=None) is None
+
+
+def test_limit_of_the_conversation_ends_an_episode_with_its_rewards(
+    servers: dict[str, Server],
+) -> None:
+    ((outcome, _),) = play(servers["text"].url, longer, gateway={"max_calls": 2})
+    assert outcome == Outcome(6.0, {"turns": 2.0, "done": 0.0})
+
+
+def test_action_that_breaks_a_rule_ends_an_episode_with_its_rewards(
+    servers: dict[str, Server],
+) -> None:
+    def answer(prompt: str) -> str:
+        return "ab" if "Count" in last_turn(prompt)[1] else "x" * 60
+
+    ((outcome, _),) = play(servers["text"].url, answer)
+    assert outcome == Outcome(2.0, {"turns": 2.0, "done": 1.0})
+
+
+def test_tool_that_times_out_fails_the_rollout(servers: dict[str, Server]) -> None:
+    with pytest.raises(RolloutFailure, match="step failed.*30 s are over"):
+        play(servers["tools"].url, lambda _: tool_call("add", first=9, second=1))
 
 
 def test_failure_of_the_environment_fails_the_rollout(

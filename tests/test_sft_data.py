@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl.config import DataConfig
 from asyncrl.messages.tokens import Tokens
 from asyncrl.rollouts.demonstrations import (
     DemonstrationFeed,
+    _messages,
     demonstration_of,
     read_demonstrations,
 )
@@ -200,6 +202,56 @@ def test_parquet_rows_are_read(tiny_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = HFChatTokenizer(tiny_model_dir)
     found = read_demonstrations(DataConfig(files=[str(path)]), tokenizer, None)
     assert [row.num_sampled for row in found.rows] == [6, 3]
+
+
+def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """A base model's only end of text is another token than the template's."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if path.exists():
+            path.write_text(
+                json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0})
+            )
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    first = HFChatTokenizer(tiny_model_dir).decode([0], skip_special_tokens=False)
+    path.write_text(json.dumps(settings | {"eos_token": first}))
+    tokenizer = tokenizer_of(folder, tmp_path, CHATML)
+    assert tokenizer.end_ids == {0}
+    tokens = demonstration_of({"messages": TURNS}, "row 1", tokenizer)
+    assert learned(tokens, tokenizer) == ["cd<|im_end|>", "fg<|im_end|>"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": TURNS}) + "\n")
+    data = DataConfig(files=[str(rows)])
+    assert read_demonstrations(data, tokenizer, 64).num_endless == 1
+    usual = tokenizer_of(tiny_model_dir, tmp_path, CHATML)
+    assert read_demonstrations(data, usual, 64).num_endless == 0
+
+
+def test_arguments_without_a_value_are_left_out() -> None:
+    """Parquet gives each call the arguments of all calls of the file."""
+    function = {
+        "name": "f",
+        "arguments": {"city": "Paris", "unit": None, "days": [None]},
+    }
+    call = {"id": "0", "type": "function", "function": function}
+    chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    (message,) = _messages(chat, None, "row 1")
+    assert message["tool_calls"][0]["function"]["arguments"] == {
+        "city": "Paris",
+        "days": [None],
+    }
+    assert "content" not in message
+
+
+def test_weight_of_a_message_is_refused() -> None:
+    chat = [{"role": "assistant", "content": "a", "weight": 0}]
+    with pytest.raises(ConfigError, match=r"0\.weight Input should be 1"):
+        _messages(chat, None, "row 1")
 
 
 def test_digest_covers_ids_and_answers(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -171,6 +171,8 @@ def test_trained_run_is_refused(config: Path, whole: Path) -> None:
     refused = sft(config, whole)
     assert refused.returncode == 2
     assert "data.epochs gives 120" in refused.stderr
+    status = json.loads((whole / "status.json").read_text())
+    assert status["state"] == "done", "it stays so"
     assert "raise data.epochs" in refused.stderr
 
 

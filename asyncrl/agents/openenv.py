@@ -33,7 +33,13 @@ RETRY_S = 1.0
 """Pause before another try to connect."""
 UNREAD = (OSError, ValueError, LookupError)
 """A server that is down, or that answers other things than a schema."""
+AT_A_LIMIT = ("context_length_exceeded", "rate_limit_exceeded")
+"""The endpoint's codes for limits of a conversation."""
 FULL = "CAPACITY_REACHED"
+INVALID = "VALIDATION_ERROR"
+"""The server's codes: no free place, and an action that breaks its rules."""
+BROKEN = ("timeout", "transport_error")
+"""Kinds of errors of an MCP tool that are no answers of the tool."""
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
 """Fields of every observation; the metadata is not for the model."""
 
@@ -53,6 +59,10 @@ class OpenEnvArgs(FrozenConfig):
     """Answers of an episode; then it ends, done or not."""
     rewards: Literal["sum", "last", "turns"] = "sum"
     """Reward of the rollout: the sum over its steps, the last one, or one per answer."""
+    without_reward: float | None = 0.0
+    """Reward of an episode in which the environment gave none (none = the task scores
+    its last answer).
+    """
     connect_s: float = Field(default=60.0, gt=0)
     """Time for a server to come back, or to have a free place, before a rollout fails."""
     step_s: float = Field(default=60.0, gt=0)
@@ -113,9 +123,16 @@ class OpenEnvHarness:
                 options["tools"] = await self._tools(client)
             _add_text(messages, self._text_of(first.observation))
             while not is_done and len(given) < self._args.max_turns:
-                answer = await session.client.chat.completions.create(
-                    model=session.model, messages=messages, **options
-                )
+                try:
+                    answer = await session.client.chat.completions.create(
+                        model=session.model, messages=messages, **options
+                    )
+                except Exception as error:
+                    # The conversation has reached a limit: the rewards so far count. By
+                    # its code, since openai is imported by the session alone.
+                    if not given or getattr(error, "code", None) not in AT_A_LIMIT:
+                        raise
+                    break
                 said = answer.choices[0].message
                 messages.append(said.model_dump(exclude_none=True))
                 if shape.action is None:
@@ -133,9 +150,10 @@ class OpenEnvHarness:
         self, given: Sequence[tuple[str, float | None]], metrics: dict[str, float]
     ) -> Outcome:
         rewards = [reward for _, reward in given if reward is not None]
-        # An environment without rewards leaves them to the task.
+        # Often the model's fault: it has answered without calls, or ran out of turns. A
+        # failure would hide such rollouts from training.
         if not rewards:
-            return Outcome(None, metrics)
+            return Outcome(self._args.without_reward, metrics)
         if self._args.rewards == "last":
             return Outcome(rewards[-1], metrics)
         if self._args.rewards == "sum":
@@ -149,8 +167,12 @@ class OpenEnvHarness:
     async def _started(self, task: AnyTask) -> AsyncIterator[tuple[Any, Any]]:
         """Connect and reset; yield the client and the first result."""
         # Not task.seed, which differs between the rollouts of a group: they are compared
-        # with each other, so they begin alike.
-        digest = blake2b(task.prompt_id.encode(), digest_size=4).digest()
+        # with each other, so they begin alike. Not the id alone, which training and an
+        # evaluation have in common.
+        told = json.dumps(
+            [task.prompt_id, task.info, task.messages], sort_keys=True, default=str
+        )
+        digest = blake2b(told.encode(), digest_size=4).digest()
         start = {
             "seed": int.from_bytes(digest, "little") >> 1,
             **self._args.reset,
@@ -249,7 +271,14 @@ class OpenEnvHarness:
             raise self._failure("step", error) from error
 
     async def _step_text(self, client: Any, action: Mapping[str, Any]) -> Step:
-        result = await self._answer(client, action)
+        try:
+            result = await self._answer(client, action)
+        except RolloutFailure as failure:
+            # The text breaks a rule of the environment, such as a length: the episode
+            # ends with the rewards so far. That is a result, not a fault of the server.
+            if INVALID in failure.what:
+                return Step(None, True, [])
+            raise
         shown: list[dict[str, Any]] = []
         _add_text(shown, self._text_of(result.observation))
         return Step(_number(result.reward), bool(result.done), shown)
@@ -298,6 +327,9 @@ class OpenEnvHarness:
         }
         result = await self._answer(client, action)
         seen = result.observation
+        error = seen.get("error")
+        if isinstance(error, dict) and error.get("error_type") in BROKEN:
+            raise self._failure("step", RuntimeError(str(error.get("message"))))
         text = _tool_text(seen.get("error") or seen.get("result"))
         return text, _number(result.reward), bool(result.done)
 

@@ -36,6 +36,7 @@ from asyncrl.observe.run_dir import (
     evaluation_metrics,
     read_evaluations,
     read_metrics,
+    read_status,
 )
 from asyncrl.observe.run_numbers import (
     Steps,
@@ -403,7 +404,9 @@ class Reporter:
         # The resume was refused or failed. Summary, plot and timeline still describe
         # the run before it.
         if self._is_to_resume:
-            self._recorder.write_status(status)
+            # A run that is done stays done if it is started again by mistake.
+            if read_status(self.run_dir, []).get("state") != "done":
+                self._recorder.write_status(status)
             return
         self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})

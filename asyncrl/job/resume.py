@@ -235,6 +235,8 @@ def refuse_trained(
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
     summary = read_object(run_dir / SUMMARY_FILE, [])
+    if not journal.exists():  # of supervised fine-tuning, perhaps without checkpoints
+        num_trained = max(num_saved, int(summary.get("policy_version") or 0))
     # A run that ended after its last step, but is not done, may lack final/. One that
     # was extended and killed still has the summary and final/ of its earlier end.
     is_done = summary.get("policy_version") == num_trained

@@ -52,6 +52,7 @@ from asyncrl.observe.run_dir import (
     read_evaluations,
     read_object,
 )
+from asyncrl.observe.run_numbers import several
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.demonstrations import (
@@ -117,7 +118,7 @@ class SftData:
     tokenizer: HFChatTokenizer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SftJob:
     """Reads all rows -> starts the trainer -> trains, measures, checkpoints -> saves.
 
@@ -130,6 +131,8 @@ class SftJob:
     reporter: Reporter
     placement: Placement
     point: ResumePoint | None
+    num_measured: int = 0
+    """Held-out batches."""
 
     async def live(self) -> int:
         lifecycle = self.lifecycle
@@ -148,6 +151,15 @@ class SftJob:
         lifecycle.stack.callback(self.reporter.close_console)
         for text in () if self.point is None else self.point.notes:
             lifecycle.log.warn(text)
+        if num := data.train.num_endless:
+            ends = data.tokenizer.decode(
+                sorted(data.tokenizer.end_ids), skip_special_tokens=False
+            )
+            lifecycle.log.warn(
+                f"the last answers of {several(num, 'row')} end with no token at which generation stops "
+                f"({ends}): set eos_token_id in the model's generation_config.json to "
+                "the token that the template writes after an answer"
+            )
         if num := data.train.num_skipped:
             lifecycle.log.warn(f"{num} rows are too long, and are skipped")
         trainer, checkpointer = await self._start_trainer(data, feed)
@@ -328,6 +340,7 @@ class SftJob:
                 if self.lifecycle.stop.is_set():
                     return
                 measured = (await trainer.evaluate(batch)).metrics
+                self.num_measured += 1
                 counts.append(measured["eval/tokens"])
                 # A loss that is not finite is not in the answer.
                 losses.append(measured.get("eval/loss", math.nan) * counts[-1])
@@ -358,7 +371,11 @@ class SftJob:
 
         watchdog = Watchdog(
             self.config.supervision,
-            lambda: Reported(trainer.gauges(), is_starting=not trainer.is_up),
+            # A held-out measurement may take longer than watchdog_s.
+            lambda: Reported(
+                {**trainer.gauges(), "evaluation/ended": self.num_measured},
+                is_starting=not trainer.is_up,
+            ),
             log_path=log_path,
             tell=self.lifecycle.log.warn,
             way_out=f"read the stacks in {log_path} and the log of the trainer.",

@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -51,10 +52,16 @@ class StepProfiler:
         if step not in self._steps:
             return False
         log.info("profiling step %d", step)
-        # Without stacks and shapes: these would slow the step that they describe.
-        self._open = torch.profiler.profile()
-        self._open.start()
-        self._record_memory("all")
+        try:
+            # Without stacks and shapes: these would slow the step that they describe.
+            opened: Any = torch.profiler.profile()
+            opened.start()
+            self._record_memory("all")
+        # Of many kinds, for example where another profiler is at work.
+        except Exception as error:
+            log.warning("no profile of step %d: %s", step, error)
+            return False
+        self._open = opened
         return True
 
     def end(self) -> None:
@@ -63,9 +70,9 @@ class StepProfiler:
             return
         profile = self._open
         self._open = None
-        profile.stop()
         stem = f"{self._name}-step-{self._step}"
         try:
+            profile.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             # torch reports a full disk only by its exit, or not at all. So the file gets
             # its name once it is whole.
@@ -79,17 +86,20 @@ class StepProfiler:
                 # https://pytorch.org/docs/stable/torch_cuda_memory.html
                 dump: Any = torch.cuda.memory._dump_snapshot  # noqa: SLF001
                 dump(str(memory))
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             log.warning("no profile of step %d: %s", self._step, error)
         finally:
-            self._record_memory(None)
+            with contextlib.suppress(Exception):
+                self._record_memory(None)
 
     def drop(self) -> None:
         """Forget the open profile, of a step that has failed."""
         if self._open is not None:
-            self._open.stop()
+            opened = self._open
             self._open = None
-            self._record_memory(None)
+            with contextlib.suppress(Exception):
+                opened.stop()
+                self._record_memory(None)
         self._step = 0
 
     def _record_memory(self, what: Literal["all"] | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import message_of
@@ -39,6 +39,8 @@ class _DemonstrationMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    weight: Literal[1] | None = Field(default=None, exclude=True)
+    """OpenAI's 0 leaves a message out of the loss, which is not supported."""
 
 
 _CHAT = TypeAdapter(list[_DemonstrationMessage])
@@ -54,6 +56,8 @@ class Demonstrations:
 
     rows: tuple[Tokens, ...]
     num_skipped: int = 0
+    num_endless: int = 0
+    """Rows whose last answer ends with no token at which an engine stops."""
 
     @property
     def longest(self) -> int:
@@ -120,7 +124,8 @@ def read_demonstrations(
             rule=FORM,
             way_out="give other files, or raise data.max_tokens.",
         )
-    return Demonstrations(tuple(found), num_skipped)
+    num_endless = sum(int(row.ids[-1]) not in tokenizer.end_ids for row in found)
+    return Demonstrations(tuple(found), num_skipped, num_endless)
 
 
 def demonstration_of(
@@ -189,7 +194,18 @@ def _messages(content: Any, role: str | None, where: str) -> Chat:
             rule="a message has a `role`, and a text as `content`",
             way_out="correct the row.",
         ) from error
-    return [message.model_dump(exclude_none=True) for message in messages]
+    return [_without_nulls(message.model_dump()) for message in messages]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out keys without a value. Parquet files and datasets give every tool call
+    the arguments of all others, as null.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(one) for name, one in value.items() if one is not None
+        }
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _tokens(
@@ -268,11 +284,15 @@ def _num_tokens(text: str, ids: Sequence[int], tokenizer: HFChatTokenizer) -> in
 def _end_of_turn(
     ids: Sequence[int], first: int, last: int, tokenizer: HFChatTokenizer
 ) -> int:
-    """Return the end of the answer [first, last): its last end-of-turn token. The
-    template writes what follows, such as a line end, and an engine never samples it.
+    """Return the end of the answer [first, last): its last end-of-turn token, or its
+    last special token. The template writes what follows, such as a line end, and an
+    engine never samples it.
     """
-    ends = [at for at in range(first, last) if ids[at] in tokenizer.end_ids]
-    return ends[-1] + 1 if ends else last
+    for known in (tokenizer.end_ids, tokenizer.special_ids):
+        ends = [at for at in range(first, last) if ids[at] in known]
+        if ends:
+            return ends[-1] + 1
+    return last
 
 
 # ---- the order of rows

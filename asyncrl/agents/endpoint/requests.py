@@ -452,7 +452,7 @@ class CallParameters(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1 and 0: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
