@@ -34,6 +34,8 @@ from asyncrl.tasks import TaskScorer, build_task, judge
 from asyncrl.tasks.judge import Judge, MinuteLimit, check_endpoint, retry_after_s
 
 Answer = Callable[[str], str | web.Response]
+CUT = "<cut>"
+"""Ends an answer that reached max_tokens."""
 
 
 class Endpoint:
@@ -66,8 +68,9 @@ class Endpoint:
         answer = self._answer(text)
         if isinstance(answer, web.Response):
             return answer
-        message = {"role": "assistant", "content": answer}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        message = {"role": "assistant", "content": answer.removesuffix(CUT)}
+        finish = "length" if answer.endswith(CUT) else "stop"
+        choice = {"index": 0, "finish_reason": finish, "message": message}
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
         return web.json_response({**reply, "choices": [choice], "usage": usage})
@@ -169,7 +172,64 @@ async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> No
             assert "answered 'I cannot say'" in str(first)
 
 
+VERDICTS = {
+    "score": {
+        "7": "7",
+        "Score: 7": "7",
+        "It is right.\n\n**7**": "7",
+        "**Grade:** 0.5.": "0.5",
+        "So [[10]]": "10",
+        "Grade: 7/10": None,
+        "3 / 10": None,
+        "3 /10": None,
+        "8 out of 10": None,
+        "Grade: 8 (out of 10)": None,
+        "I cannot say, on a scale from 0 to 10": None,
+        "Right and wrong, 7:10": None,
+        "Grade: 7-8": None,
+        "Grade: 7,5": None,
+    },
+    "compare": {
+        "A": "A",
+        "tie.": "tie",
+        "Verdict: B": "B",
+        "**Verdict:** A": "A",
+        "So my verdict is [[A]]": "A",
+        "Both are right.\nTie!": "Tie",
+        "Answer B is better than A.": None,
+        "Answer B is better than **A**": None,
+        "The second one contains a": None,
+        "Is it A, or B?": None,
+        "Which one: A?": None,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "answer", "verdict"),
+    [(mode, *pair) for mode, texts in VERDICTS.items() for pair in texts.items()],
+)
+def test_default_pattern_reads_only_a_verdict_that_stands_alone(
+    mode: str, answer: str, verdict: str | None
+) -> None:
+    prompt = "{completion}" if mode == "score" else "{first}{second}"
+    values = settings("http://x/v1", mode=mode, prompt=prompt)
+    found = JudgeConfig.model_validate(values).pattern.search(answer)
+    assert (found and found[1]) == verdict
+
+
 # ---- failures
+
+
+@pytest.mark.asyncio
+async def test_answer_that_is_cut_is_no_verdict() -> None:
+    answers = iter(["The grade: 1" + CUT, "0", *["1" + CUT] * 2])
+    async with endpoint(lambda text: next(answers)) as server:
+        async with scorer_of(server, retries=1, max_tokens=9) as scorer:
+            assert await scorer.score(PROMPT, sampled("a")) == 0.0
+            with pytest.raises(RewardFailure, match="cut at task.reward.judge.max_tok"):
+                await scorer.score(PROMPT, sampled("b"))
+    assert len(server.asked) == 4
 
 
 @pytest.mark.asyncio
@@ -216,10 +276,19 @@ async def test_busy_endpoint_is_asked_again_when_it_says() -> None:
         (refusal(500), 3, "did not answer: InternalServerError"),
         (
             web.Response(text="<html>hello", content_type="text/html"),
-            1,
-            "got '<html>hello' from http",
+            3,
+            "'<html>hello' is not a chat completion",
         ),
-        (web.json_response({"choices": [{"message": None}]}), 1, "raised Attribute"),
+        (web.json_response({"choices": [{"message": None}]}), 3, "is not a chat compl"),
+        (web.json_response({"choices": []}), 3, "is not a chat completion"),
+        (web.json_response([]), 3, "is not a chat completion"),
+        (web.json_response({"error": "full"}), 3, "did not answer: ReplyError: full"),
+        (
+            web.Response(text='{"choices"', content_type="application/json"),
+            3,
+            "answered '' .Expecting",
+        ),
+        (web.Response(text="", content_type="application/json"), 3, "answered '' .Exp"),
     ],
 )
 @pytest.mark.asyncio
@@ -284,9 +353,10 @@ async def test_limits_hold_in_every_minute() -> None:
 
 
 class Timed(Judge):
-    """A judge whose requests take 5 s of the virtual clock and answer 1."""
+    """A judge whose requests take 5 s of the virtual clock and answer `word`."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, word: str = "1", **values: Any) -> None:
+        self.word = word
         config = JudgeConfig.model_validate(settings("http://judge/v1", **values))
         super().__init__(config, timeout_s=30.0)
         self.begun = list[float]()
@@ -301,7 +371,7 @@ class Timed(Judge):
         self.running -= 1
         if self.errors:
             raise self.errors.pop()
-        message = {"role": "assistant", "content": "1"}
+        message = {"role": "assistant", "content": self.word}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
         return openai.types.chat.ChatCompletion.model_validate(
@@ -349,6 +419,23 @@ async def test_busy_endpoint_holds_back_all_requests() -> None:
     timed.errors.append(openai.RateLimitError("busy", response=response, body=None))
     assert await asyncio.gather(timed(PROMPT, "a"), timed(PROMPT, "b")) == [1.0, 1.0]
     assert timed.begun == [0, 35, 40]
+
+
+@virtual
+async def test_surprise_in_a_pair_spares_the_others() -> None:
+    class Surprised(Timed):
+        async def _create(self, request: str, temperature: float) -> Any:
+            if "c" not in request:
+                raise RuntimeError("surprise")
+            return await super()._create(request, temperature)
+
+    values = {"mode": "compare", "prompt": "{first} {second}"}
+    found = await Surprised(word="A", **values)(PROMPT, ["a", "b", "c"])
+    assert isinstance(found, list)
+    assert [str(reward)[:29] for reward in found] == [
+        *["raised RuntimeError: surprise"] * 2,
+        "0.5",
+    ]
 
 
 @virtual

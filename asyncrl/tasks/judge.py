@@ -17,11 +17,10 @@ from asyncrl.base.errors import ConfigError, TaskError, install_extra
 from asyncrl.base.waits import waiting
 from asyncrl.config.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed
+from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -180,7 +179,9 @@ class Judge:
             return 0.5
         request = self._request(prompt, first=first, second=second)
         try:
-            return await self._ask(request, lambda text: VERDICTS[text.lower()])
+            # A surprise costs this pair, not the others.
+            with user_code(asyncio.CancelledError, TaskError):
+                return await self._ask(request, lambda text: VERDICTS[text.lower()])
         except UserCodeFailed as failure:
             return failure
 
@@ -230,34 +231,41 @@ class Judge:
         why = ""
         for number in range(self.config.retries + 1):
             self.num_retried += number > 0
+            answer = ""
             try:
-                answer = await self._send(request, temperature)
+                reply = await self._send(request, temperature)
+                answer, is_cut = _answer_of(reply)
+                if is_cut:
+                    limit = self.config.max_tokens
+                    raise ValueError(f"cut at task.reward.judge.max_tokens={limit}")
+                found = self._pattern.search(answer)
+                if found is None or found[1] is None:
+                    raise ValueError(f"{self._pattern.pattern} does not match")
+                return read(found[1])
             except (
                 openai.RateLimitError,
                 openai.APIConnectionError,
                 openai.InternalServerError,
+                ReplyError,
             ) as error:
                 why = f"did not answer: {_text_of(error)}"
                 self._pause(error, number)
-                continue
             except openai.OpenAIError as error:  # a further try would be refused too
                 raise UserCodeFailed(
                     f"was refused by the judge: {_text_of(error)}"
                 ) from error
-            found = self._pattern.search(answer)
-            try:
-                if found is None or found[1] is None:
-                    raise ValueError(f"{self._pattern.pattern} does not match")
-                return read(found[1])
-            except (ValueError, LookupError) as error:
+            except (
+                ValueError,
+                LookupError,
+            ) as error:  # includes a reply of broken JSON
                 why = f"answered {answer[-80:]!r} ({error})"
                 temperature = max(temperature, AGAIN)
         tries = self.config.retries + 1
         raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}")
 
-    async def _send(self, request: str, temperature: float) -> str:
-        """Return the text of one answer. Raises OpenAIError, UserCodeFailed, or
-        TaskError for a spent budget.
+    async def _send(self, request: str, temperature: float) -> Any:
+        """Return one reply. Raises OpenAIError, ReplyError, ValueError, or TaskError
+        for a spent budget.
         """
         estimate = len(request) // CHARACTERS_PER_TOKEN + self.config.max_tokens
         async with self._places:
@@ -266,16 +274,12 @@ class Judge:
             self.check_budget()
             self.num_requests += 1
             reply = await self._create(request, temperature)
-        if not hasattr(reply, "choices"):  # the client returns other types as text
-            raise UserCodeFailed(
-                f"got {str(reply)[:80]!r} from {self.config.base_url}, not a chat completion"
-            )
-        if reply.usage is not None:
-            used[1] = float(reply.usage.total_tokens)
+        usage = getattr(reply, "usage", None)
+        used[1] = getattr(usage, "total_tokens", None) or estimate
         self.num_tokens += int(used[1])
-        return (reply.choices and reply.choices[0].message.content) or ""
+        return reply
 
-    async def _create(self, request: str, temperature: float) -> ChatCompletion:
+    async def _create(self, request: str, temperature: float) -> Any:
         if self._client is None:
             self._client = _client(self.config, self._timeout_s)
         return await self._client.chat.completions.create(
@@ -305,6 +309,27 @@ class Judge:
         until_s = max(self._requests.paused_until_s, now_s + delay_s)
         self._requests.paused_until_s = until_s
         logger.info("the judge pauses for %.1f s: %s", delay_s, error)
+
+
+class ReplyError(Exception):
+    """A reply with status 200 and an error in it; some routers send those."""
+
+
+def _answer_of(reply: Any) -> tuple[str, bool]:
+    """Return the text of a reply, and whether it was cut at max_tokens. Raises
+    ReplyError, or ValueError for anything but a chat completion.
+    """
+    if error := getattr(reply, "error", None):
+        raise ReplyError(str(error))
+    try:
+        choice = reply.choices[0]
+        answer = str(choice.message.content or "")
+        is_cut = choice.finish_reason == "length"
+    # The client checks no types, and returns anything but JSON as text.
+    except (AttributeError, LookupError, TypeError) as error:
+        text = str(reply)[:80]
+        raise ValueError(f"{text!r} is not a chat completion") from error
+    return answer, is_cut
 
 
 VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
