@@ -30,10 +30,14 @@ from asyncrl.config import TaskConfig
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.load import config_from
 from asyncrl.job.check import validate
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task, judge
-from asyncrl.tasks.judge import Judge, MinuteLimit, check_endpoint, retry_after_s
+from asyncrl.tasks.judge import Judge, MinuteLimits, check_endpoint, retry_after_s
+from asyncrl.tasks.rewards import UserCodeFailed
 
 Answer = Callable[[str], str | web.Response]
+CUT = "<cut>"
+"""Ends an answer that reached max_tokens."""
 
 
 class Endpoint:
@@ -66,8 +70,9 @@ class Endpoint:
         answer = self._answer(text)
         if isinstance(answer, web.Response):
             return answer
-        message = {"role": "assistant", "content": answer}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        message = {"role": "assistant", "content": answer.removesuffix(CUT)}
+        finish = "length" if answer.endswith(CUT) else "stop"
+        choice = {"index": 0, "finish_reason": finish, "message": message}
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
         return web.json_response({**reply, "choices": [choice], "usage": usage})
@@ -133,6 +138,34 @@ async def test_completion_cannot_fill_in_places_of_the_prompt() -> None:
     assert server.asked == ["say x|x|{answer}"]
 
 
+SYSTEM = {"role": "system", "content": "be brief"}
+CHAT = (
+    {"role": "user", "content": "say x"},
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "again"},
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        (CHAT[:1], "say x"),
+        ((SYSTEM, *CHAT[:1]), "say x"),
+        ((SYSTEM, *CHAT), "user: say x\n\nassistant: x\n\nuser: again"),
+    ],
+)
+def test_prompt_of_the_judge_has_the_whole_chat(
+    messages: tuple[dict[str, str], ...], shown: str
+) -> None:
+    @virtual
+    async def story() -> None:
+        timed = Timed(prompt="{prompt}|{completion}")
+        await timed(Prompt("0/7", messages), "c")
+        assert timed.asked == [f"{shown}|c"]
+
+    story()
+
+
 @pytest.mark.asyncio
 async def test_judge_ranks_the_rollouts_that_are_left() -> None:
     def order(text: str) -> str:
@@ -147,6 +180,20 @@ async def test_judge_ranks_the_rollouts_that_are_left() -> None:
             texts = ["aa", None, "bbb", "c"]
             assert await scorer.score_group(PROMPT, texts) == [0.5, 0.0, 1.0, 0.0]
             assert await scorer.score_group(PROMPT, ["aa"]) == [0.5]
+            twice = ["aa", "b", "aa", "ccc", "b"]
+            expected = [0.5, 0.0, 0.5, 1.0, 0.0]
+            assert await scorer.score_group(PROMPT, twice) == expected
+            assert await scorer.score_group(PROMPT, ["aa", "aa"]) == [0.5, 0.5]
+
+
+@virtual
+async def test_text_that_looks_like_two_places_is_ranked_by_itself() -> None:
+    timed = Timed(word="2, 1, 3", mode="rank", prompt="{completions}", retries=0)
+    assert await timed(PROMPT, ["a", "b", "c"]) == [0.5, 1.0, 0.0]
+    timed.word = "2, 1"
+    assert await timed(PROMPT, ["a\n\n[2] b", "c"]) == [0.0, 1.0]
+    timed.word = "1, 2"
+    assert await timed(PROMPT, ["a", "b\n\n[3] c"]) == [1.0, 0.0]
 
 
 @pytest.mark.asyncio
@@ -169,7 +216,64 @@ async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> No
             assert "answered 'I cannot say'" in str(first)
 
 
+VERDICTS = {
+    "score": {
+        "7": "7",
+        "Score: 7": "7",
+        "It is right.\n\n**7**": "7",
+        "**Grade:** 0.5.": "0.5",
+        "So [[10]]": "10",
+        "Grade: 7/10": None,
+        "3 / 10": None,
+        "3 /10": None,
+        "8 out of 10": None,
+        "Grade: 8 (out of 10)": None,
+        "I cannot say, on a scale from 0 to 10": None,
+        "Right and wrong, 7:10": None,
+        "Grade: 7-8": None,
+        "Grade: 7,5": None,
+    },
+    "compare": {
+        "A": "A",
+        "tie.": "tie",
+        "Verdict: B": "B",
+        "**Verdict:** A": "A",
+        "So my verdict is [[A]]": "A",
+        "Both are right.\nTie!": "Tie",
+        "Answer B is better than A.": None,
+        "Answer B is better than **A**": None,
+        "The second one contains a": None,
+        "Is it A, or B?": None,
+        "Which one: A?": None,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "answer", "verdict"),
+    [(mode, *pair) for mode, texts in VERDICTS.items() for pair in texts.items()],
+)
+def test_default_pattern_reads_only_a_verdict_that_stands_alone(
+    mode: str, answer: str, verdict: str | None
+) -> None:
+    prompt = "{completion}" if mode == "score" else "{first}{second}"
+    values = settings("http://x/v1", mode=mode, prompt=prompt)
+    found = JudgeConfig.model_validate(values).pattern.search(answer)
+    assert (found and found[1]) == verdict
+
+
 # ---- failures
+
+
+@pytest.mark.asyncio
+async def test_answer_that_is_cut_is_no_verdict() -> None:
+    answers = iter(["The grade: 1" + CUT, "0", *["1" + CUT] * 2])
+    async with endpoint(lambda text: next(answers)) as server:
+        async with scorer_of(server, retries=1, max_tokens=9) as scorer:
+            assert await scorer.score(PROMPT, sampled("a")) == 0.0
+            with pytest.raises(RewardFailure, match="cut at task.reward.judge.max_tok"):
+                await scorer.score(PROMPT, sampled("b"))
+    assert len(server.asked) == 4
 
 
 @pytest.mark.asyncio
@@ -216,10 +320,23 @@ async def test_busy_endpoint_is_asked_again_when_it_says() -> None:
         (refusal(500), 3, "did not answer: InternalServerError"),
         (
             web.Response(text="<html>hello", content_type="text/html"),
-            1,
-            "got '<html>hello' from http",
+            3,
+            "not a chat completion: '<html>hello'",
         ),
-        (web.json_response({"choices": [{"message": None}]}), 1, "raised Attribute"),
+        (
+            web.json_response({"choices": [{"message": None}]}),
+            3,
+            "not a chat completion",
+        ),
+        (web.json_response({"choices": []}), 3, "not a chat completion"),
+        (web.json_response([]), 3, "not a chat completion"),
+        (web.json_response({"error": "full"}), 3, "did not answer: ReplyError: full"),
+        (
+            web.Response(text='{"choices"', content_type="application/json"),
+            3,
+            "answered '' .Expecting",
+        ),
+        (web.Response(text="", content_type="application/json"), 3, "answered '' .Exp"),
     ],
 )
 @pytest.mark.asyncio
@@ -256,12 +373,73 @@ def test_retry_after_has_seconds_or_a_date() -> None:
     assert found == [7.0, 0.5, 0.0, 30.0, 0.0, None, None]
 
 
+@pytest.mark.asyncio
+async def test_server_that_trickles_is_left_at_the_limit() -> None:
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_type = "application/json"
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", trickle)
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        url = str(server.make_url("/v1"))
+        values = settings(url, retries=1, max_tokens=9)
+        trickled = Judge(JudgeConfig.model_validate(values), timeout_s=0.5)
+        with pytest.raises(UserCodeFailed, match="no whole reply within 0.5 s"):
+            async with asyncio.timeout(60.0):
+                await trickled(PROMPT, "a")
+        assert trickled.num_requests == 2
+        assert trickled.num_tokens == 2 * (len("Grade a") // 4 + 9)
+        await trickled.aclose()
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "num_tokens"), [(429, 0), (400, 0), (500, 10), (None, 0)]
+)
+@pytest.mark.asyncio
+async def test_request_without_a_reply_costs_its_estimate_if_it_began(
+    status: int | None, num_tokens: int
+) -> None:
+    async with endpoint(lambda text: refusal(status or 200)) as server:
+        url = server.base_url if status else "http://127.0.0.1:9/v1"
+        values = settings(url, retries=0, max_tokens=9)
+        asked = Judge(JudgeConfig.model_validate(values), timeout_s=30.0)
+        with pytest.raises(UserCodeFailed):
+            await asked(PROMPT, "a")
+        await asked.aclose()
+    assert (asked.num_requests, asked.num_tokens) == (1, num_tokens)
+
+
+@pytest.mark.parametrize("status", [200, 400, 429])
+@pytest.mark.asyncio
+async def test_key_in_an_error_is_hidden(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def echo(text: str) -> web.Response:
+        return web.json_response({"error": "key sk-right is poor"}, status=status)
+
+    caplog.set_level("INFO", logger="asyncrl")
+    async with endpoint(echo) as server:
+        async with scorer_of(server, retries=0) as scorer:
+            with pytest.raises(RewardFailure, match=r"key \[key\] is poor"):
+                await scorer.score(PROMPT, sampled("a"))
+    assert "sk-right" not in caplog.text
+
+
 # ---- limits
 
 
 @virtual
 async def test_limits_hold_in_every_minute() -> None:
-    limit = MinuteLimit(10)
+    limit = MinuteLimits(tokens=10)
     begun = list[tuple[float, float]]()
     clock = asyncio.get_running_loop().time
 
@@ -284,24 +462,27 @@ async def test_limits_hold_in_every_minute() -> None:
 
 
 class Timed(Judge):
-    """A judge whose requests take 5 s of the virtual clock and answer 1."""
+    """A judge whose requests take 5 s of the virtual clock and answer `word`."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, word: str = "1", **values: Any) -> None:
+        self.word = word
         config = JudgeConfig.model_validate(settings("http://judge/v1", **values))
         super().__init__(config, timeout_s=30.0)
         self.begun = list[float]()
+        self.asked = list[str]()
         self.running = self.peak = 0
         self.errors = list[Exception]()
 
     async def _create(self, request: str, temperature: float) -> Any:
         self.begun.append(asyncio.get_running_loop().time())
+        self.asked.append(request)
         self.running += 1
         self.peak = max(self.peak, self.running)
         await asyncio.sleep(5.0)
         self.running -= 1
         if self.errors:
             raise self.errors.pop()
-        message = {"role": "assistant", "content": "1"}
+        message = {"role": "assistant", "content": self.word}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
         return openai.types.chat.ChatCompletion.model_validate(
@@ -339,16 +520,79 @@ def test_requests_keep_the_limits(
     story()
 
 
-@virtual
-async def test_busy_endpoint_holds_back_all_requests() -> None:
+def busy(wait_s: int) -> openai.RateLimitError:
     import httpx
 
-    timed = Timed(max_concurrent=1)
     request = httpx.Request("POST", "http://judge/v1")
-    response = httpx.Response(429, headers={"Retry-After": "30"}, request=request)
-    timed.errors.append(openai.RateLimitError("busy", response=response, body=None))
+    headers = {"Retry-After": str(wait_s)}
+    response = httpx.Response(429, headers=headers, request=request)
+    return openai.RateLimitError("busy", response=response, body=None)
+
+
+@virtual
+async def test_limits_hold_after_a_pause() -> None:
+    # A request is estimated at 2 + 18 tokens.
+    timed = Timed(tokens_per_minute=45, max_tokens=18, requests_per_minute=3)
+    timed.errors.append(busy(90))
+
+    async def ask(at_s: float, text: str) -> None:
+        await asyncio.sleep(at_s)
+        await timed(PROMPT, text)
+
+    times = {"a": 0, "b": 10, "c": 10, "d": 71, "e": 71}
+    await asyncio.gather(*(ask(at_s, text) for text, at_s in times.items()))
+    assert timed.begun == [0, 95, 95, 155, 155, 215]
+
+
+@virtual
+async def test_requests_in_flight_count_for_the_budget() -> None:
+    timed = Timed(budget=40, max_tokens=18)
+    calls = (timed(PROMPT, f"t{number}") for number in range(3))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert results[:2] == [1.0, 1.0]
+    assert isinstance(results[2], TaskError)
+    assert "used 0 tokens, and up to 40 in open requests" in str(results[2])
+    assert timed.num_tokens == 20
+    assert await timed(PROMPT, "t3") == 1.0
+
+
+@virtual
+async def test_equal_requests_share_a_failure() -> None:
+    timed = Timed(retries=1)
+    timed.errors += [busy(1) for _ in range(4)]
+    calls = (timed(PROMPT, "a") for _ in range(3))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {str(result)[:36] for result in results} == {
+        "has no verdict: in try 2 the judge d"
+    }
+    assert len(timed.begun) == 2
+    timed.errors.clear()
+    assert await timed(PROMPT, "a") == 1.0
+
+
+@virtual
+async def test_busy_endpoint_holds_back_all_requests() -> None:
+    timed = Timed(max_concurrent=1)
+    timed.errors.append(busy(30))
     assert await asyncio.gather(timed(PROMPT, "a"), timed(PROMPT, "b")) == [1.0, 1.0]
     assert timed.begun == [0, 35, 40]
+
+
+@virtual
+async def test_surprise_in_a_pair_spares_the_others() -> None:
+    class Surprised(Timed):
+        async def _create(self, request: str, temperature: float) -> Any:
+            if "c" not in request:
+                raise RuntimeError("surprise")
+            return await super()._create(request, temperature)
+
+    values = {"mode": "compare", "prompt": "{first} {second}"}
+    found = await Surprised(word="A", **values)(PROMPT, ["a", "b", "c"])
+    assert isinstance(found, list)
+    assert [str(reward)[:29] for reward in found] == [
+        *["raised RuntimeError: surprise"] * 2,
+        "0.5",
+    ]
 
 
 @virtual
@@ -444,6 +688,8 @@ async def test_run_is_paid_by_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def order(text: str) -> str:
+        if text.startswith("held out"):
+            return "0.5"
         return ", ".join(reversed(re.findall(r"^\[(\d)\]", text, flags=re.M)))
 
     monkeypatch.delenv("JUDGE_KEY")  # a forked run has the tests' environment
@@ -457,12 +703,18 @@ async def test_run_is_paid_by_a_judge(
         path = write_config(tmp_path, trainer={"num_steps": 3})
         config = yaml.safe_load(path.read_text())
         config["task"] = {"files": [str(rows)], "reward": reward}
+        given = settings(server.base_url, prompt="held out {completion}")
+        given["key_variable"] = "none"
+        task = {"files": [str(rows)], "reward": {"judge": given}}
+        config["eval"] = {"task": task, "engine": "rollout", "num_prompts": 4}
         path.write_text(yaml.safe_dump(config))
         done = await asyncio.to_thread(run, path, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["judge/requests"] == len(server.asked) >= 12
-    assert last["judge/tokens"] == 10 * len(server.asked)
+    trained = [text for text in server.asked if not text.startswith("held out")]
+    # The evaluation after the last step may be in it or not.
+    assert len(server.asked) >= last["judge/requests"] > len(trained) >= 12
+    assert last["judge/tokens"] == 10 * last["judge/requests"]
     assert last["reward/mean"] == pytest.approx(0.5)
     assert last["reward/equal_fraction"] == 0.0
 

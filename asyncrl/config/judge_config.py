@@ -17,12 +17,18 @@ NEEDED = {
     "rank": ("completions",),
 }
 """Places that each mode needs."""
+# Only there is a letter or a number surely the verdict: "7 out of 10" is no 10, and
+# "B is better than A" is no A. What does not match is asked again.
+_BEGIN = r"(?:\A|\n|(?<!\d):|\[\[)[\s*_`\"'(\[]*"
+_END = r"[\s*_`\"')\].!]*\Z"
 PATTERNS = {
-    "score": r"(-?\d+(?:\.\d+)?)\s*\Z",
-    "compare": r"\b(A|B|tie)\W*\Z",
+    "score": rf"{_BEGIN}(-?\d+(?:\.\d+)?){_END}",
+    "compare": rf"{_BEGIN}(A|B|tie){_END}",
     "rank": r"(\d+(?:\s*[,>]\s*\d+)*)\W*\Z",
 }
-"""Default patterns: the end of the answer, so that the judge may reason first."""
+"""Default patterns: the end of the answer, so that the judge may reason first. A grade
+or a letter stands on a line by itself, after a colon, or in [[ ]].
+"""
 
 
 class JudgeConfig(FrozenConfig):
@@ -40,7 +46,7 @@ class JudgeConfig(FrozenConfig):
     """
     parse: str | None = None
     """Regular expression whose group 1 is the grade, A, B or tie, or the order (none =
-    the end of the answer).
+    the end of the answer; docs/rewards.md).
     """
     best: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Highest grade of `score`: the reward is grade / best, from 0 to 1."""

@@ -53,6 +53,7 @@ from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.scorer import judge_gauges
 from asyncrl.trainer.step_metrics import GAP_WARNING
 
 if TYPE_CHECKING:
@@ -550,6 +551,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found = dict[str, float | Mapping[str, float]]()
     for source in sources:
         found |= {} if source is None else source.gauges()
+    evals = () if run.evaluation is None else run.evaluation.held_out
+    found |= judge_gauges([run.scorer, *(each.scorers for each in evals)])
     healths = {server.name: server.health for server in processes(run)}
     engines = {
         name: health

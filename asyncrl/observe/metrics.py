@@ -58,7 +58,7 @@ PROGRESS = frozenset(
     """
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
-    policy_version publish/version rollout/failed rollout/finished
+    judge/requests policy_version publish/version rollout/failed rollout/finished
     trainer/down trainer/restarts trainer/version turns/phases
     """.split()
 )

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
+from hashlib import blake2b
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from asyncrl.base.errors import ConfigError, TaskError, install_extra
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import waiting, within
 from asyncrl.config.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed
+from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,52 +37,62 @@ LARGEST_DELAY_S = 60.0
 LONGEST_PAUSE_S = 600.0
 """An endpoint that names a later time is asked again after this."""
 CHECK_S = 10.0
-"""Timeout of the request before the start."""
+"""Timeout of the request before the start, and to open a connection."""
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a request that is not sent yet; its real size replaces it."""
 AGAIN = 0.5
 """Least temperature after a malformed answer: at 0 it would come again."""
 
 
-class MinuteLimit:
-    """At most `limit` units in any 60 s, in order of the calls.
+class MinuteLimits:
+    """At most so many requests and tokens in any 60 s, in order of the calls.
 
-    Example: limit 2. Three calls at 0 s: two begin at 0 s, the third at 60 s.
+    Example: 2 requests. Three calls at 0 s: two begin at 0 s, the third at 60 s.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+    def __init__(self, requests: int | None = None, tokens: int | None = None) -> None:
+        self._max_requests = math.inf if requests is None else requests
+        self._max_tokens = math.inf if tokens is None else tokens
         # A waiting call holds it, so no later call overtakes a large request.
         self._turn = asyncio.Lock()
         self._used = deque[list[float]]()
-        """(time, units) of the last minute."""
+        """(time, tokens) of the requests of the last minute."""
         self.paused_until_s = 0.0
         """No call begins before this time of the loop."""
 
-    async def wait(self, units: float) -> list[float]:
-        """Return the entry once these units fit; its units may be corrected. More units
-        than the limit wait until nothing else is in the minute.
+    async def wait(self, tokens: float) -> list[float]:
+        """Return the entry of a request once it fits into both limits; its tokens may
+        be corrected. More tokens than the limit wait until the minute is empty.
         """
         clock = asyncio.get_running_loop().time
         async with self._turn:
             while True:
-                delay_s = self._delay_s(units, clock())
+                delay_s = self._delay_s(tokens, clock())
                 if delay_s <= 0:
                     break
                 await asyncio.sleep(delay_s)
-            entry = [clock(), units]
-            if self._limit is not None:
-                self._used.append(entry)
+            # Stamped after all waits: a minute of a limit begins with the request.
+            entry = [clock(), tokens]
+            self._used.append(entry)
             return entry
 
-    def _delay_s(self, units: float, now_s: float) -> float:
+    def _delay_s(self, tokens: float, now_s: float) -> float:
         while self._used and self._used[0][0] + MINUTE_S <= now_s:
             self._used.popleft()
         delay_s = self.paused_until_s - now_s
         used = sum(entry[1] for entry in self._used)
-        if self._limit is not None and self._used and used + units > self._limit:
+        is_full = len(self._used) >= self._max_requests
+        if self._used and (is_full or used + tokens > self._max_tokens):
             delay_s = max(delay_s, self._used[0][0] + MINUTE_S - now_s)
         return delay_s
+
+
+class Question:
+    """A text that is being asked. `failure`: what those who wait for it share."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.failure = ""
 
 
 class Judge:
@@ -101,10 +113,13 @@ class Judge:
         self._client: AsyncOpenAI | None = None
         self._pattern = config.pattern
         self._places = asyncio.Semaphore(config.max_concurrent)
-        self._requests = MinuteLimit(config.requests_per_minute)
-        self._tokens = MinuteLimit(config.tokens_per_minute)
-        self._known = OrderedDict[str, Any]()
-        self._asked = WeakValueDictionary[str, asyncio.Lock]()
+        self._limits = MinuteLimits(
+            config.requests_per_minute, config.tokens_per_minute
+        )
+        self._known = OrderedDict[bytes, Any]()
+        self._asked = WeakValueDictionary[bytes, Question]()
+        self._num_reserved = 0
+        """Estimated tokens of the requests in flight."""
         self.num_requests = 0
         self.num_retried = 0
         self.num_cached = 0
@@ -136,17 +151,21 @@ class Judge:
     async def _rank(
         self, prompt: Prompt, texts: dict[int, str]
     ) -> dict[int, Reward | UserCodeFailed]:
-        """Reward the best with 1, the last with 0, and the others evenly between."""
-        indices = [*texts]
-        if len(indices) < 2:
-            return dict.fromkeys(indices, 0.5)
-        lines = [f"[{place}] {texts[i]}" for place, i in enumerate(indices, start=1)]
+        """Reward the best text with 1, the last with 0, the others evenly between."""
+        # Equal texts share a place, so that they earn the same.
+        distinct = [*dict.fromkeys(texts.values())]
+        num = len(distinct)
+        if num < 2:
+            return dict.fromkeys(texts, 0.5)
+        lines = [f"[{place}] {text}" for place, text in enumerate(distinct, start=1)]
         request = self._request(prompt, completions="\n\n".join(lines))
-        order = await self._ask(request, lambda text: _order_of(text, len(indices)))
-        return {
-            indices[number - 1]: 1 - place / (len(indices) - 1)
+        # The number is part of the key: a completion may look like two in the request.
+        order = await self._ask(request, lambda text: _order_of(text, num), num)
+        rewards = {
+            distinct[number - 1]: 1 - place / (num - 1)
             for place, number in enumerate(order)
         }
+        return {index: rewards[text] for index, text in texts.items()}
 
     async def _compare(
         self, prompt: Prompt, texts: dict[int, str]
@@ -180,13 +199,15 @@ class Judge:
             return 0.5
         request = self._request(prompt, first=first, second=second)
         try:
-            return await self._ask(request, lambda text: VERDICTS[text.lower()])
+            # A surprise costs this pair, not the others.
+            with user_code(asyncio.CancelledError, TaskError):
+                return await self._ask(request, lambda text: VERDICTS[text.lower()])
         except UserCodeFailed as failure:
             return failure
 
     def _request(self, prompt: Prompt, **texts: str) -> str:
         places = {
-            "prompt": str(prompt.messages[-1]["content"]),
+            "prompt": _question_of(prompt),
             "answer": str(prompt.answer),
             **texts,
         }
@@ -201,24 +222,36 @@ class Judge:
 
     # ---- requests
 
-    async def _ask(self, request: str, read: Callable[[str], T]) -> T:
+    async def _ask(
+        self, request: str, read: Callable[[str], T], num_places: int = 1
+    ) -> T:
         """Return what `read` makes of group 1 of the answer, from the cache if the same
         was asked before. Raises UserCodeFailed after all tries.
         """
+        text = f"{num_places} {request}"
+        # surrogatepass: a completion may have any character
+        key = blake2b(text.encode("utf-8", "surrogatepass")).digest()
         # A lock for each text: rollouts of a group often give the same short answer at
         # the same time.
-        lock = self._asked.get(request)
-        if lock is None:
-            lock = self._asked[request] = asyncio.Lock()
+        question = self._asked.get(key)
+        if question is None:
+            question = self._asked[key] = Question()
         with waiting("an answer of the judge", on=self.config.base_url):
-            async with lock:
-                if request in self._known:
+            async with question.lock:
+                if question.failure:
+                    raise UserCodeFailed(question.failure)
+                if key in self._known:
                     self.num_cached += 1
-                    self._known.move_to_end(request)
-                    found: T = self._known[request]
+                    self._known.move_to_end(key)
+                    found: T = self._known[key]
                     return found
-                found = await self._tries(request, read)
-                self._known[request] = found
+                try:
+                    found = await self._tries(request, read)
+                except UserCodeFailed as failure:
+                    question.failure = str(failure)
+                    del self._asked[key]  # a later rollout asks again
+                    raise
+                self._known[key] = found
                 if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
                 return found
@@ -230,52 +263,69 @@ class Judge:
         why = ""
         for number in range(self.config.retries + 1):
             self.num_retried += number > 0
+            answer = ""
             try:
-                answer = await self._send(request, temperature)
+                reply = await self._send(request, temperature)
+                answer, is_cut = _answer_of(reply)
+                if is_cut:
+                    limit = self.config.max_tokens
+                    raise ValueError(f"cut at task.reward.judge.max_tokens={limit}")
+                found = self._pattern.search(answer)
+                if found is None or found[1] is None:
+                    raise ValueError(f"{self._pattern.pattern} does not match")
+                return read(found[1])
             except (
                 openai.RateLimitError,
                 openai.APIConnectionError,
                 openai.InternalServerError,
+                ReplyError,
+                TimeoutError,
             ) as error:
-                why = f"did not answer: {_text_of(error)}"
-                self._pause(error, number)
-                continue
+                text = self._text_of(error)
+                why = f"did not answer: {text}"
+                delay_s = self._pause(error, number)
+                logger.info("the judge pauses for %.1f s: %s", delay_s, text)
             except openai.OpenAIError as error:  # a further try would be refused too
-                raise UserCodeFailed(
-                    f"was refused by the judge: {_text_of(error)}"
-                ) from error
-            found = self._pattern.search(answer)
-            try:
-                if found is None or found[1] is None:
-                    raise ValueError(f"{self._pattern.pattern} does not match")
-                return read(found[1])
-            except (ValueError, LookupError) as error:
-                why = f"answered {answer[-80:]!r} ({error})"
+                text = self._text_of(error)
+                # None: the error may show the key
+                raise UserCodeFailed(f"was refused by the judge: {text}") from None
+            except (ValueError, LookupError) as error:  # broken JSON is a ValueError
+                said = _without_key(self.config, answer)[-80:]
+                reason = _without_key(self.config, str(error))[:200]
+                why = f"answered {said!r} ({reason})"
                 temperature = max(temperature, AGAIN)
         tries = self.config.retries + 1
         raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}")
 
-    async def _send(self, request: str, temperature: float) -> str:
-        """Return the text of one answer. Raises OpenAIError, UserCodeFailed, or
-        TaskError for a spent budget.
+    async def _send(self, request: str, temperature: float) -> Any:
+        """Return one reply. Raises OpenAIError, TimeoutError, ValueError for broken
+        JSON, or TaskError for a spent budget.
         """
         estimate = len(request) // CHARACTERS_PER_TOKEN + self.config.max_tokens
         async with self._places:
-            used = await self._tokens.wait(estimate)
-            await self._requests.wait(1)
+            used = await self._limits.wait(estimate)
             self.check_budget()
             self.num_requests += 1
-            reply = await self._create(request, temperature)
-        if not hasattr(reply, "choices"):  # the client returns other types as text
-            raise UserCodeFailed(
-                f"got {str(reply)[:80]!r} from {self.config.base_url}, not a chat completion"
-            )
-        if reply.usage is not None:
-            used[1] = float(reply.usage.total_tokens)
-        self.num_tokens += int(used[1])
-        return (reply.choices and reply.choices[0].message.content) or ""
+            self._num_reserved += estimate
+            late = f"no whole reply within {self._timeout_s} s (task.reward_timeout_s)"
+            try:
+                # The client limits each read only.
+                async with within(self._timeout_s, partial(TimeoutError, late)):
+                    reply = await self._create(request, temperature)
+                usage = getattr(reply, "usage", None)
+                total = getattr(usage, "total_tokens", None)
+                if isinstance(total, int) and total > 0:
+                    used[1] = total
+            except Exception as error:
+                if _is_free(error):
+                    used[1] = 0
+                raise
+            finally:
+                self._num_reserved -= estimate
+                self.num_tokens += int(used[1])
+        return reply
 
-    async def _create(self, request: str, temperature: float) -> ChatCompletion:
+    async def _create(self, request: str, temperature: float) -> Any:
         if self._client is None:
             self._client = _client(self.config, self._timeout_s)
         return await self._client.chat.completions.create(
@@ -287,24 +337,60 @@ class Judge:
 
     def check_budget(self) -> None:
         budget = self.config.budget
-        if budget is not None and self.num_tokens >= budget:
+        used = self.num_tokens + self._num_reserved
+        if budget is not None and used >= budget:
             raise TaskError(
                 "tasks",
-                f"the judge {self.config.model} has used {self.num_tokens} tokens",
+                f"the judge {self.config.model} has used {self.num_tokens} tokens, "
+                f"and up to {self._num_reserved} in open requests",
                 rule=f"task.reward.judge.budget={budget} ends the run",
                 way_out="raise it, and resume with --allow-change task.reward; nothing journaled is lost.",
             )
 
-    def _pause(self, error: Exception, number: int) -> None:
-        """Let no request begin before the endpoint wants one."""
+    def _pause(self, error: Exception, number: int) -> float:
+        """Let no request begin before the endpoint wants one; return the seconds."""
         delay_s = min(LARGEST_DELAY_S, FIRST_DELAY_S * 2**number)
         headers = getattr(getattr(error, "response", None), "headers", {})
         asked_s = retry_after_s(headers.get("retry-after", ""), datetime.now(UTC))
         delay_s = delay_s if asked_s is None else min(asked_s, LONGEST_PAUSE_S)
         now_s = asyncio.get_running_loop().time()
-        until_s = max(self._requests.paused_until_s, now_s + delay_s)
-        self._requests.paused_until_s = until_s
-        logger.info("the judge pauses for %.1f s: %s", delay_s, error)
+        until_s = max(self._limits.paused_until_s, now_s + delay_s)
+        self._limits.paused_until_s = until_s
+        return delay_s
+
+    def _text_of(self, error: Exception) -> str:
+        text = _without_key(self.config, str(error))
+        return f"{type(error).__name__}: {text[:200]}"
+
+
+def _is_free(error: Exception) -> bool:
+    """Return whether the endpoint did not begin the request: it refused it, or no
+    connection was opened.
+    """
+    # By name: openai raises those of httpx or of httpx2.
+    causes = ("ConnectError", "ConnectTimeout", "PoolTimeout")
+    is_refused = 400 <= getattr(error, "status_code", 0) < 500
+    return is_refused or type(error.__cause__).__name__ in causes
+
+
+class ReplyError(Exception):
+    """A reply with status 200 and an error in it; some routers send those."""
+
+
+def _answer_of(reply: Any) -> tuple[str, bool]:
+    """Return the text of a reply, and whether it was cut at max_tokens. Raises
+    ReplyError, or ValueError for anything but a chat completion.
+    """
+    if error := getattr(reply, "error", None):
+        raise ReplyError(str(error))
+    try:
+        choice = reply.choices[0]
+        answer = str(choice.message.content or "")
+        is_cut = choice.finish_reason == "length"
+    # The client checks no types, and returns anything but JSON as text.
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"not a chat completion: {str(reply)!r}") from error
+    return answer, is_cut
 
 
 VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
@@ -333,8 +419,18 @@ def retry_after_s(value: str, now: datetime) -> float | None:
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
 
 
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
+def _question_of(prompt: Prompt) -> str:
+    """Return the only message, or all as "role: text", without system messages."""
+    turns = [each for each in prompt.messages if each["role"] != "system"]
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return "\n\n".join(f"{each['role']}: {each['content']}" for each in turns)
+
+
+def _without_key(config: JudgeConfig, text: str) -> str:
+    """Hide the key, which some endpoints echo."""
+    key = os.environ.get(config.key_variable or "")
+    return text.replace(key, "[key]") if key else text
 
 
 def _key_of(config: JudgeConfig) -> str:
@@ -351,12 +447,13 @@ def _key_of(config: JudgeConfig) -> str:
 
 
 def _client(config: JudgeConfig, timeout_s: float) -> AsyncOpenAI:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, Timeout
 
     return AsyncOpenAI(
         base_url=config.base_url,
         api_key=_key_of(config),
-        timeout=timeout_s,
+        # Shorter than the whole limit, so that an unopened connection shows as such.
+        timeout=Timeout(timeout_s, connect=min(CHECK_S, timeout_s / 2)),
         max_retries=0,  # ours also hold back the other requests
     )
 
@@ -396,8 +493,9 @@ def check_endpoint(config: JudgeConfig) -> None:
         )
     kind = response.headers.get("content-type", "no type")
     if "json" not in kind:
+        text = _without_key(config, response.text)
         raise ConfigError(
-            f"{where} answers /models with {kind}: {response.text[:80]!r}",
+            f"{where} answers /models with {kind}: {text[:80]!r}",
             rule="an OpenAI-compatible endpoint answers with JSON",
             way_out="correct task.reward.judge.base_url; it usually ends with /v1.",
         )

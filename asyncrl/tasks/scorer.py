@@ -71,20 +71,24 @@ class Scorers:
             "rollout/abandoned": sum(
                 scorer.num_abandoned for scorer in scorers.values()
             ),
-            **_judge_gauges(scorer.judge for scorer in scorers.values()),
             **by_task(
                 "perf/rewards_s",
                 {name: scorer.busy_s for name, scorer in scorers.items()},
             ),
         }
 
+    @property
+    def judges(self) -> list[Judge]:
+        judges = (scorer.judge for scorer in self._scorers.values())
+        return [judge for judge in judges if judge is not None]
+
     async def aclose(self) -> None:
         for scorer in self._scorers.values():
             await scorer.aclose()
 
 
-def _judge_gauges(judges: Iterable[Judge | None]) -> dict[str, float]:
-    found = [judge for judge in judges if judge is not None]
+def judge_gauges(scorers: Iterable[Scorers]) -> dict[str, float]:
+    found = [judge for each in scorers for judge in each.judges]
     if not found:
         return {}
     return {
