@@ -327,10 +327,10 @@ class OpenEnvHarness:
         }
         result = await self._answer(client, action)
         seen = result.observation
-        error = seen.get("error")
-        if isinstance(error, dict) and error.get("error_type") in BROKEN:
-            raise self._failure("step", RuntimeError(str(error.get("message"))))
-        text = _tool_text(seen.get("error") or seen.get("result"))
+        fault = seen.get("error")
+        if isinstance(fault, dict) and fault.get("error_type") in BROKEN:
+            raise self._failure("step", RuntimeError(str(fault.get("message"))))
+        text = _tool_text(fault or seen.get("result"))
         return text, _number(result.reward), bool(result.done)
 
     def _text_of(self, observation: Mapping[str, Any]) -> str:
