@@ -18,7 +18,7 @@ NEEDED = {
 }
 """Places that each mode needs."""
 # Only there is a letter or a number surely the verdict: "7 out of 10" is no 10, and
-# "B is better than A" is no A. What does not match is asked again.
+# "B is better than A" is no A. An answer without a match is repeated.
 _BEGIN = r"(?:\A|\n|(?<!\d):|\[\[)[\s*_`\"'(\[]*"
 _END = r"[\s*_`\"')\].!]*\Z"
 PATTERNS = {
@@ -27,7 +27,7 @@ PATTERNS = {
     "rank": r"(\d+(?:\s*[,>]\s*\d+)*)\W*\Z",
 }
 """Default patterns: the end of the answer, so that the judge may reason first. A grade
-or a letter stands on a line by itself, after a colon, or in [[ ]].
+or a letter has its own line, follows a colon, or is in [[ ]].
 """
 
 

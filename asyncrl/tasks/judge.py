@@ -45,7 +45,7 @@ AGAIN = 0.5
 
 
 class MinuteLimits:
-    """At most so many requests and tokens in any 60 s, in order of the calls.
+    """A limit of requests and of tokens in any 60 s, in order of the calls.
 
     Example: 2 requests. Three calls at 0 s: two begin at 0 s, the third at 60 s.
     """
@@ -88,7 +88,7 @@ class MinuteLimits:
 
 
 class Question:
-    """A text that is being asked. `failure`: what those who wait for it share."""
+    """A text that is being asked. All calls that wait for it share its failure."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -367,7 +367,7 @@ def _is_free(error: Exception) -> bool:
     """Return whether the endpoint did not begin the request: it refused it, or no
     connection was opened.
     """
-    # By name: openai raises those of httpx or of httpx2.
+    # By name: openai raises errors of httpx or of httpx2.
     causes = ("ConnectError", "ConnectTimeout", "PoolTimeout")
     is_refused = 400 <= getattr(error, "status_code", 0) < 500
     return is_refused or type(error.__cause__).__name__ in causes
