@@ -359,8 +359,11 @@ class Judge:
         return delay_s
 
     def _text_of(self, error: Exception) -> str:
-        text = _without_key(self.config, str(error))
-        return f"{type(error).__name__}: {text[:200]}"
+        text = str(error)
+        # What the endpoint said: the client's text may leave it out.
+        if (response := getattr(error, "response", None)) is not None:
+            text = f"{response.status_code} {response.text}"
+        return f"{type(error).__name__}: {_without_key(self.config, text)[:200]}"
 
 
 def _is_free(error: Exception) -> bool:
