@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,8 +23,6 @@ from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.records import Outcome
-
-log = logging.getLogger("asyncrl.worker")
 
 RESET = "reset"
 """Key in a prompt's info of arguments of the environment's reset."""

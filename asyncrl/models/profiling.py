@@ -74,8 +74,7 @@ class StepProfiler:
         try:
             profile.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
-            # torch reports a full disk only by its exit, or not at all. So the file gets
-            # its name once it is whole.
+            # It gets its name once it is whole: the report lists files by their names.
             trace = self._folder / f"{stem}{TRACE_SUFFIX}"
             part = trace.with_name(f".{trace.name}")
             profile.export_chrome_trace(str(part))
