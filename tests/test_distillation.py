@@ -72,6 +72,8 @@ ROLLOUTS: list[Rollout] = [
         make_branch(40, [slice(5, 9), slice(20, 33)], seed=2),
         make_branch(12, [slice(11, 12)], seed=3),
     ),
+    # Its second branch has only untrained calls, such as greedy ones.
+    (make_branch(20, [slice(5, 9)], seed=5), make_branch(8, [], seed=6)),
 ]
 
 

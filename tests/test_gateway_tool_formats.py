@@ -32,7 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import (
     find_tool_format,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.json_values import typed
+from asyncrl.messages.json_values import property_schema, typed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -476,6 +476,27 @@ def test_text_that_a_schema_allows_stays_text(
         assert read == raw
     elif valid(value):
         assert (read, type(read)) == (value, type(value))
+
+
+_WORDS = st.sampled_from(
+    ["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "items"]
+)
+_LEAVES = st.none() | st.integers() | st.sampled_from(["string", "integer", "#/a", "#"])
+ILL_FORMED = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(_WORDS, inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ILL_FORMED, st.sampled_from(["1", "null", "x", "[1]", "{'a': 1}", '"', "1e400"]))
+def test_ill_formed_schema_of_a_client_ends_no_answer(schema: Any, raw: str) -> None:
+    json.dumps(typed(raw, schema, schema))
+    for key in ("a", None):
+        typed(raw, property_schema(schema, key, schema), schema)
 
 
 # ---- Hermes and Llama

@@ -146,6 +146,7 @@ def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> No
             ]
         )
     )
+    console.training_starts()
     console.show_step(METRICS)
     now_s[0] = 165.0
     picture = drawn(console.panel())

@@ -39,6 +39,10 @@ class Teacher(RoleClient):
 
     async def _judge(self, branch: Trajectory) -> Trajectory:
         (places,) = np.nonzero(branch.loss_mask)
+        # All calls of this branch are untrained, such as greedy ones: nothing to score.
+        if not len(places):
+            zeros = np.zeros(len(branch.token_ids), np.float32)
+            return replace(branch, tokens=branch.tokens.with_columns({TEACHER: zeros}))
         start, end = int(places[0]), int(places[-1]) + 1
         request = ScoreRequest(
             # What follows the last sampled token changes no logprob before it.

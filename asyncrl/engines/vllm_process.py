@@ -37,7 +37,7 @@ _ROUTING = "enable_return_routed_experts"
 _WAY_OUT = "start it as docs/engines.md describes, with its key in ASYNCRL_VLLM_KEY."
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller)."""
-_ASK_AGAIN_S = 0.1
+ASK_AGAIN_S = 0.1
 """Retry period: an abort that overtook its request has no effect."""
 _HEALTH_LIMIT_S = 5.0
 START_FACTOR = 3
@@ -243,7 +243,7 @@ class VllmProcess(CallScope):
             # nothing. So it is repeated until the request's own answer arrives.
             await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ASK_AGAIN_S):
+                async with asyncio.timeout(ASK_AGAIN_S):
                     for segment in segments:
                         await segment.answered.wait()
 
@@ -486,4 +486,4 @@ async def _until_up(process: VllmProcess) -> None:
             # the backlog of its socket. The caller limits the whole start.
             await process.get("/health", Text)
             return
-        await asyncio.sleep(_ASK_AGAIN_S)
+        await asyncio.sleep(ASK_AGAIN_S)

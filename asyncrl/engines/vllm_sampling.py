@@ -20,6 +20,7 @@ from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.link import OnChunk, SegmentCheck
 from asyncrl.engines.vllm_process import (
+    ASK_AGAIN_S,
     GENERATE,
     Finish,
     Generated,
@@ -133,7 +134,9 @@ class Segment:
                 return self._response()
             except CallRefused as refusal:
                 if refusal.status == _PAUSED and not self._token_ids:
-                    # Sent before /pause, it arrived after. The pool sends it again.
+                    # Sent before /pause, it arrived after. The pool sends it again, but
+                    # not at once: another client may have paused this server for long.
+                    await asyncio.sleep(ASK_AGAIN_S)
                     return self._part([], "abort")
                 error = await process.error_of(refusal)
                 # Errors of the server, not of this request.

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
+T = TypeVar("T", list[Any], dict[str, Any])
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
 _PYTHON = re.compile(
     r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL
@@ -105,8 +106,8 @@ def fits(
     is_whole = kind == "number" and (by_kind or value == int(value))
     if kind not in kinds and not (is_whole and "integer" in kinds):
         return value is None and schema.get("nullable") is True
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if allowed is not None:
+    allowed = [schema["const"]] if "const" in schema else _part(schema, "enum", list)
+    if allowed:
         alike = [each for each in allowed if _KINDS.get(type(each), "object") == kind]
         if not alike or not (by_kind or value in alike):
             return False
@@ -116,14 +117,22 @@ def fits(
     )
 
 
+def _part(schema: Mapping[str, Any], key: str, form: type[T]) -> T:
+    """Return a keyword's value. A client's schema may be ill-formed: a keyword of
+    another form is ignored.
+    """
+    value = schema.get(key)
+    return value if isinstance(value, form) else form()
+
+
 def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
     """Return lists of schemas; in each list, one schema applies."""
-    every = list(schema.get("allOf", ()))
+    every = list[Any](_part(schema, "allOf", list))
     if "$ref" in schema:
         every.append(_resolved(schema["$ref"], root))
     return [
         *([each] for each in every),
-        *(schema[key] for key in ("anyOf", "oneOf") if schema.get(key)),
+        *filter(None, (_part(schema, key, list) for key in ("anyOf", "oneOf"))),
     ]
 
 
@@ -147,7 +156,7 @@ def property_schema(
     left[0] -= 1
     if not isinstance(schema, Mapping) or left[0] < 0:
         return {}
-    properties = schema.get("properties") or {}
+    properties = _part(schema, "properties", dict)
     other = schema.get("items" if key is None else "additionalProperties", {})
     found = [properties.get(key, other)]
     whole: Any = [] if key is None else {}

@@ -163,6 +163,7 @@ class TrainerState:
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
         saved, index = read_state(path), _read_index(path)
+        self._refuse_foreign(path, index)
         # A new optimizer has no state, and DCP loads only into tensors that exist. The
         # index says which to make.
         states = defaultdict[str, dict[str, Tensor]](dict)
@@ -196,6 +197,28 @@ class TrainerState:
         if (cuda := live.get(f"rng.cuda.{self._ranks.rank}")) is not None:
             torch.cuda.set_rng_state(cuda, self._device)
         return saved.progress
+
+    def _refuse_foreign(self, path: Path, index: Metadata) -> None:
+        """Raise Refused for a state of other weights, before any of them changes."""
+        here = {
+            name: tuple(master.shape) for name, master in self._masters.named.items()
+        }
+        stored: Mapping[str, Any] = index.state_dict_metadata
+        saved = {
+            key.removeprefix("weights."): tuple(one.size)
+            for key, one in stored.items()
+            if key.startswith("weights.")
+        }
+        others = sorted(dict(saved.items() ^ here.items()))
+        if others:
+            first = others[0]
+            raise Refused(
+                422,
+                f"{path} is the state of another model: {len(others)} weights differ, such as {first} "
+                f"(saved: {saved.get(first)}, here: {here.get(first)})",
+                rule="a state has the names and sizes of all trained weights",
+                way_out="resume with the model and the trainer.lora of the state.",
+            )
 
     def _live(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return everything that a checkpoint holds, under its names there."""
