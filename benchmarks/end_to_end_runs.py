@@ -175,6 +175,8 @@ COLOURS = {
     "trl-batching": "#7570b3",
     "plain": "#222222",
     "on-policy": "#1b9e77",
+    "final": "#2166ac",
+    "model": "#d95f02",
 }
 NUM_PLACES = 400
 """Points of the axis of seconds."""
