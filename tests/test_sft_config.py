@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,29 @@ def test_check_counts_rows_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert "data.eval_files: 23 rows" in shown.output
     assert "trainer-0" in shown.output
     assert "engine-0" not in shown.output
+
+
+def test_check_plans_memory_for_the_longest_row(tmp_path: Path) -> None:
+    """A row above trainer.micro_batch_tokens is a pass of its own."""
+    architecture = GIVEN["model"]["scratch"]["architecture"]
+    longer = {**architecture, "max_position_embeddings": 8192}
+    scratch = {**GIVEN["model"]["scratch"], "architecture": longer}
+    planned = []
+    for length in (10, 6000):
+        rows = tmp_path / f"{length}.jsonl"
+        rows.write_text(json.dumps({"prompt": "a", "completion": "b" * length}) + "\n")
+        path = tmp_path / f"{length}.yaml"
+        given = {
+            **GIVEN,
+            "model": {**GIVEN["model"], "scratch": scratch},
+            "data": {"files": [str(rows)], "max_tokens": 8192},
+            "placement": {"trainer": "cpu"},
+        }
+        path.write_text(yaml.safe_dump(given))
+        shown = CliRunner().invoke(app, ["check", str(path)])
+        assert shown.exit_code == 0, shown.output
+        (line,) = [
+            line for line in shown.output.splitlines() if line.startswith("trainer-0")
+        ]
+        planned.append(float(line.split()[-2]))
+    assert planned[1] > 1.5 * planned[0], planned

@@ -132,13 +132,18 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         keys: list[Literal["files", "eval_files"]] = ["files"]
         if config.data.eval_files is not None:
             keys.append("eval_files")
+        longest = 1
         for key in keys:
             rows = read_demonstrations(config.data, tokenizer, positions, key)
+            longest = max(longest, rows.longest)
             num_learned = sum(row.num_sampled for row in rows.rows)
             yield (
                 f"data.{key}: {len(rows.rows)} rows, {num_learned} tokens of answers, at most "
                 f"{rows.longest} tokens a row, {rows.num_skipped} skipped"
             )
+        # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
+        # plan counts it.
+        run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
     yield from _try_model(run)
     plan = without_engines(plan_run(run, nodes)[0], run)
     yield plan_text(plan, run)
