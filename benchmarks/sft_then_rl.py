@@ -1,11 +1,12 @@
 """Reward of RL after supervised fine-tuning, and of RL alone, from the same random
 weights: the curves of docs/sft-then-rl.md.
 
-    python benchmarks/sft_then_rl.py [--seeds 3] [--work DIR] [--out DIR]
+    python benchmarks/sft_then_rl.py [--seeds 3] [--work DIR]
 
 Each seed: `asyncrl sft` on 200 examples in 75 steps, then `asyncrl run` from its final/,
-and the same run from the model that the SFT began with. Writes sft_then_rl.json and
-.png into --out; --work keeps finished runs, so an ended benchmark continues.
+and the same run from the model that the SFT began with. Writes
+benchmarks/results/sft_then_rl.json and docs/results/sft_then_rl.png. --work keeps
+finished runs, so an ended benchmark continues.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import ASYNCRL, HERE, child_environ, machine_line
+from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line
 from end_to_end_runs import Curve, Measured, Work, draw
 
 EXAMPLE = "examples/sft_then_rl"
@@ -70,12 +71,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--work", type=Path, help="folder of finished runs")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=HERE.parent / "docs" / "results",
-        help="(%(default)s)",
-    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
@@ -91,17 +86,15 @@ def main() -> None:
             for level in LEVELS
         )
         print(f"{SIDES[side]:<14}{first:>9.3f}{measured.final_reward:>7.3f}{reached}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     kept = {
         side: {seed: vars(curve) for seed, curve in measured.curves.items()}
         for side, measured in found.items()
     }
-    path = arguments.out / "sft_then_rl"
-    path.with_suffix(".json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    text = json.dumps(kept) + "\n"
+    (RESULTS / "sft_then_rl.json").write_text(text, encoding="utf-8")
     runs = {side: [*measured.curves.values()] for side, measured in found.items()}
-    draw(
-        runs, SIDES, path.with_suffix(".png"), title=f"{arguments.seeds} seeds on a CPU"
-    )
+    picture = HERE.parent / "docs" / "results" / "sft_then_rl.png"
+    draw(runs, SIDES, picture, title=f"{arguments.seeds} seeds on a CPU")
 
 
 if __name__ == "__main__":
