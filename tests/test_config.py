@@ -201,8 +201,8 @@ rollout.top_p=0 -> rollout.top_p
 rollout.top_p=1.1 -> rollout.top_p
 rollout.top_k=-1 -> rollout.top_k
 rollout.min_p=1.5 -> rollout.min_p
-rollout.engine=vllm rollout.top_k=50 -> engine=vllm does not report the tokens that it sampled from
-rollout.engine=simulated rollout.min_p=0.1 -> set engine: embedded, or top_p: 1, top_k: 0 and min_p: 0
+rollout.engine=simulated rollout.top_k=50 -> engine=simulated does not report the tokens that it sampled from
+rollout.engine=simulated rollout.min_p=0.1 -> set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0
 TAUGHT rollout.top_p=0.9 -> set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0
 observe.trackers=[wandbb] -> there are tensorboard, wandb, mlflow, trackio
 rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
@@ -210,6 +210,7 @@ rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rol
 TAKEN = r"""
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1
+rollout.engine=vllm rollout.top_k=50
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data

@@ -16,7 +16,7 @@ from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import Charge, Router, SegmentJoin
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.tokens import SegmentPart
+from asyncrl.messages.tokens import SUPPORT, Ragged, SegmentPart
 
 PARTIAL = completion_of(
     (11, 12, 13),
@@ -90,6 +90,31 @@ def test_an_answer_that_can_be_passes() -> None:
 def test_impossible_answer_is_an_engine_error(parts: list[Any]) -> None:
     with pytest.raises(EngineError, match="engine-0: answered request r0 "):
         check(*parts)
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        (None, "a support of 0 ids for token 7"),
+        ([[7], []], "a support of 0 ids for token 8"),
+        ([[7, 9], [7, 9]], "a support of 2 ids for token 8, without that token"),
+        ([[6, 7], [8]], ""),
+    ],
+)
+def test_a_cut_request_needs_the_support_of_each_token(
+    lists: list[list[int]] | None, said: str
+) -> None:
+    request = SamplingRequest("r0", [5, 6], 2, top_p=0.9)
+    tokens = sampled_tokens([7, 8], [-1.0, -2.0], spans((0, 2, 2)))
+    if lists is not None:
+        tokens = tokens.with_columns({SUPPORT: Ragged.of(lists, "<i4")})
+    checked = SegmentCheck("engine-0", request, oldest=2)
+    answer = SegmentPart(tokens, "length")
+    if not said:
+        checked.accept(answer, newest=2)
+        return
+    with pytest.raises(EngineError, match=said):
+        checked.accept(answer, newest=2)
 
 
 def test_partial_tokens_are_told_after_each_interruption() -> None:

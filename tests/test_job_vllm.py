@@ -68,6 +68,16 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
     )
 
 
+def test_a_run_trains_over_the_supports_of_vllm(tmp_path: Path) -> None:
+    cut = ["rollout.top_p=0.8", "rollout.min_p=0.02", "rollout.temperature=1.2"]
+    limit = "trainer.logprob_gap_limit=1e-4"
+    answer = run(CONFIG, tmp_path / "run", *small(*cut, limit), timeout_s=PATIENCE_S)
+    assert answer.returncode == 0, answer.stderr
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 6
+    assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_run_without_files_trains_the_same_after_a_vllm_kill(

@@ -85,6 +85,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         key_env="ASYNCRL_VLLM_KEY",
         pins_length=True,
         returns_routing=True,
+        reports_supports=True,
         receives_transfers=True,
         opens_chunks=False,
         stages_weights=False,

@@ -181,7 +181,7 @@ class RolloutConfig(FrozenConfig):
             cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))
             raise ValueError(
                 f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
-                "set engine: embedded, or top_p: 1, top_k: 0 and min_p: 0"
+                "set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0"
             )
         if self.cache_tokens and not self.fused_decode:
             raise ValueError(

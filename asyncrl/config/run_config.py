@@ -153,6 +153,13 @@ class RunConfig(FrozenConfig):
             kind == "cpu" or self.buffer.max_staleness == 0
         )
 
+    @property
+    def uses_supports(self) -> bool:
+        """Whether trained calls may have a support. vLLM must be told at its start."""
+        is_honoured = self.gateway.on_sampling_override == "honour"
+        has_cuts = self.rollout.sampling.is_cut or is_honoured
+        return has_cuts and self.rollout.facts.reports_supports
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         # Only the first conflict is shown: the ones after it are often its

@@ -62,6 +62,10 @@ class ServerOrder:
     def returns_routing(self) -> bool:
         return self.config.algorithm.router_replay and self.is_rollout
 
+    @property
+    def returns_supports(self) -> bool:
+        return self.config.uses_supports and self.is_rollout
+
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
@@ -143,6 +147,7 @@ def _vllm_spec(order: ServerOrder) -> Body:
         "deterministic": config.is_deterministic(order.device),
         "tensor_parallel": rollout.tensor_parallel if order.is_rollout else 1,
         "has_adapters": config.weight_sync.facts.sends_adapters,
+        "returns_supports": order.returns_supports,
         "lora_rank": 1 if lora is None else lora.rank,
         "args": args,
     }
@@ -172,6 +177,7 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
         special_ids={name: number for name, number in special.items() if name},
         stays=order.stays,
         returns_routing=order.returns_routing,
+        returns_supports=order.returns_supports,
         canary_limit=limit,
         decode=tokenizer.decode,
         # New for each client, and so for each run: an external server outlives a run,

@@ -19,7 +19,7 @@ from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameS
 from asyncrl.base.waits import loop_turn
 from asyncrl.messages import codec
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.tokens import BEHAVIOUR, SegmentPart, Tokens
+from asyncrl.messages.tokens import BEHAVIOUR, SUPPORT, Ragged, SegmentPart, Tokens
 
 OnChunk = Callable[[SegmentPart], None] | None
 OnInterrupted = Callable[[SegmentPart], bool] | None
@@ -59,9 +59,18 @@ class SegmentCheck:
         request can continue after a lost server.
     """
 
-    def __init__(self, name: str, request: SamplingRequest, *, oldest: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        request: SamplingRequest,
+        *,
+        oldest: int,
+        has_supports: bool = True,
+    ) -> None:
+        """`has_supports`: of a request with a cut, each token has one."""
         self._name = name
         self._request = request
+        self._has_supports = request.is_cut and has_supports
         self._num_accepted = 0
         self._version = oldest
 
@@ -113,6 +122,8 @@ class SegmentCheck:
                 if pair[0] < 0 or not -math.inf < pair[1] <= LOGPROB_SLACK
             ]
             return f"{len(logprobs)} logprobs for {num_new} tokens, invalid (id, logprob) {bad[:3]}"
+        if self._has_supports and num_new and (fault := _support_fault(new)):
+            return fault
         end = 0
         for span in new.spans:
             if (
@@ -125,6 +136,24 @@ class SegmentCheck:
             # Kept across chunks: versions never decrease over the whole segment.
             self._version = span.version
         return "" if end == num_new else f"spans {new.spans[:6]} over {num_new} tokens"
+
+
+def _support_fault(new: Tokens) -> str:
+    """Return the fault of the supports of sampled tokens. Without its support a token
+    would be trained on a wrong ratio, and no metric would show it.
+    """
+    support = new.column(SUPPORT)
+    assert isinstance(support, Ragged)
+    owners = np.repeat(np.arange(len(new.ids)), support.sizes)
+    has_own = np.zeros(len(new.ids), np.bool_)
+    has_own[owners[support.values == new.ids[owners]]] = True
+    if has_own.all():
+        return ""
+    first = int(np.argmin(has_own))
+    return (
+        f"a support of {support.sizes[first]} ids for token {new.ids[first]}, without that token: "
+        "top_p, top_k or min_p cut this request"
+    )
 
 
 @dataclass(eq=False, slots=True)

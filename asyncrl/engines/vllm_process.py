@@ -34,6 +34,7 @@ _WIRE_ID = "generate-tokens-{}"
 """vLLM's id for our request_id, required by /abort_requests, which accepts any id."""
 _KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
+_SUPPORTS = "return_sampling_mask"
 _WAY_OUT = "start it as docs/engines.md describes, with its key in ASYNCRL_VLLM_KEY."
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller)."""
@@ -105,6 +106,8 @@ class Choice(Read):
     finish_reason: Finish | None = None
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
+    sampling_mask: list[list[int]] | None = None
+    """The support of each token, ascending; empty for a request without a cut."""
     routed_experts: str | None = None
     """With the finish_reason: .npy file in base64, uint8 or uint16 [T, layers, k],
     without the last token.
@@ -383,6 +386,7 @@ class VllmRequirements:
     special_ids: Mapping[str, int] = field(default_factory=dict)
     stays: bool = False
     returns_routing: bool = False
+    returns_supports: bool = False
     canary_limit: float = math.inf
     decode: Decode | None = None
     mark: str = ""
@@ -420,6 +424,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
             bool(config.get("aux_output_config", {}).get(_ROUTING)),
             needed.returns_routing,
         ),
+        _SUPPORTS: (bool(model.get(_SUPPORTS)), needed.returns_supports),
         _KEEP_ALIVE: (
             info.get("vllm_env", {}).get(_KEEP_ALIVE) or _MIN_KEEP_ALIVE_S,
             _MIN_KEEP_ALIVE_S,

@@ -37,6 +37,7 @@ from asyncrl.messages.tokens import (
     BEHAVIOUR,
     NO_EXPERT,
     ROUTING,
+    SUPPORT,
     TOP_IDS,
     TOP_LOGPROBS,
     Ragged,
@@ -102,6 +103,8 @@ class Segment:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[int, float]]] = []
+        self._has_supports = request.is_cut and requirements.returns_supports
+        self._supports: list[list[int]] = []
         self._finish: Finish | None = None
         self._labels: list[LabelSpan] | None = None
         self._routed: str | None = None
@@ -124,7 +127,10 @@ class Segment:
                 # label and adapter of the body belong together.
                 self._version = process.version
                 self._check = SegmentCheck(
-                    process.name, self.request, oldest=self._version
+                    process.name,
+                    self.request,
+                    oldest=self._version,
+                    has_supports=self._has_supports,
                 )
                 await self._ask()
                 # A commit waits for this in end(). It must come before wait_settled,
@@ -209,6 +215,10 @@ class Segment:
             "detokenize": bool(stop),
             "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         }
+        # vLLM lists the support of every call: of a greedy one this is one token, not
+        # the vocabulary.
+        if requirements.returns_supports and request.temperature == 0:
+            sampling["top_k"] = 1
         if request.grammar is not None:
             sampling["structured_outputs"] = {"grammar": request.grammar}
             sampling["extra_args"] = {"num_resumed": request.num_resumed}
@@ -227,6 +237,8 @@ class Segment:
                 math.nan if one.logprob <= _NO_LOGPROB else one.logprob
                 for one in content
             ]
+            if self._has_supports:
+                self._supports += choice.sampling_mask or []
             if num_top := self.request.top_logprobs:
                 self._top += [_likeliest(one.top_logprobs, num_top) for one in content]
             self._finish = choice.finish_reason or self._finish
@@ -234,13 +246,14 @@ class Segment:
             self._routed = choice.routed_experts or self._routed
         num_tokens = len(self._token_ids)
         num_top = len(self._top) if self.request.top_logprobs else num_tokens
+        num_supports = len(self._supports) if self._has_supports else num_tokens
         # Here, not at the end: chunks pair tokens and logprobs by position.
-        if not len(self._logprobs) == num_top == num_tokens:
+        if not len(self._logprobs) == num_top == num_supports == num_tokens:
             raise EngineError(
                 self._process.name,
                 f"answered request {self.request.request_id} with {num_tokens} tokens, {len(self._logprobs)} "
-                f"logprobs and {num_top} lists of alternatives",
-                rule="each token has one logprob",
+                f"logprobs, {num_top} lists of alternatives and {num_supports} supports",
+                rule="each token has one logprob, and one support if top_p, top_k or min_p cut",
                 way_out="use vLLM 0.32 or 0.33.",
             )
 
@@ -283,6 +296,8 @@ class Segment:
             columns[TOP_LOGPROBS] = Ragged.of(
                 [[value for _, value in one] for one in top], "<f4"
             )
+        if self._has_supports:
+            columns[SUPPORT] = Ragged.of(self._supports[start:end], "<i4")
         moved = [
             VersionSpan(max(0, span.start - start), span.end - start, span.version)
             for span in spans
@@ -297,6 +312,7 @@ class Segment:
             self._token_ids[num_tokens:],
             self._logprobs[num_tokens:],
             self._top[num_tokens:],
+            self._supports[num_tokens:],
         )
         self._finish = finish
 

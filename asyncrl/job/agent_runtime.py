@@ -107,7 +107,7 @@ def make_gateway(
     rules = CallRules(
         model_name=model_name(config),
         sampling=rollout.sampling,
-        replayed=CUTS if rollout.facts.reports_supports else frozenset(),
+        replayed=CUTS if config.uses_supports else frozenset(),
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,

@@ -38,6 +38,8 @@ class VllmSpec(EngineSpec):
     has_adapters: bool = False
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
+    returns_supports: bool = False
+    """Return each token's support (rollout.top_p, top_k and min_p)."""
     lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     args: dict[str, Any] = {}
@@ -73,7 +75,8 @@ OWN = frozenset(
     reasoning_parser reasoning_parser_plugin max_model_len max_num_seqs tensor_parallel_size
     data_parallel_size api_server_count headless host port uds root_path ssl_keyfile ssl_certfile api_key
     middleware grpc enable_scale_out tokens_only worker_extension_cls weight_transfer_config enable_lora
-    max_lora_rank max_loras enable_return_routed_experts aux_output_config disable_uvicorn_access_log
+    max_lora_rank max_loras return_sampling_mask enable_return_routed_experts aux_output_config
+    disable_uvicorn_access_log
     disable_fastapi_docs""".split()
 )
 """vLLM's arguments that the run sets itself."""
@@ -145,6 +148,8 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         ours["language_model_only"] = True
     if spec.returns_routing:
         ours["enable_return_routed_experts"] = True
+    if spec.returns_supports:
+        ours["return_sampling_mask"] = True
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}

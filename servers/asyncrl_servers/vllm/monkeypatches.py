@@ -7,6 +7,7 @@ CpuExecutor.
 
 from __future__ import annotations
 
+import copy
 import hmac
 import multiprocessing
 import os
@@ -71,6 +72,7 @@ def patch_worker() -> None:
     patch_compiled()
     patch_waits()
     patch_routing()
+    patch_supports()
 
 
 def patch_waits() -> None:
@@ -104,11 +106,86 @@ def patch_compiled() -> None:
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
 
-def patch_routing_check() -> None:
-    """Accept --enable-return-routed-experts without model runner V2."""
+def patch_runner_checks() -> None:
+    """Accept --enable-return-routed-experts and --return-sampling-mask without model
+    runner V2.
+    """
     from vllm.config import VllmConfig
 
     VllmConfig._verify_aux_output_compatibility = lambda config: None
+    VllmConfig._verify_sampling_replay_config = lambda config: None
+
+
+def patch_support_check() -> None:
+    """Accept calls without top_k and greedy ones beside --return-sampling-mask.
+
+    vLLM refuses them to bound the size of its answers. Evaluations are greedy, and
+    top_p alone is a usual setting.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    begin = InputProcessor.__init__
+
+    def begin_without_check(processor: Any, *args: Any, **named: Any) -> None:
+        begin(processor, *args, **named)
+        # It only reads this setting to refuse calls. The engine has its own.
+        processor.model_config = copy.copy(processor.model_config)
+        processor.model_config.return_sampling_mask = False
+
+    InputProcessor.__init__ = begin_without_check
+
+
+def patch_supports() -> None:
+    """Return each token's support from the CPU runner, for calls with a cut.
+
+    vLLM 0.32 reports it from model runner V2, which needs Triton. Remove it once V2
+    runs on CPU.
+    """
+    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    draw = Sampler.sample
+    sample = Runner.sample_tokens
+
+    def draw_and_keep(sampler: Any, *args: Any, **named: Any) -> Any:
+        sampled, logprobs = draw(sampler, *args, **named)
+        # Log of 0 for all tokens that min_p, top_k, top_p or the grammar exclude.
+        sampler.asyncrl_logprobs = logprobs
+        return sampled, logprobs
+
+    def sample_and_tell(runner: Any, *args: Any, **named: Any) -> Any:
+        is_wanted = runner.model_config.return_sampling_mask
+        if runner.execute_model_state is None or not is_wanted:
+            return sample(runner, *args, **named)
+        batch = runner.input_batch
+        cuts = [
+            _is_cut(runner.requests[one]) for one in batch.req_ids[: batch.num_reqs]
+        ]
+        output = sample(runner, *args, **named)
+        kept = runner.sampler.asyncrl_logprobs
+        none = np.zeros(0, np.int32)
+        supports = [
+            np.flatnonzero(kept[row].numpy() > -np.inf).astype(np.int32)
+            if is_cut
+            else none
+            for row, is_cut in enumerate(cuts)
+        ]
+        ends = np.cumsum([0, *map(len, supports)])
+        output.sampling_masks = SamplingMaskLists(
+            np.concatenate([none, *supports]), ends
+        )
+        return output
+
+    Sampler.sample = draw_and_keep
+    Runner.sample_tokens = sample_and_tell
+
+
+def _is_cut(request: Any) -> bool:
+    """Whether a request of vLLM draws from a part of the vocabulary."""
+    given = request.sampling_params
+    is_full = given.top_p == 1 and given.top_k <= 0 and given.min_p == 0
+    return given.temperature > 0 and not is_full
 
 
 def patch_routing() -> None:
@@ -184,9 +261,10 @@ def patch_spawn(listener: socket.socket) -> None:
 
 
 patch_grammars()
+patch_support_check()
 if current_platform.is_cpu():
     patch_waits()
-    patch_routing_check()
+    patch_runner_checks()
 
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
