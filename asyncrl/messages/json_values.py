@@ -158,7 +158,7 @@ def property_schema(
         return {}
     properties = _part(schema, "properties", dict)
     other = schema.get("items" if key is None else "additionalProperties", {})
-    found = [properties.get(key, other)]
+    found = [other if key is None else properties.get(key, other)]
     whole: Any = [] if key is None else {}
     for choice in _choices(schema, root):
         fitting = [each for each in choice if fits(whole, each, root, by_kind=True)]
