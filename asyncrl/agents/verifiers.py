@@ -27,6 +27,7 @@ from asyncrl.base.errors import (
     RolloutFailure,
     install_extra,
 )
+from asyncrl.base.failures import FailureKind, kind_of_text
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
@@ -34,6 +35,22 @@ from asyncrl.messages.worker_api import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""
+
+_OF_STAGE = {
+    "setup_timeout": FailureKind.RUNTIME_START,
+    "finalize_timeout": FailureKind.REWARD_TIMEOUT,
+    "scoring_timeout": FailureKind.REWARD_TIMEOUT,
+}
+"""Kinds of a trace's stop conditions that are time limits, but not the agent's."""
+_OF_ERROR = {
+    "SandboxError": FailureKind.RUNTIME_START,
+    "ToolsetError": FailureKind.ENVIRONMENT,
+    "ProviderError": FailureKind.ENDPOINT_LOST,
+    "InterceptionError": FailureKind.ENDPOINT_LOST,
+    "TunnelError": FailureKind.ENDPOINT_LOST,
+    "TimeoutError": FailureKind.AGENT_TIMEOUT,
+}
+"""Kinds of the library's errors, which name the border that a failure crossed."""
 
 _CHATTY = ("verifiers", "mcp", *REQUEST_LOGGERS)
 
@@ -106,15 +123,25 @@ class VerifiersHarness:
                 *(error for trace in episode.traces for error in trace.errors),
                 *episode.errors,
             ]
-            why = (
-                f"{errors[-1].type}: {errors[-1].message}"
-                if errors
-                else "it ran no trained agent"
-            )
+            why = "it ran no trained agent"
+            kind = FailureKind.AGENT_CRASH
+            if errors:
+                why = f"{errors[-1].type}: {errors[-1].message}"
+                kind = _kind_of(errors[-1])
             raise RolloutFailure(
-                f"{said} failed: {why.replace(session.api_key, 'KEY')}"
+                f"{said} failed: {why.replace(session.api_key, 'KEY')}", kind=kind
             )
         trace = traces[0]
+        # The library scores what is there; a reward of half a world is not the
+        # policy's. The agent's own time limit counts as usual.
+        late = _OF_STAGE.get(trace.stop_condition)
+        if late is not None:
+            stage = trace.stop_condition.removesuffix("_timeout")
+            raise RolloutFailure(
+                f"{said} was not ready in time: {trace.stop_condition}",
+                way_out=f"raise timeout.{stage} of the agent in generator.args.",
+                kind=late,
+            )
         if len(traces) > 1 or not trace.agent.trainable:
             what = f"{said} ran agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
             raise ConfigError(
@@ -135,6 +162,13 @@ class VerifiersHarness:
             if value is not None
         }
         return Outcome(float(trace.reward) if trace.rewards else None, metrics)
+
+
+def _kind_of(error: Any) -> FailureKind:
+    kind = _OF_ERROR.get(error.type, FailureKind.AGENT_CRASH)
+    if error.type == "TaskError" and "scoring" in error.message:
+        kind = FailureKind.REWARD_CRASH
+    return kind_of_text(error.message, kind)
 
 
 @asynccontextmanager

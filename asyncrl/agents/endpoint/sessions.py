@@ -17,6 +17,7 @@ from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -218,7 +219,12 @@ class GatewaySession:
             f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
         )
         self.fail_nowait(
-            RolloutFailure(what, rule=rule, way_out="have the harness read the errors.")
+            RolloutFailure(
+                what,
+                rule=rule,
+                way_out="have the harness read the errors.",
+                kind=FailureKind.LIMIT,
+            )
         )
 
     def take_number(self, digest: bytes) -> int:
