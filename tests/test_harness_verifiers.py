@@ -7,8 +7,10 @@ import itertools
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
 
 def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
     """Return the prompt as the task and JSON make it."""
-    item = VerifiersTask(load_taskset(name, args), size=10).prompt(index)
+    item = VerifiersTask(load_taskset(name, args, {}), size=10).prompt(index)
     return Task(
         f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info))
     )  # type: ignore[arg-type]
@@ -192,6 +194,30 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_programs_of_every_dialect_are_recorded(dialect: str, stream: bool) -> None:
+    harness = {"id": GUESSING, "dialect": dialect, "stream": stream}
+    args = {"agent": {"harness": harness, "runtime": {"type": "subprocess"}}}
+    outcome, rollout, prompts = play(GUESSING, 2, guess_upwards, args)
+    assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 3.0})
+    assert len(prompts) == 3
+    (branch,) = rollout
+    sampled = branch.token_ids[branch.loss_mask].tolist()
+    text = ScriptedEngine().tokenizer.decode(sampled, skip_special_tokens=False)
+    assert text == "0<|end|>1<|end|>2<|end|>"
+
+
+@pytest.mark.parametrize("program", ["null", "bash"])
+def test_the_librarys_own_programs_are_recorded(program: str) -> None:
+    if shutil.which("uv") is None:
+        pytest.skip("pip install uv")
+    args = {"agent": {"harness": {"id": program}, "runtime": {"type": "subprocess"}}}
+    outcome, rollout, _ = play("letters_env_for_test", 0, lambda _: "aab", args)
+    assert outcome.reward == pytest.approx(2 / 3)
+    assert [branch.num_sampled for branch in rollout] == [4]
+
+
 def test_environment_failure_hides_the_key() -> None:
     guess = (GUESSING, guess_upwards, {})
     calculate = ("calculator_env", use_the_calculator, LOCAL)
@@ -238,8 +264,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_untrainable_environment_is_refused_first() -> None:
-    for load, (name, args, said) in itertools.product(
-        (harness_of, load_taskset), REFUSED
-    ):
+    loads = (harness_of, partial(load_taskset, fields={}))
+    for load, (name, args, said) in itertools.product(loads, REFUSED):
         with pytest.raises(ConfigError, match=re.escape(said)):
             load(name, args)

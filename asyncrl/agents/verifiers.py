@@ -189,8 +189,12 @@ async def _serving(env: Any) -> AsyncIterator[None]:
             await env.stop()
 
 
-def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
-    return _load_trainable(identifier, args)[0].taskset
+def load_taskset(
+    identifier: str, args: Mapping[str, Any], fields: Mapping[str, Any]
+) -> Any:
+    """Return the taskset with `fields` over those in `args`. Raises ConfigError."""
+    taskset = {**args.get("taskset", {}), **fields}
+    return _load_trainable(identifier, {**args, "taskset": taskset})[0].taskset
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
