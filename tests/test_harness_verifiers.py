@@ -233,12 +233,60 @@ def test_environment_failure_hides_the_key() -> None:
 
 
 def test_untrainable_episode_ends_the_worker() -> None:
-    for args, said in (
-        ({"twice": True}, "ran agent agent 2 times"),
-        ({"freeze": True}, "trainable=False"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            play(GUESSING, 2, guess_upwards, args)
+    with pytest.raises(ConfigError, match="ran agent agent with trainable=False"):
+        play(GUESSING, 2, guess_upwards, {"freeze": True})
+
+
+DUEL = "duel_env_for_test"
+BOTH = dict.fromkeys(("first", "second"), LOCAL["agent"])
+
+
+def name_your_role(prompt: str) -> str:
+    return "f" * prompt.count("first") + "s" * prompt.count("second")
+
+
+def test_several_trained_agents_have_their_own_rewards() -> None:
+    outcome, rollout, prompts = play(DUEL, 0, name_your_role, BOTH)
+    assert len(prompts) == 4, "two turns of each"
+    assert outcome.reward is None
+    assert sorted(outcome.turn_rewards.values()) == [0.25, 1.0]
+    assert outcome.metrics == {
+        "first/reward/points": 1.0,
+        "second/reward/points": 0.25,
+    }
+    decode = ScriptedEngine().tokenizer.decode
+    rewards = {}
+    for branch in rollout:
+        ids = branch.token_ids[branch.loss_mask].tolist()
+        rewards[decode(ids)[0]] = {credit.reward for credit in branch.credits}
+        assert len(branch.credits) == 2
+    assert rewards == {"f": {1.0}, "s": {0.25}}
+
+
+def test_agent_with_another_client_is_not_trained() -> None:
+    async def story() -> tuple[Outcome, Rollout, int]:
+        ours, frozen = (
+            ScriptedEngine(lambda request: name_your_role(text_of(request)))
+            for _ in range(2)
+        )
+        async with gateway_world(ours) as world, gateway_world(frozen) as other:
+            address = f"{other.url}/s/{other.session.key}/v1"
+            client = {"type": "eval", "base_url": address}
+            args = BOTH | {"second": {**BOTH["second"], "client": client, "model": "v"}}
+            harness = harness_of(DUEL, args)
+            outcome = await run(world, harness, task_of(DUEL, args, 0))
+            rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
+            return outcome, rollout, len(frozen.requests)
+
+    outcome, rollout, num_frozen = asyncio.run(story())
+    assert (outcome.reward, outcome.turn_rewards) == (1.0, {})
+    assert (len(rollout), num_frozen) == (1, 2)
+
+
+def test_agent_that_runs_twice_is_trained_twice() -> None:
+    outcome, rollout, _ = play(GUESSING, 2, guess_upwards, {"twice": True})
+    assert [*outcome.turn_rewards.values()] == [1.0, 1.0]
+    assert sum(branch.num_sampled for branch in rollout) == 2 * len("0.1.2.")
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -258,7 +306,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"agent": {"retries": {"max_retries": 2}}},
         "generator.args has agent.retries",
     ),
-    (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),
+    (
+        GUESSING,
+        {"judge": {"client": None, "model": "m"}},
+        "client of their own: agent (model=None), judge (model=m)",
+    ),
     ("agents_for_test", {}, "exports a Taskset in __all__"),
 ]
 

@@ -178,6 +178,8 @@ class GatewaySession:
         self._open_requests = asyncio.Semaphore(OPEN_SHARE * MAX_CONCURRENT_CALLS)
         """Bounds bodies in memory."""
         self._scopes: set[asyncio.Timeout] = set()
+        self._speakers: dict[str, str] = {}
+        """Of the delivered answers that have one."""
         self._failure: RolloutFailure | None = None
         self.sessions.open[self.key] = self
 
@@ -259,6 +261,8 @@ class GatewaySession:
             grammar=call.request.grammar,
         )
         call.is_delivered = True
+        if call.speaker is not None:
+            self._speakers[call.name] = call.speaker
         if continues is not None:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -306,11 +310,19 @@ class GatewaySession:
         return self.capture.last_completion()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches, truncated if a limit stopped them. Raises
-        RolloutFailure.
+        """Return all branches, truncated if a limit stopped them. `turn_rewards` are of
+        answers, or of speakers with all their answers. Raises RolloutFailure.
         """
         if self._failure is not None:
             raise self._failure
+        rewards = outcome.turn_rewards
+        if rewards.keys() & set(self._speakers.values()):
+            rewards = {
+                name: rewards[speaker]
+                for name, speaker in self._speakers.items()
+                if speaker in rewards
+            }
+            outcome = replace(outcome, turn_rewards=rewards)
         rollout = self.capture.rollout(sample_index, outcome, reward)
         if self.overflow is None:
             return rollout
