@@ -130,6 +130,7 @@ class ScriptedEngine:
         request: SamplingRequest,
         *,
         on_tokens: Callable[[Sequence[int]], None] | None = None,
+        on_spent: Callable[[int], None] = lambda num: None,
         **_: Any,
     ) -> Completion:
         self.requests.append(request)
@@ -146,6 +147,7 @@ class ScriptedEngine:
                     await self.gate.wait()
                 if on_tokens is not None:
                     on_tokens(ids[start : start + 3])
+                on_spent(len(ids[start : start + 3]))
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise

@@ -6,15 +6,18 @@ each guess. Its tasks have no end.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import verifiers.v1 as vf
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 __all__ = ["ChatHarness", "GuessingEnv", "GuessingTaskset"]
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 started: list[str] = []
 """Calls of the environment's start() and stop()."""
 
@@ -29,6 +32,8 @@ class GuessingTask(vf.Task[GuessingData]):
     async def found(self, trace: vf.Trace) -> float:
         if self.data.secret == 8:
             raise ZeroDivisionError("no reward for 8")
+        if self.data.secret == 9:
+            await asyncio.Event().wait()
         return float(trace.last_reply == str(self.data.secret))
 
     @vf.metric
@@ -38,6 +43,7 @@ class GuessingTask(vf.Task[GuessingData]):
 
 class GuessingConfig(vf.TasksetConfig):
     fail_at: int | None = None
+    has_images: bool = False
 
 
 class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
@@ -47,8 +53,10 @@ class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
         for number in itertools.count():
             if number == self.config.fail_at:
                 raise LookupError("no more rows")
+            seen = [{"role": "user", "content": [IMAGE]}]
+            prompt: Any = seen if self.config.has_images else None
             yield GuessingTask(
-                GuessingData(system_prompt="Guess.", secret=number % 10),
+                GuessingData(system_prompt="Guess.", secret=number % 10, prompt=prompt),
                 self.config.task,
             )
 
@@ -87,7 +95,14 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
                     )
 
 
-class ChatHarness(vf.Harness[vf.HarnessConfig]):
+class ChatHarnessConfig(vf.HarnessConfig):
+    dialect: Literal["chat", "messages", "responses"] = "chat"
+    stream: bool = False
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):
+    """Makes one call, in the chosen dialect of the library's interception server."""
+
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
@@ -104,13 +119,35 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         data: Any,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [
+        messages: Any = [
             {"role": message.role, "content": message.content}
             for message in prompt or []
         ]
-        async with AsyncOpenAI(
-            base_url=endpoint, api_key=secret, max_retries=0, timeout=None
-        ) as client:
-            await client.chat.completions.create(model=ctx.model, messages=messages)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"api_key": secret, "max_retries": 0, "timeout": None}
+        call: dict[str, Any] = {"model": ctx.model, "stream": self.config.stream}
+        if self.config.dialect == "messages":
+            address = endpoint.removesuffix("/v1")
+            async with AsyncAnthropic(base_url=address, **given) as anthropic:
+                answer: Any = await anthropic.messages.create(
+                    max_tokens=100, system=system or "", messages=messages, **call
+                )
+                await _read(answer, self.config.stream)
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+        async with AsyncOpenAI(base_url=endpoint, **given) as client:
+            if self.config.dialect == "responses":
+                answer = await client.responses.create(
+                    instructions=system, input=messages, **call
+                )
+            else:
+                first = [{"role": "system", "content": system}] if system else []
+                answer = await client.chat.completions.create(
+                    messages=[*first, *messages], **call
+                )
+            await _read(answer, self.config.stream)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+async def _read(answer: Any, is_stream: bool) -> None:
+    if is_stream:
+        async for _ in answer:
+            pass

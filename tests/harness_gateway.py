@@ -20,6 +20,7 @@ from gateway_cases import ScriptedEngine, gateway_world
 
 from asyncrl.agents import Harness
 from asyncrl.agents.command import MARK_ENV
+from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.agents.worker import Worker
 from asyncrl.base.http import Caller
@@ -33,6 +34,7 @@ class TestGateway:
     __test__ = False
     queue: RolloutQueue
     url: str
+    host: Gateway
     engine: ScriptedEngine
     """Says `answer N` to the Nth call."""
 
@@ -67,6 +69,8 @@ async def open_gateway(
     give_answer: bool = True,
     **more: Any,
 ) -> AsyncIterator[TestGateway]:
+    """`limits`: of the gateway."""
+    limits = more.pop("limits", {})
     more |= {
         "lease_timeout_s": lease_timeout_s,
         "give_answer": give_answer,
@@ -77,7 +81,9 @@ async def open_gateway(
     )
     engine = ScriptedEngine()
     engine.answer = lambda _: f"answer {len(engine.requests)}"
-    async with gateway_world(engine, extra_routes=queue.routes(), port=port) as world:
+    async with gateway_world(
+        engine, extra_routes=queue.routes(), port=port, **limits
+    ) as world:
         for number in range(4):
             about: Any = {
                 "prompt_id": "p",
@@ -87,7 +93,7 @@ async def open_gateway(
             }
             world.gateway.open_nowait("g0/r0", route_key=f"key-{number}", **about)
         try:
-            yield TestGateway(queue, world.url, engine)
+            yield TestGateway(queue, world.url, world.gateway, engine)
         finally:
             await queue.aclose()
 

@@ -136,6 +136,7 @@ def make_producers(
     limits = {
         "timeout_s": values.pop("timeout_s", 100.0),
         "retries": values.pop("retries", 0),
+        "failures": values.pop("failures", None),
     }
     others = {"scorers": FakeScorer()} | {
         name: values.pop(name) for name in ("on_failed", "scorers") if name in values

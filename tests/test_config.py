@@ -180,7 +180,8 @@ eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> set it t
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
 eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x: there is no such evaluation
 EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
-OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
+eval.task.verifiers=true -> eval.task.verifiers needs generator.verifiers
+eval=[{task: {verifiers: true}}, {task: {python: 'c:D'}}] generator.verifiers=x OWN -> set for all evaluations
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
 teacher.path=a/b -> set both teacher.path and algorithm.distill_weight

@@ -20,7 +20,8 @@ from starlette.requests import Request
 
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.work_queue import RolloutQueue
-from asyncrl.base.errors import ErrorBody, RolloutFailure
+from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.config import Outcomes
 from asyncrl.messages import worker_api as shapes
@@ -194,7 +195,7 @@ class QueueHistory(RuleBasedStateMachine):
     def result(self, worker: str, data: st.DataObject, fails: bool) -> None:
         name, item = self.drawn(data)
         said = (
-            {"failure": ErrorBody(error="no")}
+            {"failure": shapes.FailureBody(error="no", kind=FailureKind.DISK_FULL)}
             if fails
             else {"outcome": Outcome(metrics={"turns": 2.0})}
         )

@@ -23,6 +23,7 @@ from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
@@ -230,8 +231,11 @@ def test_tool_that_times_out_fails_the_rollout(servers: dict[str, Server]) -> No
 def test_failure_of_the_environment_fails_the_rollout(
     servers: dict[str, Server],
 ) -> None:
-    with pytest.raises(RolloutFailure, match="step failed.*the environment is broken"):
+    with pytest.raises(
+        RolloutFailure, match="step failed.*the environment is broken"
+    ) as broken:
         play(servers["text"].url, lambda _: "crash")
+    assert broken.value.kind == FailureKind.ENVIRONMENT
     with pytest.raises(
         RolloutFailure, match=r"reset failed: no answer in step_s=0.5 s"
     ):
@@ -258,8 +262,9 @@ def test_rollouts_wait_for_a_free_place(servers: dict[str, Server]) -> None:
 
 
 def test_server_that_stays_away_fails_the_rollout() -> None:
-    with pytest.raises(RolloutFailure, match="reset failed: ConnectionError"):
+    with pytest.raises(RolloutFailure, match="reset failed: ConnectionError") as gone:
         play("http://127.0.0.1:9", longer, connect_s=0.1)
+    assert gone.value.kind == FailureKind.ENDPOINT_LOST
 
 
 def test_check_names_how_actions_look_or_that_no_server_answers(

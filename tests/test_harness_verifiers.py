@@ -7,8 +7,10 @@ import itertools
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
 
 def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
     """Return the prompt as the task and JSON make it."""
-    item = VerifiersTask(load_taskset(name, args), size=10).prompt(index)
+    item = VerifiersTask(load_taskset(name, args, {}), size=10).prompt(index)
     return Task(
         f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info))
     )  # type: ignore[arg-type]
@@ -192,6 +194,30 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_programs_of_every_dialect_are_recorded(dialect: str, stream: bool) -> None:
+    harness = {"id": GUESSING, "dialect": dialect, "stream": stream}
+    args = {"agent": {"harness": harness, "runtime": {"type": "subprocess"}}}
+    outcome, rollout, prompts = play(GUESSING, 2, guess_upwards, args)
+    assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 3.0})
+    assert len(prompts) == 3
+    (branch,) = rollout
+    sampled = branch.token_ids[branch.loss_mask].tolist()
+    text = ScriptedEngine().tokenizer.decode(sampled, skip_special_tokens=False)
+    assert text == "0<|end|>1<|end|>2<|end|>"
+
+
+@pytest.mark.parametrize("program", ["null", "bash"])
+def test_the_librarys_own_programs_are_recorded(program: str) -> None:
+    if shutil.which("uv") is None:
+        pytest.skip("pip install uv")
+    args = {"agent": {"harness": {"id": program}, "runtime": {"type": "subprocess"}}}
+    outcome, rollout, _ = play("letters_env_for_test", 0, lambda _: "aab", args)
+    assert outcome.reward == pytest.approx(2 / 3)
+    assert [branch.num_sampled for branch in rollout] == [4]
+
+
 def test_environment_failure_hides_the_key() -> None:
     guess = (GUESSING, guess_upwards, {})
     calculate = ("calculator_env", use_the_calculator, LOCAL)
@@ -207,12 +233,60 @@ def test_environment_failure_hides_the_key() -> None:
 
 
 def test_untrainable_episode_ends_the_worker() -> None:
-    for args, said in (
-        ({"twice": True}, "ran agent agent 2 times"),
-        ({"freeze": True}, "trainable=False"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            play(GUESSING, 2, guess_upwards, args)
+    with pytest.raises(ConfigError, match="ran agent agent with trainable=False"):
+        play(GUESSING, 2, guess_upwards, {"freeze": True})
+
+
+DUEL = "duel_env_for_test"
+BOTH = dict.fromkeys(("first", "second"), LOCAL["agent"])
+
+
+def name_your_role(prompt: str) -> str:
+    return "f" * prompt.count("first") + "s" * prompt.count("second")
+
+
+def test_several_trained_agents_have_their_own_rewards() -> None:
+    outcome, rollout, prompts = play(DUEL, 0, name_your_role, BOTH)
+    assert len(prompts) == 4, "two turns of each"
+    assert outcome.reward is None
+    assert sorted(outcome.turn_rewards.values()) == [0.25, 1.0]
+    assert outcome.metrics == {
+        "first/reward/points": 1.0,
+        "second/reward/points": 0.25,
+    }
+    decode = ScriptedEngine().tokenizer.decode
+    rewards = {}
+    for branch in rollout:
+        ids = branch.token_ids[branch.loss_mask].tolist()
+        rewards[decode(ids)[0]] = {credit.reward for credit in branch.credits}
+        assert len(branch.credits) == 2
+    assert rewards == {"f": {1.0}, "s": {0.25}}
+
+
+def test_agent_with_another_client_is_not_trained() -> None:
+    async def story() -> tuple[Outcome, Rollout, int]:
+        ours, frozen = (
+            ScriptedEngine(lambda request: name_your_role(text_of(request)))
+            for _ in range(2)
+        )
+        async with gateway_world(ours) as world, gateway_world(frozen) as other:
+            address = f"{other.url}/s/{other.session.key}/v1"
+            client = {"type": "eval", "base_url": address}
+            args = BOTH | {"second": {**BOTH["second"], "client": client, "model": "v"}}
+            harness = harness_of(DUEL, args)
+            outcome = await run(world, harness, task_of(DUEL, args, 0))
+            rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
+            return outcome, rollout, len(frozen.requests)
+
+    outcome, rollout, num_frozen = asyncio.run(story())
+    assert (outcome.reward, outcome.turn_rewards) == (1.0, {})
+    assert (len(rollout), num_frozen) == (1, 2)
+
+
+def test_agent_that_runs_twice_is_trained_twice() -> None:
+    outcome, rollout, _ = play(GUESSING, 2, guess_upwards, {"twice": True})
+    assert [*outcome.turn_rewards.values()] == [1.0, 1.0]
+    assert sum(branch.num_sampled for branch in rollout) == 2 * len("0.1.2.")
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -232,14 +306,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"agent": {"retries": {"max_retries": 2}}},
         "generator.args has agent.retries",
     ),
-    (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),
+    (
+        GUESSING,
+        {"judge": {"client": None, "model": "m"}},
+        "client of their own: agent (model=None), judge (model=m)",
+    ),
     ("agents_for_test", {}, "exports a Taskset in __all__"),
 ]
 
 
 def test_untrainable_environment_is_refused_first() -> None:
-    for load, (name, args, said) in itertools.product(
-        (harness_of, load_taskset), REFUSED
-    ):
+    loads = (harness_of, partial(load_taskset, fields={}))
+    for load, (name, args, said) in itertools.product(loads, REFUSED):
         with pytest.raises(ConfigError, match=re.escape(said)):
             load(name, args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import forked_processes
 import pytest
+import yaml
 from agents_for_test import BODIES, WAYS
 from job_runs import (
     ROOT,
@@ -236,3 +237,59 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     assert metrics[-1]["harness/lost"] > 0, (
         "what the first one held when it was killed was lost"
     )
+
+
+# ---- verifiers
+
+
+@pytest.mark.extras
+def test_verifiers_environment_is_trained_and_evaluated(tmp_path: Path) -> None:
+    config = variant(
+        ROOT / "configs" / "agent.yaml",
+        tmp_path,
+        model={
+            "scratch": {
+                "characters": "ab01234567 ",
+                "architecture": {
+                    "model_type": "qwen3",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "head_dim": 16,
+                    "max_position_embeddings": 64,
+                    "tie_word_embeddings": True,
+                },
+            }
+        },
+        generator={
+            "python": None,
+            "give_answer": False,
+            "verifiers": "letters_env_for_test",
+            "workers": 1,
+            "args": {"agent": {"runtime": {"type": "subprocess"}}},
+        },
+        gateway={"tool_format": "auto"},
+        rollout={"slots": 8, "threads": 1, "group_size": 4, "max_tokens": 8},
+        trainer={"num_steps": 2, "num_groups": 2, "threads": 1},
+        observe={"console": "plain", "trackers": []},
+    )
+    loaded = yaml.safe_load(config.read_text())
+    loaded["task"] = {"verifiers": True}
+    loaded["eval"] = {
+        "task": {"verifiers": True, "args": {"letters": "b"}},
+        "every": 2,
+        "num_prompts": 4,
+        "slots": 4,
+        "engine": "rollout",
+    }
+    config.write_text(yaml.safe_dump(loaded))
+    ended = run(config, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [step["task/is_b"] for step in steps] == [0.0, 0.0]
+    evaluated = read_lines(tmp_path / "run" / "eval.jsonl")
+    assert [line["policy_version"] for line in evaluated] == [0, 2]
+    assert all(line["eval/task/is_b"] == 1.0 for line in evaluated)
+    assert all(line["eval/failed"] == 0 for line in evaluated)

@@ -231,7 +231,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     )
     fail(writer, 4)
     first, second, best, *_ = read_samples(tmp_path, [])
-    assert "failed 2 times, last: no reward" in (first["error"] or "")
+    assert "failed 2 times, last (agent_crash): no reward" in (first["error"] or "")
     assert (
         first["reward"],
         first["staleness"],

@@ -190,6 +190,10 @@ def test_a_destructive_learning_rate_is_named() -> None:
             },
             "Entropy fell from 1.7 to 0.00",
         ),
+        (
+            {"failure_quota": 0.04, "failure_disk_full": 0.12, "failure_limit": 0.001},
+            "16% of the attempts of rollouts failed (disk_full 12%, quota 4%): free space",
+        ),
     ],
 )
 def test_each_problem_is_one_sentence(columns: dict[str, Column], flag: str) -> None:
@@ -203,6 +207,7 @@ def test_a_healthy_run_has_no_flag() -> None:
     below = judged(
         sample_special_fraction=0.04,
         sample_unfinished_fraction=0.4,
+        failure_disk_full=0.04,
         reward_equal_fraction=0.9,
     )
     assert below.health == ()

@@ -191,7 +191,7 @@ async def test_impossible_prompt_is_given_up_without_a_try(
         await asyncio.sleep(5.0)
         tries = [event[2:4] for event in house.journal.named("rollout_failed")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
-        why = f"r1 cannot be sampled: {why}"
+        why = f"r1 cannot be sampled: [prompt] {why}"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [
             house.count(name) for name in ("failed_groups", "given_up", "retried")

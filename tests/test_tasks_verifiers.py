@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def task_of(
-    name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any
+    name: str = "calculator_env",
+    args: dict[str, Any] | None = None,
+    args_of_task: dict[str, Any] | None = None,
 ) -> PromptTask:
-    config = TaskConfig(verifiers=True, **settings)
-    return build_task(config, 0, load_taskset=lambda: load_taskset(name, args or {}))
+    config = TaskConfig(verifiers=True, args=args_of_task or {})
+    return build_task(config, 0, load_taskset=partial(load_taskset, name, args or {}))
 
 
 def prompts_of(task: PromptTask, count: int) -> list[Prompt]:
@@ -59,7 +62,7 @@ def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
     task, words = look_at_task(
-        config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args)
+        config, 0, load_taskset=partial(load_taskset, "guessing_env_for_test", args)
     )
     assert task is None
     assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
@@ -69,7 +72,21 @@ def test_checking_a_config_reads_no_tasks() -> None:
     ):
         task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
     with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
-        look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
+        look_at_task(config, 0, load_taskset=partial(load_taskset, "no_such_env", {}))
+
+
+def test_fields_of_the_taskset_come_from_task_args() -> None:
+    args = {"taskset": {"num_tasks": 20, "seed": 1}}
+    ours, others = (task_of(args=args, args_of_task=more) for more in ({}, {"seed": 2}))
+    assert len(ours) == len(others) == 20
+    assert ours.prompt(0) != others.prompt(0)
+    with pytest.raises(ConfigError, match=r"taskset.seeds Extra inputs are not"):
+        task_of(args=args, args_of_task={"seeds": 2})
+
+
+def test_prompt_with_an_image_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="task 0 of .* has an image"):
+        task_of("guessing_env_for_test", {"taskset": {"has_images": True}})
 
 
 def test_reward_that_nobody_gives_is_a_failure() -> None:

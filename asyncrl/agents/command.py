@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
 from asyncrl.base.waits import uncut
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
@@ -164,7 +165,8 @@ class CommandHarness:
                 (transport, process), cancelled = await uncut(start)
             except OSError as error:
                 raise RolloutFailure(
-                    f"command {command[0]} cannot be started: {error}"
+                    f"command {command[0]} cannot be started: {error}",
+                    kind=kind_of_error(error, FailureKind.RUNTIME_START),
                 ) from error
             try:
                 if cancelled is not None:
@@ -202,7 +204,8 @@ class CommandHarness:
             )
             tail = process.text(2)[-STDERR_TAIL_BYTES:].strip() or "(empty)"
             raise RolloutFailure(
-                f"command {self.command[0]} {how}; the end of its standard error: {tail}"
+                f"command {self.command[0]} {how}; the end of its standard error: {tail}",
+                kind=kind_of_text(tail, FailureKind.AGENT_CRASH),
             )
         return process.text(1)
 
@@ -294,4 +297,4 @@ def last_line_outcome(text: str) -> Outcome:
     except ValidationError as error:
         what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
         rule = 'print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text'
-        raise RolloutFailure(what, rule=rule) from None
+        raise RolloutFailure(what, rule=rule, kind=FailureKind.CORRUPT_RESULT) from None

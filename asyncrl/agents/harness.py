@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import (
-    AsyncrlError,
     ConfigError,
-    ErrorBody,
     RolloutFailure,
     RolloutTimeout,
 )
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import kind_of
 from asyncrl.messages.records import Outcome, task_of
-from asyncrl.messages.worker_api import WorkItem
+from asyncrl.messages.worker_api import FailureBody, WorkItem
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -189,7 +188,7 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 async def run_item(
     harness: Harness, item: WorkItem, session: Session
-) -> Outcome | ErrorBody:
+) -> Outcome | FailureBody:
     given = (
         item.prompt_id,
         tuple(item.messages),
@@ -217,7 +216,7 @@ async def run_item(
             error = RolloutTimeout(
                 what, rule="rollout.timeout_s limits all attempts together"
             )
-        elif not isinstance(error, AsyncrlError):
+        elif not isinstance(error, RolloutFailure):
             trace = "".join(traceback.format_exception(error))
             log.warning(
                 "%s attempt %d failed\n%s",
@@ -226,11 +225,16 @@ async def run_item(
                 trace[:MAX_TRACE],
             )
             what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
-            error = RolloutFailure(what, way_out="the worker's log has the traceback.")
-        return ErrorBody(
+            error = RolloutFailure(
+                what,
+                way_out="the worker's log has the traceback.",
+                kind=kind_of_error(error, FailureKind.AGENT_CRASH),
+            )
+        return FailureBody(
             error=shown(error.what),
             rule=shown(error.rule),
             way_out=shown(error.way_out),
+            kind=error.kind,
         )
 
 
@@ -243,7 +247,9 @@ def as_outcome(value: object) -> Outcome:
         kind = type(value).__name__
         what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
         rule = "return a finite number, an Outcome, or None for the task's own reward"
-        raise RolloutFailure(what, rule=rule) from error
+        raise RolloutFailure(
+            what, rule=rule, kind=FailureKind.CORRUPT_RESULT
+        ) from error
 
 
 def first_fault(error: Exception) -> str:

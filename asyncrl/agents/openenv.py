@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session, first_fault
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.records import Outcome
@@ -209,7 +210,11 @@ class OpenEnvHarness:
         way_out = "read the server's log."
         if FULL in why:
             way_out = "raise max_concurrent_envs of its create_app(), or lower generator.concurrency."
-        return RolloutFailure(f"{self._said}: {what} failed: {why}", way_out=way_out)
+        return RolloutFailure(
+            f"{self._said}: {what} failed: {why}",
+            way_out=way_out,
+            kind=kind_of_error(error, FailureKind.ENVIRONMENT),
+        )
 
     async def _shape(self) -> Shape:
         """Return how actions look, read once. Raises ConfigError if no field fits."""

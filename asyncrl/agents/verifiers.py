@@ -27,6 +27,7 @@ from asyncrl.base.errors import (
     RolloutFailure,
     install_extra,
 )
+from asyncrl.base.failures import FailureKind, kind_of_text
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
@@ -34,6 +35,22 @@ from asyncrl.messages.worker_api import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""
+
+_OF_STAGE = {
+    "setup_timeout": FailureKind.RUNTIME_START,
+    "finalize_timeout": FailureKind.REWARD_TIMEOUT,
+    "scoring_timeout": FailureKind.REWARD_TIMEOUT,
+}
+"""Kinds of a trace's stop conditions that are time limits, but not the agent's."""
+_OF_ERROR = {
+    "SandboxError": FailureKind.RUNTIME_START,
+    "ToolsetError": FailureKind.ENVIRONMENT,
+    "ProviderError": FailureKind.ENDPOINT_LOST,
+    "InterceptionError": FailureKind.ENDPOINT_LOST,
+    "TunnelError": FailureKind.ENDPOINT_LOST,
+    "TimeoutError": FailureKind.AGENT_TIMEOUT,
+}
+"""Kinds of the library's errors, which name the border that a failure crossed."""
 
 _CHATTY = ("verifiers", "mcp", *REQUEST_LOGGERS)
 
@@ -46,7 +63,7 @@ class VerifiersHarness:
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         self._name = config.verifiers or ""
-        self._env, self._seat = _load_trainable(self._name, config.args)
+        self._env, self._seats = _load_trainable(self._name, config.args)
         self._servers = AsyncExitStack()
         self._changing = asyncio.Lock()
         self._is_open = False
@@ -100,41 +117,78 @@ class VerifiersHarness:
         said = f"verifiers environment {self._name}"
         # Other agents, such as judges and simulated users, have their own clients, and
         # no samples here.
-        traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
+        traces = [trace for trace in episode.traces if trace.agent.name in self._seats]
         if not self._env.complete(episode) or not traces:
             errors = [
                 *(error for trace in episode.traces for error in trace.errors),
                 *episode.errors,
             ]
-            why = (
-                f"{errors[-1].type}: {errors[-1].message}"
-                if errors
-                else "it ran no trained agent"
-            )
+            why = "it ran no trained agent"
+            kind = FailureKind.AGENT_CRASH
+            if errors:
+                why = f"{errors[-1].type}: {errors[-1].message}"
+                kind = _kind_of(errors[-1])
             raise RolloutFailure(
-                f"{said} failed: {why.replace(session.api_key, 'KEY')}"
+                f"{said} failed: {why.replace(session.api_key, 'KEY')}", kind=kind
             )
-        trace = traces[0]
-        if len(traces) > 1 or not trace.agent.trainable:
-            what = f"{said} ran agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
+        for trace in traces:
+            self._check(trace, said)
+        (first, *others) = traces
+        if not others:
+            reward = float(first.reward) if first.rewards else None
+            return Outcome(reward, _metrics_of(first))
+        if unpaid := [trace.agent.name for trace in traces if not trace.rewards]:
+            raise RewardFailure(
+                f"{said} gave no reward to agent {', '.join(unpaid)}",
+                rule="each of several trained agents has its own reward",
+            )
+        # The library sends the id of an agent's trace with its calls (X-Session-ID).
+        rewards = {trace.id: float(trace.reward) for trace in traces}
+        metrics = {
+            f"{trace.agent.name}/{name}": value
+            for trace in traces
+            for name, value in _metrics_of(trace).items()
+        }
+        return Outcome(None, metrics, rewards)
+
+    def _check(self, trace: Any, said: str) -> None:
+        """Raise RolloutFailure if a trace's reward is not the policy's."""
+        # The library scores what is there; a reward of half a world is not the
+        # policy's. The agent's own time limit counts as usual.
+        late = _OF_STAGE.get(trace.stop_condition)
+        if late is not None:
+            stage = trace.stop_condition.removesuffix("_timeout")
+            raise RolloutFailure(
+                f"{said} was not ready in time: {trace.stop_condition}",
+                way_out=f"raise timeout.{stage} of the agent in generator.args.",
+                kind=late,
+            )
+        if not trace.agent.trainable:
             raise ConfigError(
-                what, rule="an episode is one rollout of the trained agent"
+                f"{said} ran agent {trace.agent.name} with trainable=False",
+                rule="agents without a client are trained",
+                way_out="give that agent a client in generator.args.",
             )
         if missing := [
             name for name, reward in trace.rewards.items() if reward is None
         ]:
             what = f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
             raise RewardFailure(what)
-        metrics = {
-            f"reward/{name}": float(reward.score)
-            for name, reward in trace.rewards.items()
-        }
-        metrics |= {
-            name: float(value)
-            for name, value in trace.metrics.items()
-            if value is not None
-        }
-        return Outcome(float(trace.reward) if trace.rewards else None, metrics)
+
+
+def _metrics_of(trace: Any) -> dict[str, float]:
+    metrics = {
+        f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()
+    }
+    values = {name: value for name, value in trace.metrics.items() if value is not None}
+    return metrics | {name: float(value) for name, value in values.items()}
+
+
+def _kind_of(error: Any) -> FailureKind:
+    kind = _OF_ERROR.get(error.type, FailureKind.AGENT_CRASH)
+    if error.type == "TaskError" and "scoring" in error.message:
+        kind = FailureKind.REWARD_CRASH
+    return kind_of_text(error.message, kind)
 
 
 @asynccontextmanager
@@ -155,14 +209,17 @@ async def _serving(env: Any) -> AsyncIterator[None]:
             await env.stop()
 
 
-def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
-    return _load_trainable(identifier, args)[0].taskset
+def load_taskset(
+    identifier: str, args: Mapping[str, Any], fields: Mapping[str, Any]
+) -> Any:
+    """Return the taskset with `fields` over those in `args`. Raises ConfigError."""
+    taskset = {**args.get("taskset", {}), **fields}
+    return _load_trainable(identifier, {**args, "taskset": taskset})[0].taskset
 
 
-def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
+def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Return the environment whose taskset is `identifier`, with `args` as its config,
-    and the name of its only agent that calls the session. Raises ConfigError for a
-    second one, which would be trained.
+    and the names of its agents that call the session. Raises ConfigError.
     """
     vf = _library(identifier)
     shown = f"generator.verifiers={identifier}"
@@ -186,7 +243,7 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
         name: value for name, value in env.config if isinstance(value, vf.AgentConfig)
     }
     trained = {name: agent for name, agent in agents.items() if agent.client is None}
-    if [agent.model for agent in trained.values()] != [None]:
+    if not trained or any(agent.model is not None for agent in trained.values()):
         found = (
             ", ".join(
                 f"{name} (model={agent.model})" for name, agent in trained.items()
@@ -194,16 +251,17 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
             or "none"
         )
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
-        rule = "exactly one agent, without client and model, is trained; others need a client"
+        rule = "agents without client and model are trained, at least one; others need a client"
         raise ConfigError(
             f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args."
         )
-    ((seat, agent),) = trained.items()
-    for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
+    places = {"": env.config.retries}
+    places |= {f"{seat}.": agent.retries for seat, agent in trained.items()}
+    for place, retries in places.items():
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
             rule = "its retries would be trained, too; rollout.retries retries failed rollouts"
             raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule)
-    return env, seat
+    return env, [*trained]
 
 
 def _library(identifier: str) -> Any:

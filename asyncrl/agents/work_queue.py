@@ -20,6 +20,7 @@ from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import Outcomes
@@ -268,7 +269,10 @@ class RolloutQueue:
         )
         if (failure := message.failure) is not None:
             result = RolloutFailure(
-                failure.error, rule=failure.rule, way_out=failure.way_out
+                failure.error,
+                rule=failure.rule,
+                way_out=failure.way_out,
+                kind=failure.kind,
             )
         # After this the worker may forget the item. If its answer is lost, it posts
         # again, gets 410, and drops a result that already counts.
@@ -332,7 +336,8 @@ class RolloutQueue:
         self._num_lost += len(worker.held)
         for item in list(worker.held.values()):
             why = f"{item.item.rollout_id}: worker {worker_id[0]} {what}"
-            self._end(item, RolloutFailure(why, way_out=way_out))
+            lost = RolloutFailure(why, way_out=way_out, kind=FailureKind.HOST_LOST)
+            self._end(item, lost)
         self._changed.notify()
 
     def _end(

@@ -16,7 +16,7 @@ AsyncrlError                the failure with its values, the rule, the way out
 ├── CallbackError           a callback of asyncrl.run raised
 ├── CheckpointError         a checkpoint cannot be written (the run continues) or read
 │   └── CheckpointDamaged   it is corrupt or incomplete: an older one is used
-└── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
+└── RolloutFailure          one bad rollout: data with a FailureKind (failures.py); caught once, in rollouts/
     ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
     ├── RewardFailure       the reward function raised, timed out or returned no finite number
@@ -30,6 +30,8 @@ import contextlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from asyncrl.base.failures import FailureKind
 
 
 def install_extra(name: str) -> str:
@@ -134,22 +136,35 @@ class TaskError(ComponentError):
 
 
 class RolloutFailure(AsyncrlError):  # noqa: N818  data, not an error
-    pass
+    kind = FailureKind.AGENT_CRASH
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rule: str = "",
+        way_out: str = "",
+        kind: FailureKind | None = None,
+    ) -> None:
+        super().__init__(what, rule=rule, way_out=way_out)
+        self.kind = kind or self.kind
 
 
 class RolloutTimeout(RolloutFailure):
-    pass
+    kind = FailureKind.AGENT_TIMEOUT
 
 
 class PromptUnusable(RolloutFailure):
-    pass
+    kind = FailureKind.PROMPT
 
 
 class RewardFailure(RolloutFailure):
-    pass
+    kind = FailureKind.REWARD_CRASH
 
 
 class RequestRefused(RolloutFailure):
+    kind = FailureKind.REFUSED
+
     def __init__(
         self, what: str, *, why: str = "", rule: str = "", way_out: str = ""
     ) -> None:

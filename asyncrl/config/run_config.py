@@ -123,10 +123,11 @@ class RunConfig(FrozenConfig):
 
     @property
     def evaluates_agent(self) -> bool:
+        plays_environment = all(one.task.verifiers for one in self.evals.values())
         return (
             self.eval is not None
             and self.generator.is_harness
-            and self.generator.verifiers is None
+            and (self.generator.verifiers is None or plays_environment)
         )
 
     @property
@@ -280,6 +281,10 @@ class RunConfig(FrozenConfig):
             generator.verifiers is not None
         ):
             yield "set both generator.verifiers and task.verifiers, or none"
+        num_played = sum(one.task.verifiers for one in self.evals.values())
+        num_evals = 0 if generator.verifiers is None else len(self.evals)
+        if num_played not in (0, num_evals):
+            yield "eval.task.verifiers needs generator.verifiers, and is set for all evaluations or for none"
         # A harness may bring the reward itself; with outcomes=none the task must.
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
@@ -287,12 +292,7 @@ class RunConfig(FrozenConfig):
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
             if not one.task.has_score and not (has_harness and self.evaluates_agent):
-                lacks = (
-                    "verifiers cannot be evaluated"
-                    if one.task.verifiers
-                    else "reward is missing"
-                )
-                yield f"{key_of('eval', name)}.task.{lacks}; give eval.task its own reward"
+                yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 
 def key_of(section: str, name: str) -> str:

@@ -24,6 +24,10 @@ class SupervisionConfig(FrozenConfig):
     """Timeout for a process's first answer, in seconds, after reading its model (vLLM:
     three times longer).
     """
+    max_infrastructure_failures: float = Field(default=0.5, ge=0, le=1)
+    """Share of the newest 100 attempts of rollouts that infrastructure may fail, then
+    the run ends when a rollout has no retry left (1 = never; docs/failures.md).
+    """
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without progress until the run reports who waits for whom, with stacks in
     the log.

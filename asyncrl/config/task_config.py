@@ -56,7 +56,9 @@ class TaskConfig(FrozenConfig):
     environments).
     """
     args: dict[str, Any] = {}
-    """Settings of the task itself, passed unchanged."""
+    """Settings of the task itself, passed unchanged; of a verifiers environment, fields
+    of its taskset, over generator.args.taskset.
+    """
     prompt_column: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages."""
     answer_column: str | None = "answer"
@@ -144,9 +146,9 @@ class TaskConfig(FrozenConfig):
             raise ValueError(
                 f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
             )
-        if self.verifiers and (given := ", ".join(self.given("args", "system_prompt"))):
+        if self.verifiers and self.system_prompt is not None:
             raise ValueError(
-                f"{given} does not reach a verifiers environment; write generator.args.taskset"
+                "system_prompt does not reach a verifiers environment; write generator.args.taskset"
             )
         return self
 

@@ -41,6 +41,7 @@ from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.rollout import (
     Generator,
     HarnessGenerator,
@@ -152,7 +153,10 @@ async def build(
         sink=buffer,
         source=feed,
         runner=RolloutRunner(
-            generator, timeout_s=rollout.timeout_s, retries=rollout.retries
+            generator,
+            timeout_s=rollout.timeout_s,
+            retries=rollout.retries,
+            failures=RecentFailures(config.supervision.max_infrastructure_failures),
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,

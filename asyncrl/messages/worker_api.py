@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from pydantic import ConfigDict, Field
 
 from asyncrl.base.errors import ErrorBody, Message
+from asyncrl.base.failures import FailureKind
 from asyncrl.messages.records import Completion, Outcome, Rollout, Work
 
 MAX_WAIT_S = 20.0
@@ -94,12 +95,16 @@ class TakeAnswer(Message):
     is_over: bool = False
 
 
+class FailureBody(ErrorBody):
+    kind: FailureKind
+
+
 class ResultRequest(WorkerMessage):
     """If neither `failure` nor `outcome`, the posted outcome counts."""
 
     item_id: str
     outcome: Outcome | None = None
-    failure: ErrorBody | None = None
+    failure: FailureBody | None = None
 
 
 class Accepted(Message):

@@ -369,7 +369,8 @@ class SampleWriter:
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
             rollout = failed.seen()
-        error = f"{how_failed(failed.num_attempts)}: {failed.failure}"
+        failure = failed.failure
+        error = f"{how_failed(failed.num_attempts)} ({failure.kind}): {failure}"
         text = shown(prompt, rollout, decode, step=self._next_step, error=error)
         name = {
             "kind": "failed",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
+from asyncrl.base.failures import WAYS_OUT, FailureKind
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.pace import Pace
@@ -31,6 +32,8 @@ MIN_STEPS = 20
 MIN_STEPS_REASONS = 50
 """Reasons for a missing gain are looked for from here on."""
 ALL = 0.95
+FAILED = 0.05
+"""Share of failed attempts from which the verdict names their kinds."""
 SIGMAS = 3.0
 """Standard errors from which a change of the reward counts."""
 
@@ -100,6 +103,7 @@ def judge(
     findings = [
         *_gradient_findings(steps, config, run_dir, has_risen),
         *_answer_findings(steps, config, run_dir, has_risen),
+        *_failure_findings(steps),
     ]
     return Verdict(
         num_steps=len(steps),
@@ -315,6 +319,19 @@ def _answer_findings(
     if (gap := mean("policy/logprob_gap_mean")) > GAP_WARNING:
         clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
         yield _Finding(clause, "check model.dtype and the engine's version")
+
+
+def _failure_findings(steps: Steps) -> Iterator[_Finding]:
+    part = recent(len(steps))
+    shares = {kind: steps.mean(f"failure/{kind}", part) or 0.0 for kind in FailureKind}
+    if sum(shares.values()) < FAILED:
+        return
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)
+    named = [f"{kind} {shares[kind]:.0%}" for kind in largest if shares[kind] >= 0.01]
+    total = f"{sum(shares.values()):.0%} of the attempts of rollouts failed"
+    yield _Finding(
+        f"{total} ({', '.join(named)})", WAYS_OUT[largest[0]].removesuffix(".")
+    )
 
 
 # ---- table and plot

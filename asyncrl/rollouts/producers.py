@@ -157,6 +157,7 @@ class Producers:
             "rollout/retried": self.runner.num_retried,
             **{f"rollout/{name}": self._counts[name] for name in counted},
             **by_task("rollout/failed", self._failed),
+            **self.runner.failures.gauges(),
         }
 
     def filling(self) -> str:
@@ -326,9 +327,10 @@ class Producers:
 
     def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
         self._failed[group.prompt.task] += 1
-        self.last_failure = str(failed.failure)
+        self.last_failure = f"[{failed.failure.kind}] {failed.failure}"
         group.failures[failed.sample_index] = (failed.num_attempts, self.last_failure)
         self.on_failed(group.ticket.group_id, group.prompt, failed)
+        self.runner.failures.check(self.name)
 
     def _sampled(self, group: RunningGroup) -> None:
         """Complete a group whose rollouts have all ended, after its reward if the task
@@ -355,10 +357,13 @@ class Producers:
             return
         rollouts.update(scored)
         self._counts["finished"] += len(scored)
+        for _ in scored:
+            self.runner.failures.ended_nowait(None)
         for index, failure in failed.items():
             seen = functools.partial(tuple, rollouts.pop(index))
+            self.runner.failures.ended_nowait(failure)
             self._fail(group, FailedRollout(index, 1, failure, seen))
-        whys = {index: str(failure) for index, failure in failed.items()}
+        whys = {index: group.failures[index][1] for index in failed}
         self.journal.group_scored_nowait(group_id, [*scored.values()], whys)
         self._complete(group)
 

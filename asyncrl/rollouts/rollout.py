@@ -27,6 +27,7 @@ from asyncrl.base.errors import (
     RolloutFailure,
     RolloutTimeout,
 )
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import OnOverflow
@@ -44,6 +45,7 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
+from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
@@ -280,12 +282,18 @@ class RolloutRunner:
     """
 
     def __init__(
-        self, generator: Generator, *, timeout_s: float | None, retries: int
+        self,
+        generator: Generator,
+        *,
+        timeout_s: float | None,
+        retries: int,
+        failures: RecentFailures | None = None,
     ) -> None:
         self._generator = generator
         self.timeout_s = timeout_s
         self.retries = retries
         self.num_retried = 0
+        self.failures = failures or RecentFailures()
         self.started_s: dict[str, float] = {}
 
     async def run(
@@ -318,11 +326,21 @@ class RolloutRunner:
                     slots.give_back_nowait(attempt.rollout_id)
                     attempt.count_lost(outcome)
                 if not isinstance(outcome, RolloutFailure):
+                    # Producers count it once its group has its rewards.
+                    if outcome[0].unscored is None:
+                        self.failures.ended_nowait(None)
                     return outcome
+                if attempt.num_spent():
+                    outcome.kind = outcome.kind.after_answer
+                self.failures.ended_nowait(outcome)
                 num_attempts = attempt.attempt + 1
                 tries = f"{num_attempts} of {self.retries + 1}"
                 log.warning(
-                    "%s attempt %s failed: %s", attempt.rollout_id, tries, outcome
+                    "%s attempt %s failed (%s): %s",
+                    attempt.rollout_id,
+                    tries,
+                    outcome.kind,
+                    outcome,
                 )
                 # No retry can help; producers give up a prompt with 0 attempts.
                 if isinstance(outcome, PromptUnusable):
@@ -376,7 +394,11 @@ class RolloutRunner:
                 )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             what = f"{name} raised {type(error).__name__}: {error}"
-            return RolloutFailure(what, way_out="see logs/controller.log.")
+            return RolloutFailure(
+                what,
+                way_out="see logs/controller.log.",
+                kind=kind_of_error(error, FailureKind.AGENT_CRASH),
+            )
 
 
 # ---- generators
@@ -537,6 +559,8 @@ class HarnessGenerator:
         except RolloutFailure as failure:
             if (
                 session.overflow is None
+                # A full disk or a lost worker says nothing about the policy.
+                or not failure.kind.may_be_policys
                 or self.on_overflow == "fail"
                 or not session.num_completions
             ):
@@ -554,6 +578,7 @@ class HarnessGenerator:
             raise RolloutFailure(
                 f"{work.rollout_id} reached a limit: {session.overflow}",
                 way_out=way_out,
+                kind=FailureKind.LIMIT,
             )
         return outcome, False
 
@@ -633,6 +658,7 @@ async def score_group(
         broken = RewardFailure(
             f"the group's reward for prompt {prompt.prompt_id} raised {message_of(error)}",
             way_out="the log has the traceback.",
+            kind=kind_of_error(error, FailureKind.REWARD_CRASH),
         )
         return {}, dict.fromkeys(asked, broken)
     scored = dict[int, Rollout]()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from asyncrl.base.errors import ConfigError, TaskError, install_extra
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.config.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
@@ -92,7 +93,7 @@ class Question:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.failure = ""
+        self.failure: UserCodeFailed | None = None
 
 
 class Judge:
@@ -238,8 +239,8 @@ class Judge:
             question = self._asked[key] = Question()
         with waiting("an answer of the judge", on=self.config.base_url):
             async with question.lock:
-                if question.failure:
-                    raise UserCodeFailed(question.failure)
+                if question.failure is not None:
+                    raise question.failure
                 if key in self._known:
                     self.num_cached += 1
                     self._known.move_to_end(key)
@@ -248,7 +249,7 @@ class Judge:
                 try:
                     found = await self._tries(request, read)
                 except UserCodeFailed as failure:
-                    question.failure = str(failure)
+                    question.failure = failure
                     del self._asked[key]  # a later rollout asks again
                     raise
                 self._known[key] = found
@@ -261,6 +262,7 @@ class Judge:
 
         temperature = self.config.temperature
         why = ""
+        kind = FailureKind.REWARD_CRASH
         for number in range(self.config.retries + 1):
             self.num_retried += number > 0
             answer = ""
@@ -283,19 +285,24 @@ class Judge:
             ) as error:
                 text = self._text_of(error)
                 why = f"did not answer: {text}"
+                kind = kind_of_error(error, FailureKind.REWARD_TIMEOUT)
                 delay_s = self._pause(error, number)
                 logger.info("the judge pauses for %.1f s: %s", delay_s, text)
             except openai.OpenAIError as error:  # a further try would be refused too
                 text = self._text_of(error)
                 # None: the error may show the key
-                raise UserCodeFailed(f"was refused by the judge: {text}") from None
+                kind = kind_of_error(error, FailureKind.REWARD_CRASH)
+                raise UserCodeFailed(
+                    f"was refused by the judge: {text}", kind
+                ) from None
             except (ValueError, LookupError) as error:  # broken JSON is a ValueError
                 said = _without_key(self.config, answer)[-80:]
                 reason = _without_key(self.config, str(error))[:200]
                 why = f"answered {said!r} ({reason})"
+                kind = FailureKind.CORRUPT_RESULT
                 temperature = max(temperature, AGAIN)
         tries = self.config.retries + 1
-        raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}")
+        raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}", kind)
 
     async def _send(self, request: str, temperature: float) -> Any:
         """Return one reply. Raises OpenAIError, TimeoutError, ValueError for broken

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncrl.base.errors import RewardFailure
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
@@ -104,6 +105,10 @@ def score_of(task: Any) -> tuple[RewardFunction, bool]:
 class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
     """Error or invalid return value of user code, as text. Picklable."""
 
+    def __init__(self, what: str, kind: FailureKind = FailureKind.REWARD_CRASH) -> None:
+        super().__init__(what)
+        self.kind = kind
+
 
 @contextlib.contextmanager
 def user_code(*passed: type[BaseException]) -> Iterator[None]:
@@ -116,7 +121,8 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
     except BaseException as error:  # a sampled program may raise KeyboardInterrupt
         if isinstance(error, (UserCodeFailed, *passed)):
             raise
-        raise UserCodeFailed(raised(error)) from error
+        kind = kind_of_error(error, FailureKind.REWARD_CRASH)
+        raise UserCodeFailed(raised(error), kind) from error
     finally:
         if os.getpid() != process:
             os._exit(0)
@@ -197,11 +203,13 @@ def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFa
     if not isinstance(value, list | tuple):
         hint = "; is a `return` missing?" if value is None else ""
         raise UserCodeFailed(
-            f"returned {value!r:.80} ({type(value).__name__}), not a list of numbers{hint}"
+            f"returned {value!r:.80} ({type(value).__name__}), not a list of numbers{hint}",
+            FailureKind.CORRUPT_RESULT,
         )
     if len(value) != len(completions):
         raise UserCodeFailed(
-            f"returned {len(value)} rewards for {len(completions)} completions: {value!r:.80}"
+            f"returned {len(value)} rewards for {len(completions)} completions: {value!r:.80}",
+            FailureKind.CORRUPT_RESULT,
         )
     rewards = list[Reward | UserCodeFailed]()
     for entry, completion in zip(value, completions, strict=True):
@@ -221,13 +229,15 @@ def as_reward(value: Any) -> Reward:
     if not isinstance(number, numbers.Real):
         hint = "; is a `return` missing?" if value is None else ""
         raise UserCodeFailed(
-            f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}"
+            f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}",
+            FailureKind.CORRUPT_RESULT,
         )
     reward = float(number)
     # Not `abs(reward) > ...`, which is false for nan.
     if not abs(reward) <= LARGEST_NUMBER:
         raise UserCodeFailed(
-            f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most"
+            f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most",
+            FailureKind.CORRUPT_RESULT,
         )
     return reward
 

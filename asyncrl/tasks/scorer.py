@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
@@ -211,11 +212,13 @@ class TaskScorer:
                 f"the reward of prompt {prompt.prompt_id} {failure}",
                 rule="a reward is one finite number, or one for each sampled token",
                 way_out=f"correct {self._calls.name}; the completion began {given[:80]!r}.",
+                kind=failure.kind,
             )
         return RewardFailure(
             f"the rewards of the group of prompt {prompt.prompt_id} {failure}",
             rule="a group's reward is a list with one finite number for each completion",
             way_out=f"correct {self._calls.name}.",
+            kind=failure.kind,
         )
 
     async def _call(
@@ -272,7 +275,8 @@ class TaskScorer:
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:
     return UserCodeFailed(
-        f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)"
+        f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)",
+        FailureKind.REWARD_TIMEOUT,
     )
 
 

@@ -38,7 +38,8 @@ from asyncrl.tasks.rewards import (
 )
 from asyncrl.tasks.task import GroupTask, Item, PromptTask, RowTask
 
-LoadTaskset = Callable[[], Any]
+LoadTaskset = Callable[[Mapping[str, Any]], Any]
+"""Make a taskset of a verifiers environment, with task.args as fields of its config."""
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 """(rows, name of a row in errors)."""
@@ -52,7 +53,7 @@ def build_task(
     """
     if config.verifiers:
         assert load_taskset is not None, "task.verifiers needs the run's environment"
-        return VerifiersTask(load_taskset(), size=config.size)
+        return VerifiersTask(load_taskset(config.args), size=config.size)
     if config.python is not None:
         return _python_task(config, config.python, seed)
     if config.reasoning_gym is not None:
@@ -91,7 +92,7 @@ def look_at_task(
     if config.verifiers and load_taskset is not None:
         return (
             None,
-            f"verifiers {type(load_taskset()).__name__} (its tasks are read when the run starts)",
+            f"verifiers {type(load_taskset(config.args)).__name__} (its tasks are read when the run starts)",
         )
     if config.dataset is not None and not Path(config.dataset).exists():
         reward_function(config)
@@ -472,6 +473,8 @@ def _verifiers_item(data: Any) -> Item:
     messages = []
     for message in prompt:
         content = message.get("content") or ""
+        if "image_url" in {part["type"] for part in content if isinstance(part, dict)}:
+            raise ValueError("its prompt has an image; the endpoint reads texts")
         text = content if isinstance(content, str) else json.dumps(content)
         messages.append({"role": message["role"], "content": text})
     opening = {"role": "user", "content": "(the environment opens the conversation)"}

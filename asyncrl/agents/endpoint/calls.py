@@ -58,6 +58,8 @@ class GatewayCall:
     request: SamplingRequest
     is_streamed: bool
     is_trained: bool
+    speaker: str | None = None
+    """X-Session-ID of the request: one of several agents in a rollout."""
     is_sampled: bool = False
     is_delivered: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))

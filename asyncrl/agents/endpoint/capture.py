@@ -28,6 +28,7 @@ from asyncrl.agents.endpoint.prefix_match import (
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.messages.records import (
     Completion,
     Credit,
@@ -298,7 +299,10 @@ class Capture:
                 "min_p on engines that do not report supports"
             )
             raise RolloutFailure(
-                what, rule=rule, way_out="let it call the model with its session's key."
+                what,
+                rule=rule,
+                way_out="let it call the model with its session's key.",
+                kind=FailureKind.CORRUPT_RESULT,
             )
         # An answer that several calls continued is in several branches. It has its loss
         # in the first; in the others it is context, or its gradient would count twice.
@@ -381,6 +385,7 @@ def _credited(
             f"its rewards name {sorted(rewards)[:5]}; this rollout has {sorted(known)[:5]}",
             rule="turn_rewards names every completion",
             way_out="name every answer by its `id`; 0.0 is a reward too.",
+            kind=FailureKind.CORRUPT_RESULT,
         )
     return {
         node: (rewards[node.name], unit)

@@ -309,6 +309,7 @@ class Gateway:
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
+        call.speaker = request.headers.get("x-session-id")
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
             # not hold up the heads of later streams. If sampling fails, gather raises

@@ -17,6 +17,7 @@ from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -177,6 +178,8 @@ class GatewaySession:
         self._open_requests = asyncio.Semaphore(OPEN_SHARE * MAX_CONCURRENT_CALLS)
         """Bounds bodies in memory."""
         self._scopes: set[asyncio.Timeout] = set()
+        self._speakers: dict[str, str] = {}
+        """Of the delivered answers that have one."""
         self._failure: RolloutFailure | None = None
         self.sessions.open[self.key] = self
 
@@ -218,7 +221,12 @@ class GatewaySession:
             f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
         )
         self.fail_nowait(
-            RolloutFailure(what, rule=rule, way_out="have the harness read the errors.")
+            RolloutFailure(
+                what,
+                rule=rule,
+                way_out="have the harness read the errors.",
+                kind=FailureKind.LIMIT,
+            )
         )
 
     def take_number(self, digest: bytes) -> int:
@@ -253,6 +261,8 @@ class GatewaySession:
             grammar=call.request.grammar,
         )
         call.is_delivered = True
+        if call.speaker is not None:
+            self._speakers[call.name] = call.speaker
         if continues is not None:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -300,11 +310,19 @@ class GatewaySession:
         return self.capture.last_completion()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches, truncated if a limit stopped them. Raises
-        RolloutFailure.
+        """Return all branches, truncated if a limit stopped them. `turn_rewards` are of
+        answers, or of speakers with all their answers. Raises RolloutFailure.
         """
         if self._failure is not None:
             raise self._failure
+        rewards = outcome.turn_rewards
+        if rewards.keys() & set(self._speakers.values()):
+            rewards = {
+                name: rewards[speaker]
+                for name, speaker in self._speakers.items()
+                if speaker in rewards
+            }
+            outcome = replace(outcome, turn_rewards=rewards)
         rollout = self.capture.rollout(sample_index, outcome, reward)
         if self.overflow is None:
             return rollout

@@ -1,0 +1,575 @@
+"""Twelve failures of the infrastructure, planted under real harnesses: each has its
+name, and none becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import shutil
+import ssl
+import stat
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from gateway_cases import in_loop
+from harness_gateway import TestGateway, need_bubblewrap, open_gateway, working
+from rollout_cases import FakeSink, make_producers, one_token, scored, virtual
+from test_harness_worker import started
+
+from asyncrl.agents.harness import Harness, build_harness
+from asyncrl.agents.worker import Worker
+from asyncrl.base.errors import RolloutFailure, TaskError, first_cause
+from asyncrl.base.failures import WAYS_OUT, FailureKind, kind_of_error, kind_of_text
+from asyncrl.config import GeneratorConfig, TaskConfig
+from asyncrl.messages.records import GroupId, Prompt, Rollout
+from asyncrl.observe.metrics import gauge_of
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.recent_failures import RecentFailures
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    HarnessGenerator,
+    RolloutAttempt,
+    RolloutRunner,
+    Score,
+    Slots,
+)
+from asyncrl.tasks import TaskScorer
+
+AGENTS = "faulty_agents_for_test"
+PROMPT = Prompt("p0", ({"role": "user", "content": "What is 6 * 7?"},), answer="42")
+
+
+def build(config: GeneratorConfig) -> Harness:
+    # A worker's commands have a guard, which would outlive these tests.
+    return build_harness(config, is_worker=False)
+
+
+async def run(
+    gateway: TestGateway,
+    *,
+    scorers: Any = None,
+    timeout_s: float | None = None,
+    prompt: Prompt = PROMPT,
+    retries: int = 0,
+) -> Rollout | FailedRollout:
+    generator = HarnessGenerator(
+        gateway.host, gateway.queue, scorers or SimpleNamespace(of=lambda _: NO_SCORE)
+    )
+    runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
+    attempt = RolloutAttempt("g0/r0", GroupId(0), prompt, 0)
+    return await runner.run(attempt, slots=Slots(1), order=())
+
+
+NO_SCORE: Any = SimpleNamespace(
+    has_score=False, shows_special=True, scores_groups=False, judge=None
+)
+
+
+def play(
+    config: GeneratorConfig, limits: dict[str, Any] | None = None, **more: Any
+) -> Rollout | FailedRollout:
+    """Return what becomes of a rollout of this harness, without retries."""
+
+    async def story() -> Rollout | FailedRollout:
+        async with (
+            open_gateway(limits=limits or {}) as gateway,
+            working(gateway, build(config)),
+        ):
+            return await run(gateway, **more)
+
+    return asyncio.run(story())
+
+
+def kind_of(outcome: Rollout | FailedRollout) -> FailureKind:
+    assert isinstance(outcome, FailedRollout), "it is trained"
+    return outcome.failure.kind
+
+
+def agent(name: str, **args: Any) -> GeneratorConfig:
+    return GeneratorConfig(python=f"{AGENTS}:{name}", args=args)
+
+
+def shell(script: str, **settings: Any) -> GeneratorConfig:
+    return GeneratorConfig(command=["/bin/bash", "-c", script], **settings)
+
+
+CALL = """
+curl -sf $OPENAI_BASE_URL/chat/completions -H "Authorization: Bearer $OPENAI_API_KEY" \
+    -d '{"messages": [{"role": "user", "content": "hi"}]}' >&2
+"""
+
+
+# ---- 1, 2: the runtime does not start, or has no image
+
+
+def test_sandbox_that_does_not_start_has_its_name(tmp_path: Path) -> None:
+    need_bubblewrap()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    config = shell("echo 1", sandbox="bubblewrap", sandbox_paths=[str(gone)])
+    harness = build(config)
+    shutil.rmtree(gone)
+
+    async def story() -> Rollout | FailedRollout:
+        async with open_gateway() as gateway, working(gateway, harness):
+            return await run(gateway)
+
+    assert kind_of(asyncio.run(story())) == FailureKind.RUNTIME_START
+
+
+DOCKER = {
+    FailureKind.RUNTIME_START: "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
+    "Is the docker daemon running?",
+    FailureKind.IMAGE_MISSING: "Unable to find image 'no/such:1' locally\ndocker: Error response from "
+    "daemon: pull access denied for no/such, repository does not exist or may require 'docker login'.",
+}
+"""The words of docker 24."""
+
+
+@pytest.mark.parametrize("kind", DOCKER)
+def test_docker_of_a_program_has_its_name(tmp_path: Path, kind: FailureKind) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{DOCKER[kind]}\nEND\nexit 125\n")
+    docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
+    config = shell(f"{CALL} {docker} run --rm no/such:1 && echo 1")
+    assert kind_of(play(config)) == kind
+
+
+# ---- 3: disk full
+
+
+@pytest.mark.parametrize(
+    "config",
+    [agent("full"), shell(f"{CALL} echo notes > /dev/full && echo 0.0")],
+    ids=["python", "command"],
+)
+def test_full_disk_has_its_name(config: GeneratorConfig) -> None:
+    assert kind_of(play(config)) == FailureKind.DISK_FULL
+
+
+def test_full_disk_after_a_limit_is_not_a_reward_of_0() -> None:
+    limits = {"max_calls": 1}
+    outcome = play(agent("over_its_limit", then="write"), limits)
+    assert kind_of(outcome) == FailureKind.DISK_FULL
+    stopped = play(agent("over_its_limit", then="stop"), limits)
+    assert isinstance(stopped, tuple), "the policy's own limit still truncates"
+    assert (stopped[0].reward, stopped[0].is_truncated) == (0.0, True)
+
+
+# ---- 4, 5: the verifier crashes, or hangs
+
+
+async def hangs(prompt: Prompt, completion: str) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def crashes(prompt: Prompt, completion: str) -> float:
+    return 1.0 / 0
+
+
+def no_number(prompt: Prompt, completion: str) -> Any:
+    return "right"
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind"),
+    [
+        (crashes, FailureKind.REWARD_CRASH),
+        (hangs, FailureKind.REWARD_TIMEOUT),
+        (no_number, FailureKind.CORRUPT_RESULT),
+    ],
+)
+def test_reward_that_fails_has_its_name(reward: Any, kind: FailureKind) -> None:
+    async def story() -> Rollout | FailedRollout:
+        config = TaskConfig.model_validate(
+            {"python": "x:y", "reward_pool": "inline", "reward_timeout_s": 0.2}
+        )
+        task: Any = SimpleNamespace(score=reward)
+        harness = build(shell(f"{CALL} echo done"))
+        async with open_gateway() as gateway, working(gateway, harness):
+            tokenizer: Any = gateway.engine.tokenizer
+            scorer = TaskScorer(task, config, tokenizer, seed=0)
+            return await run(gateway, scorers=SimpleNamespace(of=lambda _: scorer))
+
+    assert kind_of(asyncio.run(story())) == kind
+
+
+# ---- 6, 7: the agent crashes, or hangs
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (agent("crashes", after_answer=False), FailureKind.AGENT_CRASH),
+        (agent("crashes", after_answer=True), FailureKind.CRASH_AFTER_ANSWER),
+        (shell("exit 3"), FailureKind.AGENT_CRASH),
+        (shell("kill -9 $$"), FailureKind.AGENT_CRASH),
+        (shell(f"{CALL} exit 3"), FailureKind.CRASH_AFTER_ANSWER),
+        (agent("hangs", after_answer=False), FailureKind.AGENT_TIMEOUT),
+        (agent("hangs", after_answer=True), FailureKind.TIMEOUT_AFTER_ANSWER),
+    ],
+)
+def test_agent_that_fails_is_not_blamed_on_the_policy_before_its_first_answer(
+    config: GeneratorConfig, kind: FailureKind
+) -> None:
+    assert kind_of(play(config, timeout_s=5.0)) == kind
+    assert kind.is_infrastructure == ("after_answer" not in kind)
+
+
+# ---- 8, 10, 12: other services
+
+
+@asynccontextmanager
+async def service(answer: Any) -> AsyncIterator[str]:
+    async with AsyncExitStack() as stack:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}/v1"
+
+
+async def cut(request: web.Request) -> web.Response:
+    """The connection ends without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def refuse(request: web.Request) -> web.Response:
+    error = {"message": "You exceeded your quota.", "code": "insufficient_quota"}
+    return web.json_response({"error": error}, status=429)
+
+
+async def broken(request: web.Request) -> web.Response:
+    return web.Response(status=503)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (cut, FailureKind.ENDPOINT_LOST),
+        (broken, FailureKind.ENDPOINT_LOST),
+        (refuse, FailureKind.QUOTA),
+    ],
+)
+@pytest.mark.parametrize("harness", ["python", "command"])
+@in_loop
+async def test_service_that_is_lost_or_refuses_has_its_name(
+    answer: Any, kind: FailureKind, harness: str
+) -> None:
+    async with service(answer) as url, open_gateway() as gateway:
+        config = agent("asks_elsewhere", url=url)
+        if harness == "command":
+            config = shell(f"{CALL} curl -sSf {url}/score && echo 1")
+        async with working(gateway, build(config)):
+            assert kind_of(await run(gateway)) == kind
+
+
+@in_loop
+async def test_clock_that_is_behind_has_its_name(tmp_path: Path) -> None:
+    authority = make_certificate(tmp_path, begins_in_days=30)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(authority)
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
+    port = server.sockets[0].getsockname()[1]
+    config = agent("fetches", url=f"https://127.0.0.1:{port}", authority=str(authority))
+    async with server, open_gateway() as gateway:
+        async with working(gateway, build(config)):
+            assert kind_of(await run(gateway)) == FailureKind.CLOCK_SKEW
+
+
+def make_certificate(folder: Path, *, begins_in_days: int) -> Path:
+    """Write a certificate for 127.0.0.1 with its key."""
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    begin = datetime.datetime.now(datetime.UTC) + datetime.timedelta(begins_in_days)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(begin)
+        .not_valid_after(begin + datetime.timedelta(30))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "certificate.pem"
+    path.write_bytes(
+        certificate.public_bytes(serialization.Encoding.PEM)
+        + key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return path
+
+
+# ---- 9: the host is lost
+
+
+@pytest.mark.slow
+@in_loop
+async def test_worker_that_dies_or_has_a_wrong_clock(tmp_path: Path) -> None:
+    async with open_gateway(lease_timeout_s=3.0) as gateway:
+        async with started(gateway, tmp_path, agent("is_a_day_ahead")):
+            outcome = await run(gateway)
+            assert isinstance(outcome, tuple), "no limit reads a worker's clock"
+            assert outcome[0].reward == 1.0
+        async with started(gateway, tmp_path, agent("dies")):
+            assert kind_of(await run(gateway)) == FailureKind.HOST_LOST
+
+
+@in_loop
+async def test_worker_that_leaves_has_its_name() -> None:
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        harness = build(agent("hangs", after_answer=True))
+        worker = asyncio.ensure_future(Worker(harness, caller, name="w", slots=1).run())
+        running = asyncio.ensure_future(run(gateway))
+        await gateway.engine.started.wait()
+        worker.cancel()
+        assert kind_of(await running) == FailureKind.HOST_LOST
+        await asyncio.wait({worker})
+        await caller.aclose()
+
+
+# ---- 11: corrupt results
+
+
+@pytest.mark.parametrize(
+    "config", [agent("gives_no_number"), shell(f"{CALL} echo '{{\"rewrd\": 1}}'")]
+)
+def test_corrupt_result_has_its_name(config: GeneratorConfig) -> None:
+    assert kind_of(play(config)) == FailureKind.CORRUPT_RESULT
+
+
+# ---- verifiers environments
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("index", "args", "kind"),
+    [
+        (8, {}, FailureKind.REWARD_CRASH),
+        (9, {"agent": {"timeout": {"scoring": 0.1}}}, FailureKind.REWARD_TIMEOUT),
+        (7, {}, FailureKind.AGENT_CRASH),
+    ],
+)
+def test_failure_in_a_verifiers_environment_has_its_name(
+    index: int, args: dict[str, Any], kind: FailureKind
+) -> None:
+    from test_harness_verifiers import GUESSING, guess_upwards, task_of, text_of
+
+    args = {"agent": {"runtime": {"type": "subprocess"}} | args.get("agent", {})}
+    task = task_of(GUESSING, args, index)
+    prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
+
+    async def story() -> Rollout | FailedRollout:
+        async with open_gateway(lease_timeout_s=60.0) as gateway:
+            gateway.engine.answer = lambda request: guess_upwards(text_of(request))
+            config = GeneratorConfig(verifiers=GUESSING, args=args)
+            async with working(gateway, build(config)):
+                return await run(gateway, prompt=prompt)
+
+    assert kind_of(asyncio.run(story())) == kind
+
+
+@pytest.mark.extras
+def test_container_of_a_verifiers_environment_that_does_not_start_has_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from test_harness_verifiers import EXAMPLE, task_of
+
+    monkeypatch.chdir(EXAMPLE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # A daemon that runs here would pull the image.
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    args = {"agent": {"runtime": {"type": "docker", "image": "no/such:1"}}}
+    task = task_of("calculator_env", args, 0)
+    prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
+    config = GeneratorConfig(verifiers="calculator_env", args=args)
+    assert kind_of(play(config, prompt=prompt)) == FailureKind.RUNTIME_START
+
+
+# ---- the share, and the end of a run
+
+
+class Ends:
+    """A generator whose attempts of 1 s end as `kind_of` says."""
+
+    def __init__(self, kind_of: Callable[[RolloutAttempt], FailureKind | None]) -> None:
+        self._kind_of = kind_of
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        await asyncio.sleep(1.0)
+        kind = self._kind_of(attempt)
+        if kind is not None:
+            raise RolloutFailure(f"{attempt.rollout_id} met {kind}", kind=kind)
+        attempt.num_spent = lambda: 1
+        return scored((one_token(attempt.sample_index),))
+
+
+async def produce(
+    kind_of: Callable[[RolloutAttempt], FailureKind | None],
+    *,
+    limit: float,
+    num_groups: int = 40,
+) -> Producers:
+    """Run groups of 4 with 2 retries until all have ended."""
+    sink = FakeSink(num_groups)
+    tasks = list[asyncio.Task[Any]]()
+    async with asyncio.TaskGroup() as group:
+
+        def spawn(work: Coroutine[Any, Any, None], *, name: str) -> Any:
+            tasks.append(group.create_task(work, name=name))
+            return tasks[-1]
+
+        producers = make_producers(
+            sink,
+            spawn,
+            Ends(kind_of),
+            group_size=4,
+            retries=2,
+            max_failed_groups=1000,
+            capacity=8,
+            failures=RecentFailures(limit),
+        )
+        running = group.create_task(producers.run())
+        await asyncio.sleep(100.0)
+        running.cancel()
+    return producers
+
+
+def fails_half(attempt: RolloutAttempt) -> FailureKind | None:
+    """Every second rollout fails in all its attempts, mostly by a full disk."""
+    if attempt.sample_index % 2:
+        return None
+    return FailureKind.QUOTA if attempt.sample_index else FailureKind.DISK_FULL
+
+
+@virtual
+async def test_run_ends_above_the_share_and_names_the_most_frequent_failure() -> None:
+    def mostly_full(attempt: RolloutAttempt) -> FailureKind | None:
+        is_rare = attempt.sample_index == 3
+        return FailureKind.QUOTA if is_rare else FailureKind.DISK_FULL
+
+    with pytest.raises(ExceptionGroup) as met:
+        await produce(mostly_full, limit=0.5)
+    error = first_cause(met.value)
+    assert isinstance(error, TaskError)
+    for words in (
+        "producers: 100% of the newest 100 attempts of rollouts failed",
+        "most often disk_full (",
+        " met disk_full; ",
+        "supervision.max_infrastructure_failures=0.5 is the limit",
+        "free space where the worker runs",
+    ):
+        assert words in str(error)
+
+
+@virtual
+async def test_shares_are_metrics_and_a_run_below_the_limit_continues() -> None:
+    producers = await produce(fails_half, limit=0.8)
+    gauges = producers.gauges()
+    shares = {name: num for name, num in gauges.items() if name.startswith("failure/")}
+    # Of 8 attempts of a group, 3 meet a full disk, 3 a quota, and 2 succeed.
+    assert shares == {
+        "failure/disk_full": pytest.approx(3 / 8, abs=0.03),
+        "failure/quota": pytest.approx(3 / 8, abs=0.03),
+        "failure/infrastructure": pytest.approx(6 / 8, abs=0.03),
+    }
+    assert all(gauge_of(name) for name in shares)
+    assert gauges["rollout/finished"] == 80
+    assert producers.last_failure.startswith(("[quota] g", "[disk_full] g"))
+
+
+@virtual
+async def test_lost_host_whose_rollouts_succeed_again_ends_no_run() -> None:
+    def lost_once(attempt: RolloutAttempt) -> FailureKind | None:
+        return None if attempt.attempt else FailureKind.HOST_LOST
+
+    producers = await produce(lost_once, limit=0.0)
+    gauges = producers.gauges()
+    assert (gauges["rollout/failed"], gauges["rollout/retried"]) == (0, 160)
+
+
+@virtual
+async def test_failures_that_the_policy_may_cause_end_no_run() -> None:
+    def raises(attempt: RolloutAttempt) -> FailureKind | None:
+        attempt.num_spent = lambda: 1
+        return FailureKind.AGENT_CRASH if attempt.sample_index else None
+
+    gauges = (await produce(raises, limit=0.0)).gauges()
+    assert gauges["failure/crash_after_answer"] == pytest.approx(0.9, abs=0.03)
+    assert gauges["failure/infrastructure"] == 0.0
+
+
+# ---- names
+
+
+def test_every_kind_has_a_way_out() -> None:
+    assert set(WAYS_OUT) == set(FailureKind)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("OSError: [Errno 28] No space left on device", FailureKind.DISK_FULL),
+        ("openai.RateLimitError: Error code: 429 - {}", FailureKind.QUOTA),
+        ("curl: (22) The requested URL returned error: 429", FailureKind.QUOTA),
+        ("Error code: 429 - gateway.max_calls=8 is the limit.", FailureKind.LIMIT),
+        ("curl: (7) Failed to connect to 10.0.0.7 port 80", FailureKind.ENDPOINT_LOST),
+        ("httpx.HTTPStatusError: HTTP/1.1 503", FailureKind.ENDPOINT_LOST),
+        ("bwrap: Can't find source path /gone", FailureKind.RUNTIME_START),
+        ("ValueError: 429 is no word", FailureKind.AGENT_CRASH),
+        ("KeyError: 'answer'", FailureKind.AGENT_CRASH),
+    ],
+)
+def test_words_of_programs_name_the_failure(said: str, kind: FailureKind) -> None:
+    assert kind_of_text(said, FailureKind.AGENT_CRASH) == kind
+
+
+def test_a_cause_names_the_failure_and_no_class_breaks_the_classifier() -> None:
+    class HostileError(Exception):
+        @property
+        def status_code(self) -> int:
+            raise ZeroDivisionError
+
+        def __str__(self) -> str:
+            raise GeneratorExit
+
+    def of(error: BaseException) -> FailureKind:
+        return kind_of_error(error, FailureKind.AGENT_CRASH)
+
+    assert of(HostileError()) == FailureKind.AGENT_CRASH
+    hidden = ExceptionGroup("tasks", [RuntimeError("no notes")])
+    hidden.exceptions[0].__cause__ = OSError(28, "full")
+    assert of(hidden) == FailureKind.DISK_FULL
+    circle = ValueError("a")
+    circle.__context__ = KeyError("b")
+    circle.__context__.__context__ = circle
+    assert of(circle) == FailureKind.AGENT_CRASH
