@@ -1,6 +1,7 @@
 """Advantages from the rewards of a batch: one number per sample, shared by its tokens.
+gae has one per token.
 
-All functions but checked_advantages take `reward_B` float32, finite, and `group_B`
+All functions but checked_advantages, gae and whitened take `reward_B` float32, finite, and `group_B`
 int64 (0 to num_groups - 1), and return float32 [B]. If all compared rewards are equal,
 the advantage is exactly 0. Standard deviations are of the population, except in
 grpo_sample and lite_ppo.
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algorithms.losses import sequence_sum
 from asyncrl.base.errors import ConfigError
@@ -118,6 +120,57 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
     # their standard deviation.
     centred_B = dr_grpo(reward_B, group_B)
     return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
+
+
+def gae(
+    reward_M: Tensor,
+    value_M: Tensor,
+    length_S: Tensor,
+    discount: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantage, return) of each sampled token, float64 [M], without whitening.
+
+    `reward_M` and `value_M`: of the M sampled tokens of S sequences, one after the
+    other; the value is that of the state before the token. `length_S` int64: sampled
+    tokens of each sequence. What others wrote between two of them is part of the next
+    state.
+
+        delta_t = reward_t + discount * value_t+1 - value_t
+        advantage_t = delta_t + discount * lambda * advantage_t+1
+        return_t = advantage_t + value_t
+
+    Behind the last token value and advantage are 0. GAE,
+    https://arxiv.org/abs/1506.02438, equation 16.
+    """
+    lengths = length_S.tolist()
+    reward_TS = pad_sequence([*torch.split(reward_M.double(), lengths)])
+    value_TS = pad_sequence([*torch.split(value_M.double(), lengths)])
+    advantage_TS = torch.zeros_like(value_TS)
+    # Behind its end a shorter sequence has rewards and values of 0, so its advantages
+    # there are 0 too.
+    next_value_S = torch.zeros_like(value_TS[0])
+    advantage_S = torch.zeros_like(value_TS[0])
+    for step in reversed(range(len(value_TS))):
+        delta_S = reward_TS[step] + discount * next_value_S - value_TS[step]
+        advantage_S = delta_S + discount * gae_lambda * advantage_S
+        advantage_TS[step] = advantage_S
+        next_value_S = value_TS[step]
+    position_T1 = torch.arange(len(value_TS))[:, None]
+    is_token_TS = position_T1 < length_S
+    # Transposed, or the tokens of all sequences would alternate.
+    advantage_M = advantage_TS.t()[is_token_TS.t()]
+    return advantage_M, advantage_M + value_M
+
+
+def whitened(advantage_M: Tensor) -> Tensor:
+    """Return (advantage - mean) / sqrt(variance + 1e-8), with the sample variance, like
+    `masked_whiten` of TRL and verl.
+    """
+    centred_M = advantage_M - advantage_M.mean()
+    num_others = max(len(advantage_M) - 1, 1)
+    variance = centred_M.square().sum() / num_others
+    return centred_M * torch.rsqrt(variance + 1e-8)
 
 
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:

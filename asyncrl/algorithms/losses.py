@@ -321,6 +321,24 @@ def kl_reward_penalty(
     )
 
 
+def value_loss(
+    value_M: Tensor, old_value_M: Tensor, return_M: Tensor, value_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the critic's loss, float32 [M], undivided, and whether the clip decides it.
+
+    0.5 * max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2), as in
+    TRL and verl: a value that has moved further than value_clip towards its return has
+    no gradient. https://arxiv.org/abs/1707.06347
+    """
+    plain_M = (value_M - return_M).square()
+    if value_clip is None:
+        return 0.5 * plain_M, torch.zeros_like(plain_M, dtype=torch.bool)
+    lowest_M = old_value_M - value_clip
+    highest_M = old_value_M + value_clip
+    clipped_M = (value_M.clamp(lowest_M, highest_M) - return_M).square()
+    return 0.5 * torch.maximum(plain_M, clipped_M), clipped_M > plain_M
+
+
 def distillation(behaviour_M: Tensor, teacher_M: Tensor) -> Tensor:
     """Return a teacher's token advantages: teacher - behaviour, float32 [M] without
     gradient.

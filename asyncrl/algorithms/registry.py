@@ -14,7 +14,7 @@ _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.los
 BUILT_IN_ADVANTAGES = {
     name: _ADVANTAGES + name
     for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
-} | {"leave_one_out": _ADVANTAGES + "rloo"}
+} | {"leave_one_out": _ADVANTAGES + "rloo", "gae": _ADVANTAGES + "gae"}
 
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that need all tokens of an optimizer step."""
@@ -45,8 +45,7 @@ ELSEWHERE = {
     "grpo": "loss=ppo_clip, advantage=grpo, aggregate=sequence",
     "dr_grpo": "loss=ppo_clip, advantage=dr_grpo, aggregate=constant",
     "bnpo": "loss=ppo_clip, advantage=grpo, aggregate=token",
-    "ppo": "loss=ppo_clip, advantage=reinforce_pp: there is no critic",
-    "gae": "advantage=reinforce_pp: there is no critic",
+    "ppo": "loss=ppo_clip, advantage=gae, and `critic: {}` beside algorithm",
 }
 """Names of TRL and verl that are several settings here."""
 RECIPES = {

@@ -24,7 +24,7 @@ class AlgorithmConfig(FrozenConfig):
 
     advantage: str = "grpo"
     """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out,
-    reinforce_pp, reinforce_pp_baseline) or `module:function`.
+    reinforce_pp, reinforce_pp_baseline, gae) or `module:function`. gae needs `critic`.
     """
     loss: str = "ppo_clip"
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo,
@@ -93,6 +93,17 @@ class AlgorithmConfig(FrozenConfig):
     overlong_tokens: int = Field(default=0, ge=0)
     """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
     off)."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of gae: 0 trusts the critic's next value, 1 the rewards that followed."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Discount of gae per sampled token."""
+    whiten_advantages: bool = True
+    """Give the advantages of gae mean 0 and deviation 1 over the batch's loss tokens.
+    """
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
 
     @model_validator(mode="after")
     def _terms_agree(self) -> Self:
@@ -111,5 +122,18 @@ class AlgorithmConfig(FrozenConfig):
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
             raise ValueError(
                 "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
+            )
+        only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
+        if only_gae and not self.needs_critic:
+            raise ValueError(
+                f"{only_gae[0]} has no effect with advantage={self.advantage}; set advantage=gae, or "
+                f"remove it"
+            )
+        # Masked tokens are states of gae too, and nobody computes their logprobs.
+        if self.needs_critic and is_kl_in_reward:
+            raise ValueError("advantage=gae has no KL in its rewards; set kl_in=loss")
+        if self.needs_critic and self.reward_weight == 0:
+            raise ValueError(
+                "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
             )
         return self

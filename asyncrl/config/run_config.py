@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.gateway_config import GatewayConfig
@@ -61,6 +62,10 @@ class RunConfig(FrozenConfig):
     """The optimizer steps."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss."""
+    critic: CriticConfig | None = None
+    """A value model for algorithm.advantage=gae (none = off; `{}` = a copy of the
+    policy).
+    """
     teacher: TeacherConfig | None = None
     """A model for on-policy distillation (none = off)."""
     eval: Evals | None = None
@@ -170,6 +175,7 @@ class RunConfig(FrozenConfig):
             self._engine_conflicts(),
             self._checkpoint_conflicts(),
             self._eval_conflicts(),
+            self._critic_conflicts(),
             self._teacher_conflicts(),
             self._task_conflicts(),
             self._reward_conflicts(),
@@ -243,6 +249,24 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
+
+    def _critic_conflicts(self) -> Iterator[str]:
+        advantage = self.algorithm.advantage
+        if self.algorithm.needs_critic and self.critic is None:
+            yield "algorithm.advantage=gae needs a critic; add `critic: {}`, or set algorithm.advantage=grpo"
+        if self.critic is None:
+            return
+        if not self.algorithm.needs_critic:
+            yield (
+                f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or remove "
+                "`critic`"
+            )
+        warmup = self.critic.warmup_steps
+        if warmup >= (num_steps := self.trainer.num_steps):
+            yield (
+                f"critic.warmup_steps={warmup} leaves the policy no step of trainer.num_steps={num_steps}; "
+                "lower it"
+            )
 
     def _teacher_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight

@@ -515,7 +515,7 @@ def find_models(
             raise ConfigError(
                 f"{role}.path={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
                 f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",
-                rule=f"the {role} scores the sampled token ids, so both vocabularies must be equal",
+                rule=f"the {role} reads the sampled token ids, so both vocabularies must be equal",
                 way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
             )
     return found

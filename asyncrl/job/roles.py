@@ -181,10 +181,14 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
 
 
 def extra_models(config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the models of roles that do not serve the trained one."""
+    """Return the models of roles that do not serve the trained one, and the critic's."""
     servers = extra_servers(config)
-    return {
+    found = {
         name: server.model
         for name, server in servers.items()
         if server.model is not None
     }
+    critic = config.critic
+    if critic is not None and critic.path is not None:
+        found["critic"] = ModelConfig(path=critic.path, revision=critic.revision)
+    return found

@@ -175,6 +175,8 @@ class Servers:
             weights_store=self.weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
+            critic=config.critic,
+            critic_path=str(self.role_models.get("critic", "")),
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
             transport=config.weight_sync.settled,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
-from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
 from asyncrl.config.transports import choose_transport
@@ -252,7 +252,7 @@ def held_besides(
     servers = [*placement.engine_devices, *placement.extra.values()]
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
-    saved = CHECKPOINT_BYTES * num_trained(config, shape)
+    saved = saved_bytes(config, shape)
     held = Counter({(0, "python"): OWN_BYTES})  # the controller's
     for device in (*placement.trainer, *servers):
         held[device.node, "python"] += OWN_BYTES
@@ -322,7 +322,61 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
 
 
+def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
+    """Return a run that trains the critic's model as its policy, and the shape of that
+    model without its head; None without a critic.
+    """
+    critic = config.critic
+    if critic is None:
+        return None
+    model = config.model
+    if critic.path is not None:
+        model = ModelConfig(
+            path=critic.path, revision=critic.revision, dtype=config.model.dtype
+        )
+    shape = model_shape(model)
+    head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
+    update: dict[str, Any] = {
+        "critic": None,
+        "model": model,
+        "algorithm": AlgorithmConfig(),
+        "trainer": config.trainer.model_copy(update={"lora": None}),
+    }
+    without_head = replace(
+        shape,
+        num_parameters=shape.num_parameters - head,
+        embeddings=shape.embeddings - head,
+    )
+    return config.model_copy(update=update), without_head
+
+
+def saved_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state."""
+    critic = critic_run(config)
+    num_weights = num_trained(config, shape)
+    if critic is not None:
+        num_weights += num_trained(*critic)
+    return CHECKPOINT_BYTES * num_weights
+
+
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+    """Return the memory of a rank. Policy and critic work one after the other, so only
+    the larger micro-batch counts.
+    """
+    memory = model_memory(config, shape, device)
+    critic = critic_run(config)
+    if critic is None:
+        return memory
+    second = model_memory(*critic, device)
+    return replace(
+        memory,
+        parameters=memory.parameters + second.parameters,
+        optimizer=memory.optimizer + second.optimizer,
+        micro_batch=max(memory.micro_batch, second.micro_batch),
+    )
+
+
+def model_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     """A sharded rank gathers embeddings and one layer. Excludes weights held for the
     engines.
     """

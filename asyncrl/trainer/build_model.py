@@ -100,6 +100,31 @@ def meta_model(spec: TrainerSpec, dtype: torch.dtype, whole: Any, ranks: Ranks) 
     return model.eval()
 
 
+def make_models(
+    spec: TrainerSpec,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    device: torch.device,
+    kind: type[Policy],
+) -> tuple[Any, Any]:
+    """Return the model to train, on `meta` if it will be sharded, and the loaded one, of
+    the first rank if sharded. Collective. Raises ConfigError.
+    """
+    if ranks.mesh is None:
+        whole = load_model(spec, dtype).to(device)
+        kind.prepare(whole)
+        return whole, whole
+    whole = None
+    if ranks.is_first:
+        # Shards are cast on their device; adapters need the dtype before.
+        whole = load_model(spec, None if spec.trainer.lora is None else dtype)
+    model = meta_model(spec, dtype, whole, ranks)
+    kind.prepare(model)
+    if whole is not None:
+        kind.prepare(whole)
+    return model, whole
+
+
 @torch.no_grad()
 def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
     """Fill `policy.model`, sharded on `meta`, from rank 0's `whole` model. Collective."""
@@ -296,10 +321,17 @@ def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
 
 
 class TrainedModel:
-    """`reference`: initial weights for a KL divergence."""
+    """`reference`: initial weights for a KL divergence. `kind`: of the policy, which may
+    be a value model.
+    """
 
     def __init__(
-        self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool
+        self,
+        spec: TrainerSpec,
+        ranks: Ranks,
+        *,
+        needs_reference: bool,
+        kind: type[Policy] = Policy,
     ) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
@@ -307,14 +339,7 @@ class TrainedModel:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         is_sharded, lora = ranks.mesh is not None, spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype
-        whole: Any = None
-        if ranks.is_first or not is_sharded:  # shards are cast on their device
-            whole = load_model(spec, None if is_sharded and lora is None else dtype)
-        model = (
-            meta_model(spec, dtype, whole, ranks)
-            if is_sharded
-            else whole.to(self.device)
-        )
+        model, whole = make_models(spec, dtype, ranks, self.device, kind)
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)
@@ -328,7 +353,7 @@ class TrainedModel:
             cast_model(frozen, self.dtype)
 
         def policy_of(model: Any) -> Policy:
-            policy = Policy(model, plan, is_compiled=compiles)
+            policy = kind(model, plan, is_compiled=compiles)
             if is_sharded:
                 shard_policy(
                     policy,

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import losses
-from asyncrl.algorithms.advantages import checked_advantages, overlong_penalty
+from asyncrl.algorithms.advantages import (
+    checked_advantages,
+    gae,
+    overlong_penalty,
+    whitened,
+)
 from asyncrl.algorithms.registry import (
     WHOLE_BATCH,
     WITHIN_RATIO,
@@ -144,8 +149,9 @@ def find_units(
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch;
-    `reference_N`: by the initial weights.
+    """Data of a batch, [N]. `proximal_N`, `entropy_N`, `value_N`: by the weights before
+    the batch; `reference_N`: by the initial weights. `value_N`, `return_N`: of all
+    sampled tokens, if there is a critic.
     """
 
     header: BatchHeader
@@ -154,6 +160,8 @@ class BatchNumbers:
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
     entropy_N: Float32N | None = None
+    value_N: Float32N | None = None
+    return_N: Float32N | None = None
     allowed: AllowedSets | None = None
     supports: SupportSets | None = None
     advantage_N: Float32N = field(init=False)
@@ -180,7 +188,8 @@ class Objective:
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
         self._cap = importance_cap(spec.algorithm, self._recipe)
-        self._advantage = load_advantage(self._recipe.advantage)
+        if not self.settings.needs_critic:
+            self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
         self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
@@ -202,7 +211,7 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """Return advantages, float32 [N]."""
+        """Return advantages, float32 [N]. With a critic, set the batch's returns."""
         settings = self.settings
         has_loss = batch.has_loss
         rewards, groups, unit_N = find_units(batch.header, len(has_loss))
@@ -227,14 +236,51 @@ class Objective:
                 len(reward_B),
             )
             reward_B = reward_B - settings.kl_coefficient * penalty_B
-        group_B = torch.tensor(groups, dtype=torch.int64)
-        given = self._advantage(reward_B, group_B)
-        advantage_B = checked_advantages(given, reward_B, settings)
-        # Tokens without a unit (-1) take the last unit's number. None has a loss.
-        advantage_N: Float32N = advantage_B.numpy()[unit_N]
+        advantage_N: Float32N
+        if batch.value_N is not None:
+            advantage_N, batch.return_N = self._estimate(
+                batch, batch.value_N, reward_B.numpy(), unit_N
+            )
+        else:
+            group_B = torch.tensor(groups, dtype=torch.int64)
+            given = self._advantage(reward_B, group_B)
+            advantage_B = checked_advantages(given, reward_B, settings)
+            # Tokens without a unit (-1) take the last unit's number. None has a loss.
+            advantage_N = advantage_B.numpy()[unit_N]
         if settings.distill_weight == 0:
             return advantage_N
         return self._taught(batch, advantage_N)
+
+    def _estimate(
+        self, batch: BatchNumbers, value_N: Float32N, reward_B: Float32N, unit_N: IntN
+    ) -> tuple[Float32N, Float32N]:
+        """Return advantages and returns by gae, float32 [N], 0 without a sampled token."""
+        settings = self.settings
+        is_sampled = batch.arrays.is_sampled
+        reward_N = np.zeros(len(is_sampled), np.float32)
+        lengths = list[int]()
+        for entry in batch.header.trajectories:
+            place_M = entry.start + np.flatnonzero(is_sampled[entry.start : entry.end])
+            lengths.append(len(place_M))
+            # A unit's reward comes with its last sampled token. In reverse order, that
+            # is the first of the unit.
+            reversed_M = place_M[::-1]
+            unit_U, first_U = np.unique(unit_N[reversed_M], return_index=True)
+            reward_N[reversed_M[first_U]] = reward_B[unit_U]
+        estimates = gae(
+            torch.from_numpy(reward_N[is_sampled]),
+            torch.from_numpy(value_N[is_sampled]),
+            torch.tensor(lengths),
+            settings.discount,
+            settings.gae_lambda,
+        )
+        advantage_N, return_N = np.zeros((2, len(is_sampled)), np.float32)
+        advantage_N[is_sampled], return_N[is_sampled] = estimates
+        if settings.whiten_advantages:
+            has_loss = batch.has_loss
+            advantage_M = torch.from_numpy(advantage_N[has_loss])
+            advantage_N[has_loss] = whitened(advantage_M)
+        return advantage_N, return_N
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
         settings = self.settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -108,6 +109,28 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
         master.grad.add_(parameter.grad)
     # Or the next micro-batch would add to it in bfloat16, and be collected twice.
     parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights and their optimizer."""
+
+    masters: MasterWeights
+    optimizer: torch.optim.Optimizer
+
+    def scale_gradient(self, factor: float) -> None:
+        for weight in self.masters.named.values():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.masters.write_back()
+
+    def drop_gradient(self) -> None:
+        # None, not zeros: a weight without a gradient is skipped by AdamW, and the
+        # memory is free while engines use the device.
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:

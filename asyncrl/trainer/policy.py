@@ -371,6 +371,10 @@ class Policy(nn.Module):
                 self.plan.reason,
             )
 
+    @staticmethod
+    def prepare(model: Any) -> None:
+        """Change a loaded model before it is wrapped, sharded and filled."""
+
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
         inputs = self.inputs(micro)
         self.replay(micro.routing_N)

@@ -29,11 +29,17 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
+from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.exports import Exports
 from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.optimizer import clip_gradient, learning_rate_at, make_optimizer
+from asyncrl.trainer.optimizer import (
+    Trained,
+    clip_gradient,
+    learning_rate_at,
+    make_optimizer,
+)
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
@@ -92,10 +98,12 @@ class TrainerRank(TrainedModel):
         needs_reference = self._objective.needs_reference
         super().__init__(spec, ranks, needs_reference=needs_reference)
         self._optimizer = make_optimizer(self.masters, spec.trainer)
+        self._trained = Trained(self.masters, self._optimizer)
         self._meter = self._make_meter()
+        self.critic = None if spec.critic is None else Critic(spec, ranks, self._meter)
         self._state = TrainerState(
-            self.masters,
-            self._optimizer,
+            self._trained,
+            None if self.critic is None else self.critic.trained,
             ranks,
             spec,
             self.device,
@@ -232,7 +240,9 @@ class TrainerRank(TrainedModel):
     def _drop_gradient(self) -> None:
         self._version = None
         self._profiler.drop()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._trained.drop_gradient()
+        if self.critic is not None:
+            self.critic.drop_gradient()
 
     def _begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
@@ -280,7 +290,13 @@ class TrainerRank(TrainedModel):
             assert self.adapters is not None
             with self.adapters.off():
                 batch.reference_N, _ = self._forward(self.policy, batch)
+        # By this critic, not by the one at sampling: its values of all tokens, however
+        # old, are of one function, and need not travel.
+        if self.critic is not None:
+            batch.value_N = self.critic.values(batch)
         batch.advantage_N = self._objective.advantages(batch)
+        if self.critic is not None:
+            self.critic.begin_version(batch, is_first=self._version is None)
         return batch
 
     @torch.no_grad()
@@ -337,7 +353,7 @@ class TrainerRank(TrainedModel):
         # share of the mean (see StepSums).
         share = step.share_of(numbers.size)
         if step.parts:
-            self._scale_gradient(1.0 - share)
+            self._trained.scale_gradient(1.0 - share)
         numbers = replace(numbers, weight_S=numbers.weight_S * share)
         outputs = list[tuple[MicroBatch, Scores]]()
         losses = list[MicroLoss]()
@@ -378,12 +394,9 @@ class TrainerRank(TrainedModel):
         if self.spec.measures_gap and not version.steps:
             part.fresh = self._measure_gap(batch, chosen, logprobs_N)
         step.add(part, numbers.size)
+        if self.critic is not None:
+            self.critic.add_gradient(batch, chosen)
         return part
-
-    def _scale_gradient(self, factor: float) -> None:
-        for weight in self.masters.named.values():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
 
     def _take_step(self, version: VersionSums, index: int) -> None:
         """Apply the open gradient, or skip it if it is not finite. `index`: of the step
@@ -393,34 +406,46 @@ class TrainerRank(TrainedModel):
         loop = self.spec.trainer
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.
-        num_before = self.policy_version * loop.epochs * loop.mini_batches
+        number = self.policy_version * loop.epochs * loop.mini_batches + index
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate_at(loop, num_before + index)
+            group["lr"] = learning_rate_at(loop, number)
         self._meter.enter("optimizer")
         weights = self.masters.named.values()
         norm = clip_gradient(weights, loop.max_grad_norm)
         # One rank's norm for all: a rank that skips a step alone would have other
         # weights.
         grad_norm = float(self.ranks.gather(norm)[0])
-        if math.isfinite(step.loss) and math.isfinite(grad_norm):
+        needed = {"loss": step.loss, "gradient norm": grad_norm}
+        # Both models take a step, or none: their steps have one number.
+        if self.critic is not None:
+            needed |= self.critic.clip(number)
+        if all(map(math.isfinite, needed.values())):
             self._meter.enter("blocked")
             # Only here, after both passes: the export and the copy of a checkpoint have
             # had the whole step to read the old weights. The metric "blocked" counts
             # the rest of their time.
             self.before_change()
             self._meter.enter("optimizer")
-            self._optimizer.step()
-            self.masters.write_back()
+            if self.critic is not None:
+                self.critic.trained.step()
+            if not self._is_warming_up:
+                self._trained.step()
             self.num_skipped_in_a_row = 0
             step.grad_norm = grad_norm
         else:
-            reason = f"loss {step.loss} and gradient norm {grad_norm}"
-            self._skip(version.batches, reason)
-        # None, not zeros: a weight without a gradient is skipped by AdamW, and the
-        # memory is free while engines use the device.
-        self._optimizer.zero_grad(set_to_none=True)
+            numbers = [f"{name} {value}" for name, value in needed.items()]
+            self._skip(version.batches, " and ".join(numbers))
+        self._trained.drop_gradient()
+        if self.critic is not None:
+            self.critic.drop_gradient()
         version.close_step()
         self._meter.enter("")
+
+    @property
+    def _is_warming_up(self) -> bool:
+        """Return whether this version trains only the critic."""
+        critic = self.spec.critic
+        return critic is not None and self.policy_version < critic.warmup_steps
 
     def _skip(self, batches: list[BatchNumbers], reason: str) -> None:
         self.num_skipped_in_a_row += 1
@@ -487,6 +512,7 @@ class TrainerRank(TrainedModel):
         self._version = None
         metrics = {
             **version.metrics(),
+            **({} if self.critic is None else self.critic.metrics()),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             **self._meter.numbers(),
             **self.kernels,
@@ -620,8 +646,13 @@ class TrainerRank(TrainedModel):
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []  # none is kept between steps, and offload() waits for an open one
+        models = [self.policy, self.reference]
+        all_trained = [self._trained]
+        if self.critic is not None:
+            models.append(self.critic.model)
+            all_trained.append(self.critic.trained)
         weights = list[Tensor]()
-        for model in (self.policy, self.reference):
+        for model in models:
             if model is not None:
                 weights += model.parameters()
                 weights += model.buffers()
@@ -629,10 +660,13 @@ class TrainerRank(TrainedModel):
             return weights
         # Float32 weights are their own masters.
         of_model = {id(tensor) for tensor in weights}
-        masters = self.masters.named.values()
-        tensors = [master for master in masters if id(master) not in of_model]
-        for state in self._optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        tensors = list[Tensor]()
+        for trained in all_trained:
+            masters = trained.masters.named.values()
+            tensors += [master for master in masters if id(master) not in of_model]
+            for state in trained.optimizer.state.values():
+                values = state.values()
+                tensors += [value for value in values if isinstance(value, Tensor)]
         return tensors
 
 

@@ -4,6 +4,7 @@
     .metadata       index of torch.distributed.checkpoint (DCP), a pickle
     state.json      SavedState
 
+With a critic, the shards have its weights and optimizer state too, named critic.* .
 N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the
 index.
 """
@@ -55,7 +56,7 @@ from asyncrl.models.loading import (
 from asyncrl.trainer.lora import ADAPTER, save_adapter
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.optimizer import MasterWeights
+from asyncrl.trainer.optimizer import Trained
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
@@ -86,6 +87,7 @@ class Progress(BaseModel, frozen=True):
 class SavedState(BaseModel, frozen=True):
     lora: LoraConfig | None
     progress: Progress
+    has_critic: bool = False
 
 
 class TrainerState:
@@ -97,14 +99,15 @@ class TrainerState:
 
     def __init__(
         self,
-        masters: MasterWeights,
-        optimizer: torch.optim.Optimizer,
+        policy: Trained,
+        critic: Trained | None,
         ranks: Ranks,
         spec: TrainerSpec,
         device: torch.device,
     ) -> None:
-        self._masters = masters
-        self._optimizer = optimizer
+        self._models = {"": policy}
+        if critic is not None:
+            self._models["critic."] = critic
         self._device = device
         self._spec = spec
         # The writing thread makes collective calls while the torch thread makes others.
@@ -142,15 +145,19 @@ class TrainerState:
             wait([self.pending])
         # By name, not by the optimizer's numbers: other numbers of ranks have other
         # shards, and the same names. Before the first step AdamW has no state.
-        states = {
-            name: self._optimizer.state.get(one, {})
-            for name, one in self._masters.named.items()
-        }
+        states = dict[str, Mapping[str, Tensor]]()
+        for prefix, model in self._models.items():
+            for name, master in model.masters.named.items():
+                states[prefix + name] = model.optimizer.state.get(master, {})
         live = self._live(states)
         # On CUDA the step that made these weights may still run. The copy waits for
         # work that was launched until now, and not for the next step.
         reading = after_what_was_begun(self._device)
-        saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
+        saved = SavedState(
+            lora=self._spec.trainer.lora,
+            progress=progress,
+            has_critic=len(self._models) > 1,
+        )
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
@@ -163,20 +170,24 @@ class TrainerState:
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
         saved, index = read_state(path), _read_index(path)
+        _refuse_other_models(path, saved, has_critic=len(self._models) > 1)
         self._refuse_foreign(path, index)
         # A new optimizer has no state, and DCP loads only into tensors that exist. The
         # index says which to make.
         states = defaultdict[str, dict[str, Tensor]](dict)
-        for key, stored in index.state_dict_metadata.items():
-            if key.startswith("optimizer."):
-                _, kind, name = key.split(".", 2)
-                master = self._masters.named[name]
-                # AdamW's count of steps has no dimensions, so it is not sharded like
-                # its weight.
-                scalar = torch.zeros((), device=master.device)
-                states[name][kind] = (
-                    torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
-                )
+        for prefix, model in self._models.items():
+            for key, stored in index.state_dict_metadata.items():
+                if key.startswith(f"{prefix}optimizer."):
+                    kind, name = key.removeprefix(f"{prefix}optimizer.").split(".", 1)
+                    master = model.masters.named[name]
+                    # AdamW's count of steps has no dimensions, so it is not sharded
+                    # like its weight.
+                    scalar = torch.zeros((), device=master.device)
+                    states[prefix + name][kind] = (
+                        torch.zeros_like(master)
+                        if getattr(stored, "size", ())
+                        else scalar
+                    )
         # Other numbers of ranks and kinds of devices have other generators.
         known = index.state_dict_metadata
         live = {
@@ -186,12 +197,14 @@ class TrainerState:
         }
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
-        self._optimizer.state.clear()
-        for name, state in states.items():
-            self._optimizer.state[self._masters.named[name]] = state
-        # The model computes with rounded copies of the masters, which DCP has just
-        # replaced.
-        self._masters.write_back()
+        for prefix, model in self._models.items():
+            model.optimizer.state.clear()
+            for name, master in model.masters.named.items():
+                if prefix + name in states:
+                    model.optimizer.state[master] = states[prefix + name]
+            # The model computes with rounded copies of the masters, which DCP has just
+            # replaced.
+            model.masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)
         if (cuda := live.get(f"rng.cuda.{self._ranks.rank}")) is not None:
@@ -201,13 +214,16 @@ class TrainerState:
     def _refuse_foreign(self, path: Path, index: Metadata) -> None:
         """Raise Refused for a state of other weights, before any of them changes."""
         here = {
-            name: tuple(master.shape) for name, master in self._masters.named.items()
+            f"{prefix}weights.{name}": tuple(master.shape)
+            for prefix, model in self._models.items()
+            for name, master in model.masters.named.items()
         }
         stored: Mapping[str, Any] = index.state_dict_metadata
+        starts = tuple(f"{prefix}weights." for prefix in self._models)
         saved = {
-            key.removeprefix("weights."): tuple(one.size)
+            key: tuple(one.size)
             for key, one in stored.items()
-            if key.startswith("weights.")
+            if key.startswith(starts)
         }
         others = sorted(dict(saved.items() ^ here.items()))
         if others:
@@ -222,14 +238,12 @@ class TrainerState:
 
     def _live(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return everything that a checkpoint holds, under its names there."""
-        live = {
-            f"weights.{name}": master.detach()
-            for name, master in self._masters.named.items()
-        }
-        for name, state in states.items():
-            live |= {
-                f"optimizer.{kind}.{name}": tensor for kind, tensor in state.items()
-            }
+        live = dict[str, Tensor]()
+        for prefix, model in self._models.items():
+            for name, master in model.masters.named.items():
+                live[f"{prefix}weights.{name}"] = master.detach()
+                for kind, tensor in states.get(prefix + name, {}).items():
+                    live[f"{prefix}optimizer.{kind}.{name}"] = tensor
         # DCP would write the tensor of one rank for a name that all ranks have.
         live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
@@ -355,6 +369,24 @@ def _refuse_incomplete(path: Path) -> None:
         rule = "all ranks write their shards of a checkpoint into one folder"
         way_out = "put the run directory on a file system that all nodes of the trainer share."
         raise Refused(507, what, rule=rule, way_out=way_out)
+
+
+def _refuse_other_models(path: Path, saved: SavedState, *, has_critic: bool) -> None:
+    """Refuse a state with a critic for a run without one, and the reverse: a fresh
+    critic would train the policy on other advantages, without a word.
+    """
+    if saved.has_critic == has_critic:
+        return
+    lacks, keeps = "a critic", "no critic"
+    if has_critic:
+        lacks, keeps = keeps, lacks
+    raise Refused(
+        409,
+        f"{path} has {lacks}, and this run has {keeps}",
+        rule="a checkpoint has the critic of its run",
+        way_out="resume with the section `critic` of that run, or start a new run with model.path "
+        "set to an export of this one.",
+    )
 
 
 def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:

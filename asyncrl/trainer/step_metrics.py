@@ -56,7 +56,9 @@ NOT_FINITE_ADVICE = (
     "later, lower trainer.learning_rate"
 )
 
-Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
+Phase = Literal[
+    "pack", "logprobs", "forward", "backward", "optimizer", "blocked", "critic", ""
+]
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -134,6 +136,8 @@ class StepMeter:
     def numbers(self) -> dict[str, float]:
         self.enter("")
         seconds = {phase: 0.0 for phase in get_args(Phase) if phase}
+        if all(phase != "critic" for phase, _ in self._stamps):
+            del seconds["critic"]
         peak_bytes = 0
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()

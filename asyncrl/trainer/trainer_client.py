@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import Signal, computed, waiting
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats, TransportName
@@ -46,6 +46,9 @@ class TrainerSpec(FrozenConfig):
     """Timeout for meeting the other ranks, below the start timeout."""
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    critic_path: str = ""
+    """Folder that the critic begins with ('' = model_path)."""
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"

@@ -1,0 +1,228 @@
+"""The critic: a value model with its own optimizer, on the trainer's ranks
+(docs/critic.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from asyncrl.algorithms.losses import value_loss
+from asyncrl.config import AlgorithmConfig
+from asyncrl.trainer import packing
+from asyncrl.trainer.build_model import TrainedModel, reshard
+from asyncrl.trainer.objective import BatchNumbers, Float32N
+from asyncrl.trainer.optimizer import (
+    Trained,
+    clip_gradient,
+    learning_rate_at,
+    make_optimizer,
+)
+from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.step_metrics import StepMeter
+from asyncrl.trainer.sums import MicroLoss, gather_losses
+from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.tree import BoolN, to_device
+
+
+class ValueModel(Policy):
+    """A language model whose head is one number per token: the value of the state
+    before a token, which the text up to it is.
+    """
+
+    @staticmethod
+    def prepare(model: Any) -> None:
+        """Replace the head by zeros, so that the first values are 0 and not noise."""
+        old = model.get_output_embeddings().weight
+        head = nn.Linear(old.shape[1], 1, bias=False, device="meta")
+        head.weight = nn.Parameter(old.new_zeros(1, old.shape[1]))
+        model.set_output_embeddings(head)
+
+    def forward(self, micro: MicroBatch) -> Tensor:  # type: ignore[override]
+        """Return the values of the M tokens, float32 or wider."""
+        states_ND = self.states(micro)
+        weight_D = self.model.get_output_embeddings().weight[0]
+        wide = torch.promote_types(weight_D.dtype, torch.float32)
+        state_UD = states_ND.index_select(0, micro.predict_U).to(wide)
+        value_U: Tensor = state_UD @ weight_D.to(wide)
+        return value_U.index_select(0, micro.pair_M)
+
+
+@dataclass
+class ValueSums:
+    """Sums of a version: the loss, clipped share and gradient norm of each step, and
+    values and returns before the first.
+    """
+
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    values: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    returns: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics by full name; loss, share and norm are means over finite
+        steps.
+        """
+        metrics = dict[str, float]()
+        finite = [step for step in self.steps if all(map(math.isfinite, step))]
+        names = ("critic/loss", "critic/clip_fraction", "critic/grad_norm")
+        for name, numbers in zip(names, zip(*finite, strict=True), strict=False):
+            metrics[name] = sum(numbers) / len(numbers)
+        value_M = np.concatenate(self.values)
+        return_M = np.concatenate(self.returns)
+        metrics["critic/value_mean"] = float(value_M.mean())
+        # Equal returns have no variance to explain.
+        if (variance := float(return_M.var())) > 0:
+            unexplained = float((return_M - value_M).var())
+            metrics["critic/explained_variance"] = 1.0 - unexplained / variance
+        return metrics
+
+
+class Critic:
+    """A value model and its optimizer, of one rank. All calls are collective.
+
+    Life: values(), then for each optimizer step add_gradient() one or more times,
+        clip(), and step() or drop_gradient().
+    """
+
+    def __init__(self, spec: TrainerSpec, ranks: Ranks, meter: StepMeter) -> None:
+        assert spec.critic is not None
+        self.settings = spec.critic
+        # Adapters are the policy's: the new head needs a backbone that follows it.
+        rate = spec.critic.learning_rate
+        self._loop = spec.trainer.model_copy(
+            update={"learning_rate": rate, "lora": None}
+        )
+        own_spec = spec.model_copy(
+            update={
+                "model_path": spec.critic_path or spec.model_path,
+                "trainer": self._loop,
+                # no replay of the policy's experts
+                "algorithm": AlgorithmConfig(),
+            }
+        )
+        self._ranks = ranks
+        self._meter = meter
+        self._built = TrainedModel(
+            own_spec, ranks, needs_reference=False, kind=ValueModel
+        )
+        self.model = self._built.policy
+        optimizer = make_optimizer(self._built.masters, self._loop)
+        self.trained = Trained(self._built.masters, optimizer)
+        self._sums = ValueSums()
+        self._num_tokens = 0
+        self._loss = 0.0
+        self._clipped = 0.0
+
+    @torch.no_grad()
+    def values(self, batch: BatchNumbers) -> Float32N:
+        """Return the value of the state before each sampled token, float32 [N], 0
+        elsewhere. Waits for the device.
+
+        Masked tokens too: they are states on the way to the reward of later tokens.
+        """
+        self._meter.enter("critic")
+        is_sampled = batch.arrays.is_sampled
+        outputs = list[tuple[MicroBatch, Tensor]]()
+        for micro, counts in self._micro_batches(batch, is_sampled):
+            value_M = self.model(micro)
+            if counts:
+                outputs.append((micro, value_M))
+                flops = self.model.costs.flops(*micro.size, has_backward=False)
+                self._meter.count(flops)
+        value_N = np.zeros(len(is_sampled), np.float32)
+        for micro, value_M in outputs:
+            value_N[micro.source_M] = value_M.cpu().numpy()
+        self._ranks.add_up(value_N)
+        # As after the policy's passes without a backward pass.
+        reshard(self.model)
+        self._meter.enter("")
+        return value_N
+
+    def add_gradient(self, batch: BatchNumbers, chosen: BoolN) -> None:
+        """Add the gradient of the mean loss over the chosen tokens to the open step's
+        gradient, which becomes the mean over all tokens of the step.
+        """
+        self._meter.enter("critic")
+        if self._num_tokens == 0:
+            self._loss = self._clipped = 0.0
+        num_chosen = int(chosen.sum())
+        share = num_chosen / (self._num_tokens + num_chosen)
+        if self._num_tokens:
+            self.trained.scale_gradient(1.0 - share)
+        losses = list[MicroLoss]()
+        for micro, counts in self._micro_batches(batch, chosen):
+            value_M = self.model(micro)
+            # As in the policy's pass: no rank leaves out a pass of FSDP2.
+            if not counts:
+                (value_M.sum() * 0.0).backward()
+                continue
+            assert batch.value_N is not None
+            assert batch.return_N is not None
+            old_M, return_M = (
+                to_device(torch.from_numpy(value_N[micro.source_M]), value_M.device)
+                for value_N in (batch.value_N, batch.return_N)
+            )
+            clip = self.settings.value_clip
+            loss_M, is_clipped_M = value_loss(value_M, old_M, return_M, clip)
+            loss = loss_M.sum() * (share / num_chosen)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append((loss.detach(), {"clipped": is_clipped_M.sum()}))
+            flops = self.model.costs.flops(*micro.size, has_backward=True)
+            self._meter.count(flops)
+        loss_of_part, stats = gather_losses(losses, self._ranks)
+        self._loss = (1.0 - share) * self._loss + loss_of_part
+        clipped = stats["clipped"] / num_chosen
+        self._clipped = (1.0 - share) * self._clipped + share * clipped
+        self._num_tokens += num_chosen
+        self._meter.enter("")
+
+    def begin_version(self, batch: BatchNumbers, *, is_first: bool) -> None:
+        """Keep the batch's values and returns for the version's metrics."""
+        if is_first:
+            self._sums = ValueSums()
+        assert batch.value_N is not None
+        assert batch.return_N is not None
+        has_loss = batch.has_loss
+        self._sums.values.append(batch.value_N[has_loss].astype(np.float64))
+        self._sums.returns.append(batch.return_N[has_loss].astype(np.float64))
+
+    def clip(self, step: int) -> dict[str, float]:
+        """Clip the open gradient for optimizer step `step` of the run; return loss and
+        norm, which must be finite for a step.
+        """
+        for group in self.trained.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self._loop, step)
+        weights = self.trained.masters.named.values()
+        norm = clip_gradient(weights, self._loop.max_grad_norm)
+        shared_norm = float(self._ranks.gather(norm)[0])
+        self._sums.steps.append((self._loss, self._clipped, shared_norm))
+        return {"the critic's loss": self._loss, "its gradient norm": shared_norm}
+
+    def drop_gradient(self) -> None:
+        self.trained.drop_gradient()
+        self._num_tokens = 0
+
+    def metrics(self) -> dict[str, float]:
+        return self._sums.metrics()
+
+    def _micro_batches(
+        self, batch: BatchNumbers, chosen: BoolN
+    ) -> list[tuple[MicroBatch, bool]]:
+        rules = self.model.plan.rules(self._loop.micro_batch_tokens)
+        return packing.micro_batches(
+            batch.header,
+            batch.arrays,
+            chosen,
+            rules,
+            self._built.device,
+            self._ranks,
+            self.model.costs,
+        )
