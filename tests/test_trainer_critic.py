@@ -444,8 +444,41 @@ def test_state_with_other_models_is_refused(
     saved = json.loads((tmp_path / "without" / "state.json").read_text())
     saved["has_critic"] = True
     (tmp_path / "without" / "state.json").write_text(json.dumps(saved))
-    with pytest.raises(Refused, match=r"cannot write or read .*critic\.weights"):
+    with pytest.raises(Refused, match=r"another model.*critic\.weights"):
         with_critic.load_state(tmp_path / "without")
+
+
+def test_stale_tokens_pass_rewards_on_and_train_nothing(make_step: MakeStep) -> None:
+    rank = make_step(**PPO)
+    train(rank, 0, 1)
+    header, arrays = make_batch(version=1, seed=4)
+    versions = arrays.versions.copy()
+    for entry in header.trajectories:
+        versions[entry.start + 5] = 0
+    masked = header.model_copy(update={"mask_older": True})
+    fresh_batch = rank._begin(header, arrays)
+    batch = rank._begin(masked, changed(arrays, versions=versions))
+    assert batch.return_N is not None
+    assert fresh_batch.return_N is not None
+    assert np.array_equal(batch.return_N, fresh_batch.return_N)
+    is_stale = versions == 0
+    assert batch.return_N[is_stale].all()
+    assert not batch.has_loss[is_stale].any()
+    assert fresh_batch.has_loss[is_stale].all()
+
+
+def test_offloaded_critic_comes_back(make_step: MakeStep) -> None:
+    moved, still = make_step(**PPO), make_step(**PPO)
+    for version in range(2):
+        for rank in (moved, still):
+            train(rank, version, version + 1)
+        moved.offload(["weights", "optimizer"])
+        assert moved.critic is not None
+        masters = moved.critic.trained.masters.named
+        assert {one.untyped_storage().size() for one in masters.values()} == {0}
+        moved.onload(["weights", "optimizer"])
+    assert moved.weights_digest() == still.weights_digest()
+    assert_equal(critic_weights(moved), critic_weights(still))
 
 
 # ---- several ranks
