@@ -30,6 +30,7 @@ from trainer_cases import (
     make_batch,
     make_branch_batch,
     make_spec,
+    mesh_of_one,
     plain_attention,
 )
 
@@ -45,6 +46,7 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, StateRequest, TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.objective import BatchNumbers
+from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.rank import TrainerRank
 
 GAE: dict[str, Any] = {"advantage": "gae", "gae_lambda": 0.9, "discount": 0.97}
@@ -520,6 +522,27 @@ def test_two_ranks_train_the_critic_of_one(
         path = StateRequest(path=tmp_path / "state" / "without")
         with pytest.raises(CallRefused, match="no critic"):
             group.post("/load_state", path, TrainerHealth)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_of_one_rank_give_the_same_critic(
+    tiny_model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    """As on one CUDA device, where the weights are shards too."""
+    (tmp_path / "alone").mkdir()
+    values = {**PPO, "dtype": dtype}
+    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone", **values))
+    with mesh_of_one(tmp_path) as ranks:
+        sharded = TrainerRank(make_spec(tiny_model_dir, tmp_path, **values), ranks)
+        limit = 1e-4 if dtype == "float32" else 0.05
+        for version in range(3):
+            batch = make_batch(version=version, seed=version)
+            expected, found = alone.train(*batch), sharded.train(*batch)
+            for name in ("critic/loss", "critic/value_mean", "policy/loss"):
+                assert found[name] == pytest.approx(expected[name], abs=limit)
+        head = local_of(critic_weights(sharded)["lm_head.weight"])
+        assert head.dtype == torch.float32
+        assert head.any()
 
 
 # ---- settings

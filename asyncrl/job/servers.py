@@ -354,10 +354,11 @@ class Servers:
         if self.config.model.chat_template:
             paths.append(Path(self.config.model.chat_template))
         extra = self.placement.extra
+        # The critic has no server: the trainer's ranks read it.
         paths += [
             path / "config.json"
             for name, path in self.role_models.items()
-            if name in extra and extra[name].node > 0
+            if name not in extra or extra[name].node > 0
         ]
         files = {
             str(path.absolute()): path.read_text(encoding="utf-8")
