@@ -71,7 +71,7 @@ check: setup
 	$(BIN)/python scripts/budget.py
 
 bench: setup
-	for name in engine publish buffer async_vs_sync interrupt trainer in_flight run_efficiency checkpoint gateway colocation startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in engine publish buffer async_vs_sync interrupt trainer in_flight run_efficiency checkpoint gateway colocation startup reward_model; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Parts of less than 9 minutes each; tests of devices that this machine lacks are skipped.
 gpu: setup

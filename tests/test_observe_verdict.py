@@ -230,6 +230,8 @@ def test_imitation_may_reach_a_low_entropy() -> None:
 JUDGE = [
     "task={files: [a], reward: {judge: {base_url: 'http://x', model: m, prompt: '{completion}'}}}"
 ]
+REWARD_MODEL = ["task={files: [a], reward: {model: {path: a/b}}}"]
+TAUGHT = ["teacher.path=a/b", "algorithm.distill_weight=1"]
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
 MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
 BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
@@ -269,6 +271,26 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "rewards",
             "The judge set the pace: 71% of the time over 20 steps. Raise "
             "task.reward.judge.max_concurrent (now 16) if",
+        ),
+        (
+            "wait_rewards_s=0.9 perf/scoring_s=9",
+            REWARD_MODEL,
+            "rewards",
+            "The reward model set the pace: 90% of the time over 20 steps. Give it a "
+            "faster device (placement.reward (now auto)), or",
+        ),
+        (
+            "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=10",
+            [*JUDGE, *TAUGHT],
+            "rewards",
+            "The teacher set the pace: 90% of the time over 20 steps. Give it a faster "
+            "device (placement.teacher (now auto)), or",
+        ),
+        (
+            "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=1",
+            TAUGHT,
+            "rewards",
+            "Rewards set the pace: 90% of the time over 20 steps.",
         ),
         (
             "wait_rewards_s=0.9 judge/requests=30",

@@ -78,6 +78,10 @@ class PlacementConfig(FrozenConfig):
     """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else
     an engine's).
     """
+    reward: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    """Device of the reward model (task.reward.model), in the forms of
+    placement.teacher.
+    """
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
     """Fraction of a shared CUDA device's memory for the engines. When colocated with
     auto, both sides stay in memory if they fit; else, and with none, each is offloaded

@@ -22,6 +22,7 @@ from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
+from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
@@ -103,6 +104,16 @@ class RunConfig(FrozenConfig):
     @property
     def eval_slots(self) -> int:
         return max((one.slots for one in self.evals.values()), default=0)
+
+    @property
+    def reward_models(self) -> list[RewardModelConfig]:
+        """Return the distinct reward models of tasks and evaluations."""
+        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
+        return list(
+            dict.fromkeys(
+                task.reward_model for task in tasks if task.reward_model is not None
+            )
+        )
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -300,6 +311,20 @@ class RunConfig(FrozenConfig):
             yield "task.verifiers needs a run with one task; remove it or the other tasks"
 
     def _reward_conflicts(self) -> Iterator[str]:
+        models = self.reward_models
+        if len(models) > 1:
+            first, second, *_ = models
+            key = next(
+                name
+                for name in RewardModelConfig.model_fields
+                if getattr(first, name) != getattr(second, name)
+            )
+            yield (
+                f"task.reward.model.{key} is {getattr(first, key)} and {getattr(second, key)}; a run has one "
+                "reward model, so give all tasks and evaluations the same section"
+            )
+        if not models and self.placement.reward != "auto":
+            yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"
         generator = self.generator
         if any(task.verifiers for task in self.tasks.values()) != (
             generator.verifiers is not None

@@ -10,14 +10,21 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.fields import FrozenConfig, Name, tag_of
 from asyncrl.config.judge_config import JudgeConfig, JudgedReward
+from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
 
 
 def _form_of(reward: Any) -> str:
+    if isinstance(reward, ModelledReward) or (
+        isinstance(reward, dict) and "model" in reward
+    ):
+        return "[model]"
     return "[judge]" if isinstance(reward, dict | JudgedReward) else "[text]"
 
 
 RewardSource = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[JudgedReward, Tag("[judge]")],
+    Annotated[str, Tag("[text]")]
+    | Annotated[JudgedReward, Tag("[judge]")]
+    | Annotated[ModelledReward, Tag("[model]")],
     Discriminator(_form_of),
 ]
 
@@ -66,8 +73,8 @@ class TaskConfig(FrozenConfig):
     """
     reward: RewardSource | None = None
     """`module:function` with (prompt, completion, answer) -> float, or with (prompt,
-    completions, answer) -> list for whole groups; `math` for math-verify; or a `judge`.
-    Not for python, reasoning_gym and verifiers, which score themselves.
+    completions, answer) -> list for whole groups; `math` for math-verify; a `judge`; or
+    a reward `model`. Not for python, reasoning_gym and verifiers, which score themselves.
     """
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
@@ -109,8 +116,14 @@ class TaskConfig(FrozenConfig):
         return self.reward.judge if isinstance(self.reward, JudgedReward) else None
 
     @property
+    def reward_model(self) -> RewardModelConfig | None:
+        return self.reward.model if isinstance(self.reward, ModelledReward) else None
+
+    @property
     def reward_name(self) -> str:
         """Name of the reward in errors."""
+        if self.reward_model is not None:
+            return f"the reward model {self.reward_model.path}"
         if self.judge is not None:
             return f"the judge {self.judge.model}"
         return f"the reward function {self.reward or self.python}"
@@ -138,9 +151,12 @@ class TaskConfig(FrozenConfig):
             raise ValueError(
                 "task.digest is of the data of task.files or task.dataset; remove it"
             )
-        if self.judge is not None and self.reward_pool != "auto":
+        if self.reward_pool != "auto" and isinstance(
+            self.reward, JudgedReward | ModelledReward
+        ):
+            kind = "judge" if self.judge is not None else "model"
             raise ValueError(
-                "task.reward_pool is for functions, not for a judge; remove it"
+                f"task.reward_pool is for functions, not for a {kind}; remove it"
             )
         if self.scores_itself and self.reward is not None:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from pydantic import BaseModel
@@ -44,6 +45,8 @@ class RoleClient(ServerClient):
         self._scope = CallScope(caller)
         self._up = asyncio.Event()
         self._up.set()
+        self.wait_s = 0.0
+        """Time of all calls together, with restarts and queues."""
 
     def disconnect_nowait(self) -> None:
         self._up.clear()
@@ -67,6 +70,13 @@ class RoleClient(ServerClient):
 
     async def call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         """POST a message. Raises RequestRefused (data) or EngineError."""
+        start_s = time.perf_counter()
+        try:
+            return await self._call(path, body, answer)
+        finally:
+            self.wait_s += time.perf_counter() - start_s
+
+    async def _call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         while True:
             with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
                 await self._up.wait()

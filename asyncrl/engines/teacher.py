@@ -31,7 +31,7 @@ class Teacher(RoleClient):
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
-        return {"teacher/tokens": self._num_scored}
+        return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
 
     async def judge(self, rollout: Rollout) -> Rollout:
         """Return the rollout with teacher_logprobs in each branch."""

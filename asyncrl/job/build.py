@@ -92,10 +92,6 @@ async def build(
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
     )
-    scorer = Scorers(
-        tasks, config.tasks, tokenizer, seed=config.seed, warn=lifecycle.log.warn
-    )
-    lifecycle.closes("rewards", scorer.aclose)
 
     # A closure, because scheduler and trainer need each other. It is called only when a
     # running trainer restarts, long after both exist.
@@ -120,6 +116,15 @@ async def build(
     fleet = Fleet(
         lifecycle, servers, staging_dir, journal, checkpoints, wait_for_devices
     )
+    scorer = Scorers(
+        tasks,
+        config.tasks,
+        tokenizer,
+        seed=config.seed,
+        warn=lifecycle.log.warn,
+        ask_model=fleet.ask_model,
+    )
+    lifecycle.closes("rewards", scorer.aclose)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
         or rollout.engine_range.min
@@ -292,6 +297,7 @@ def _make_evaluation(
             tokenizer,
             seed=EVAL_SEED,
             warn=lifecycle.log.warn,
+            ask_model=fleet.ask_model,
         )
         lifecycle.closes("eval rewards", scorers.aclose)
         sets.append(

@@ -19,9 +19,10 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config import RolloutConfig, RunConfig, SftConfig, TaskConfig
+from asyncrl.config import ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
+from asyncrl.engines.reward_model import find_label
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.launch.machine import Node
@@ -160,7 +161,9 @@ def _try_prompt(
     settings = config.tasks[name]
     if found.tokenizer is not None:
         yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
-    if config.generator.is_harness or not settings.has_score or settings.judge:
+    if config.generator.is_harness or not settings.has_score:
+        return
+    if settings.judge or settings.reward_model:
         return
     answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
     texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
@@ -308,11 +311,18 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
 
 
 def _check_judges(config: RunConfig, found: Found) -> None:
-    """Reach each judge's endpoint. Raises ConfigError."""
+    """Reach each judge's endpoint, and read the reward model's config.json. Raises
+    ConfigError.
+    """
     tasks = [*config.tasks.values(), *(one.task for one in config.evals.values())]
     for judge in dict.fromkeys(task.judge for task in tasks if task.judge is not None):
         check_endpoint(judge)
         found.lines.append(f"judge: {judge.model} at {judge.base_url} answers")
+    for model in config.reward_models:
+        here = ModelConfig(path=model.path, revision=model.revision)
+        if architecture := read_architecture(here):
+            label = find_label(model, architecture)
+            found.lines.append(f"reward model: {model.path}, the logit {label}")
 
 
 def _check_support(config: RunConfig, found: Found) -> None:
@@ -495,15 +505,20 @@ def find_models(
     find: Callable[..., Path | None] = find_model,
 ) -> dict[str, Path]:
     """Return the model folders of roles with a model of their own. Raises ConfigError
-    if one has tokens that differ from the trained model's. Blocks.
+    if one that reads token ids has others than the trained model. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
     found = dict[str, Path]()
-    for role, model in extra_models(config).items():
-        folder = find(model.path, key=f"{role}.path", revision=model.revision)
+    for role, server in extra_servers(config).items():
+        if (model := server.model) is None:
+            continue
+        key = server.model_key
+        folder = find(model.path, key=key, revision=model.revision)
         if folder is None:
             continue
         found[role] = folder
+        if not server.reads_token_ids:
+            continue
         theirs = {number: token for token, number in read_vocabulary(folder).items()}
         differing = [
             number
@@ -513,7 +528,7 @@ def find_models(
         if differing:
             first = min(differing)
             raise ConfigError(
-                f"{role}.path={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
+                f"{key}={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
                 f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",
                 rule=f"the {role} reads the sampled token ids, so both vocabularies must be equal",
                 way_out=f"use a {role} with the model's tokenizer, for example from the same family.",

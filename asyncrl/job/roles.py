@@ -20,6 +20,7 @@ check`, supervision, status and metrics follow from the row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -28,15 +29,18 @@ from pathlib import Path
 
 from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
+from asyncrl.engines.reward_model import RewardModelClient, find_label
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.placement import ExtraServer
 
 ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
+REWARD = "reward"
 
 
 class Loss(Enum):
@@ -133,6 +137,7 @@ def _teacher_placement(config: RunConfig) -> ExtraServer | None:
         engine="embedded",
         slots=TEACHER_SLOTS + 1,
         model=ModelConfig(path=config.teacher.path, revision=config.teacher.revision),
+        model_key="teacher.path",
     )
 
 
@@ -145,6 +150,45 @@ def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
     return Teacher(
         caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost
     )
+
+
+# ---- the reward model
+
+
+def _reward_placement(config: RunConfig) -> ExtraServer | None:
+    if not config.reward_models:
+        return None
+    (model,) = config.reward_models
+    return ExtraServer(
+        key="reward",
+        written=config.placement.reward,
+        model=ModelConfig(path=model.path, revision=model.revision),
+        model_key="task.reward.model.path",
+        reads_token_ids=False,
+        batch_tokens=REWARD_BATCH_TOKENS,
+    )
+
+
+def _reward_launch(order: ServerOrder) -> Launch:
+    (model,) = order.config.reward_models
+    text = (order.model_path / "config.json").read_text(encoding="utf-8")
+    architecture = json.loads(text)
+    spec = {
+        "name": order.name,
+        "model_path": str(order.model_path),
+        "dtype": order.config.model.dtype,
+        "device": order.device.partition(":")[0],
+        "threads": order.threads,
+        "reads": model.reads,
+        "label": find_label(model, architecture),
+        "batch_tokens": REWARD_BATCH_TOKENS,
+    }
+    return Launch("asyncrl_servers.reward_model", spec)
+
+
+def _reward_client(order: ServerOrder, caller: Caller) -> RewardModelClient:
+    (model,) = order.config.reward_models
+    return RewardModelClient(caller, model, on_lost=order.on_lost)
 
 
 _ROWS = (
@@ -166,6 +210,14 @@ _ROWS = (
         client=_teacher_client,
         placement=_teacher_placement,
         order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+    ),
+    Role(
+        name=REWARD,
+        on_loss=Loss.RESTART,
+        launch=_reward_launch,
+        client=_reward_client,
+        placement=_reward_placement,
+        order=lambda order: replace(order, is_rollout=False, group=None),
     ),
 )
 ROLES = {role.name: role for role in _ROWS}

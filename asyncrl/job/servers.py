@@ -23,9 +23,10 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, ServerOrder
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.reward_model import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, Loss, Role
+from asyncrl.job.roles import ENGINE, EVAL_ENGINE, REWARD, ROLES, Loss, Role
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -45,6 +46,7 @@ from asyncrl.launch.supervise import (
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
+from asyncrl.tasks.scorer import AskModel
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
@@ -490,6 +492,15 @@ class Fleet:
             for extra in self.extra.values()
             if isinstance(extra.client, RoleClient)
         ]
+
+    @property
+    def ask_model(self) -> AskModel | None:
+        """Return the call of the reward model, if there is one."""
+        extra = self.extra.get(REWARD)
+        if extra is None:
+            return None
+        assert isinstance(extra.client, RewardModelClient)
+        return extra.client.score
 
     @property
     def eval_client(self) -> EngineClient | None:

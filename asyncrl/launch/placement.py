@@ -50,9 +50,15 @@ class ExtraServer:
     is_optional: bool = False
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
-    """Kind of engine that holds its model; None: its memory is not counted."""
+    """Kind of engine that holds its model; None: a server without a KV cache."""
     model: ModelConfig | None = None
     """None: the run's model."""
+    model_key: str = ""
+    """Setting with the path of `model`."""
+    reads_token_ids: bool = True
+    """Its `model` needs the vocabulary of the run's."""
+    batch_tokens: int = 0
+    """Tokens of a forward pass, without `engine`."""
     slots: int = 0
     """Sequences in its KV cache."""
     takes_weights: bool = False

@@ -232,10 +232,15 @@ def lay_out(
 def _extra_memory(
     config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
 ) -> Memory:
-    if server.engine is None:
-        return Memory()
     if server.model is not None:
         shape = model_shape(server.model)
+    if server.engine is None:
+        item = item_bytes(config.model.dtype, device.name)
+        width = 4 * shape.hidden + 3 * shape.active
+        return Memory(
+            parameters=shape.num_parameters * item if server.model else 0,
+            micro_batch=server.batch_tokens * width * item,
+        )
     facts = ENGINES[server.engine]
     return engine_memory(
         config, shape, facts, server.slots, (device,), stages=server.takes_weights

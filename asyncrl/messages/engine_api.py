@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -115,6 +115,21 @@ class ScoreResponse(Message):
     """float32 in nats, of token_ids[start:]."""
 
     logprobs: list[float]
+
+
+class RewardRequest(Message):
+    """Score a completion. `question`: the prompt's messages as one text."""
+
+    messages: list[dict[str, Any]]
+    question: str
+    completion: str
+
+
+class RewardResponse(Message):
+    """The logit of the label, and the size of the text in the model's tokens."""
+
+    score: float
+    num_tokens: int
 
 
 MAX_TOP_LOGPROBS = 20

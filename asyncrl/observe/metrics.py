@@ -58,8 +58,8 @@ PROGRESS = frozenset(
     """
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
-    judge/requests policy_version publish/version rollout/failed rollout/finished
-    trainer/down trainer/restarts trainer/version turns/phases
+    judge/requests policy_version publish/version reward/texts rollout/failed
+    rollout/finished teacher/tokens trainer/down trainer/restarts trainer/version turns/phases
     """.split()
 )
 """Counters whose change shows progress, for the watchdog."""

@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,6 +24,8 @@ FULL = 0.75
 """Usual use from which slots, rollouts, workers or a reward pool count as exhausted."""
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
+PLACED = {"The reward model": "placement.reward", "The teacher": "placement.teacher"}
+"""Settings of what sampled rollouts wait for."""
 PARTS = {
     "perf/request_s": "requests to the trainer",
     "perf/export_s": "exports of the weights",
@@ -80,9 +83,8 @@ class Pace:
 
     def _share_text(self, name: str, how: str) -> str:
         text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
-        has_judge = any(task.judge for task in self.config.tasks.values())
-        if name == "rewards" and has_judge:
-            return f"The judge {text}."
+        if name == "rewards":
+            return f"{self._waited_for} {text}."
         if name != "other":
             return f"{name.capitalize()} {text}."
         seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}
@@ -93,6 +95,17 @@ class Pace:
                 f", the largest part {largest} ({seconds[largest] / self.wall_s:.0%})"
             )
         return f"Work between steps {text}."
+
+    @property
+    def _waited_for(self) -> str:
+        """Return what sampled rollouts waited for most."""
+        totals = defaultdict[str, float](float)
+        for name, task in self.config.tasks.items():
+            by = "The judge" if task.judge is not None else "Rewards"
+            by = "The reward model" if task.reward_model is not None else by
+            totals[by] += self.steps.newest(f"perf/scoring_s{name and f'/{name}'}")
+        totals["The teacher"] += self.steps.newest("teacher/wait_s")
+        return max(totals, key=totals.__getitem__)
 
     # ---- cures
 
@@ -116,7 +129,7 @@ class Pace:
         elif name == "stragglers" and config.buffer.on_overdue == "wait":
             yield "Set buffer.on_overdue=mask: it never waits for a straggler."
         elif name == "rewards":
-            yield from self._judge_cures()
+            yield from self._scorer_cures()
         elif name == "publishing":
             yield from self._more_ahead()
         elif name == "generation":
@@ -144,7 +157,11 @@ class Pace:
             elif task.reward_pool != "inline" and share >= FULL * task.reward_workers:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
 
-    def _judge_cures(self) -> Iterator[str]:
+    def _scorer_cures(self) -> Iterator[str]:
+        if key := PLACED.get(self._waited_for):
+            yield f"Give it a faster device ({self._now(key)}), or take a smaller model."
+        if self._waited_for != "The judge":
+            return
         minutes = self.wall_s / 60
         for name, task in self.config.tasks.items():
             if task.judge is None:

@@ -593,8 +593,7 @@ async def score_completion(
     groups.
     """
     if not scorer.scores_groups:
-        if scorer.judge is not None:
-            # Its requests queue for its limits, which is no time of the rollout.
+        if scorer.has_own_limits:
             attempt.clock.hold()
         reward = await scorer.score(attempt.prompt, completion)
         if isinstance(reward, list):

@@ -208,7 +208,7 @@ class Judge:
 
     def _request(self, prompt: Prompt, **texts: str) -> str:
         places = {
-            "prompt": _question_of(prompt),
+            "prompt": question_of(prompt),
             "answer": str(prompt.answer),
             **texts,
         }
@@ -429,7 +429,7 @@ def retry_after_s(value: str, now: datetime) -> float | None:
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
 
 
-def _question_of(prompt: Prompt) -> str:
+def question_of(prompt: Prompt) -> str:
     """Return the only message, or all as "role: text", without system messages."""
     turns = [each for each in prompt.messages if each["role"] != "system"]
     if len(turns) == 1:

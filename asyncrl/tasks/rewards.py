@@ -44,7 +44,7 @@ prompt and the Completions of a group; runs in any thread or process.
 
 def reward_function(config: TaskConfig) -> RewardFunction:
     function: Any = math_reward
-    if config.judge is not None:
+    if config.judge is not None or config.reward_model is not None:
         return _only_in_a_run
     if isinstance(config.reward, str) and config.reward != "math":
         function = load_object(config.reward, "task.reward")
@@ -72,7 +72,7 @@ def reward_function(config: TaskConfig) -> RewardFunction:
 
 
 def _only_in_a_run(prompt: Prompt, completion: str) -> Reward:
-    raise UserCodeFailed("comes from the judge, which only a run asks")
+    raise UserCodeFailed("comes from a model, which only a run asks")
 
 
 def _group_function(function: Any, said: str) -> RewardFunction:

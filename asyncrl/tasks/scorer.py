@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 # A new process imports the user's module, for example torch, before its first call.
 # That is not the reward's time.
 START_LIMIT_S = 120.0
+AskModel = Callable[[Prompt, str], Awaitable[Reward]]
+"""Returns a reward model's reward of a completion. Raises RequestRefused (data)."""
 
 
 class Scorers:
@@ -57,9 +59,17 @@ class Scorers:
         *,
         seed: int,
         warn: Callable[[str], None] = logger.warning,
+        ask_model: AskModel | None = None,
     ) -> None:
         self._scorers = {
-            name: TaskScorer(task, settings[name], tokenizer, seed=seed, warn=warn)
+            name: TaskScorer(
+                task,
+                settings[name],
+                tokenizer,
+                seed=seed,
+                warn=warn,
+                ask_model=ask_model,
+            )
             for name, task in tasks.items()
         }
 
@@ -75,6 +85,10 @@ class Scorers:
             **by_task(
                 "perf/rewards_s",
                 {name: scorer.busy_s for name, scorer in scorers.items()},
+            ),
+            **by_task(
+                "perf/scoring_s",
+                {name: scorer.wait_s for name, scorer in scorers.items()},
             ),
         }
 
@@ -117,6 +131,7 @@ class TaskScorer:
         *,
         seed: int,
         warn: Callable[[str], None] = logger.warning,
+        ask_model: AskModel | None = None,
     ) -> None:
         self.has_score = config.has_score
         self.shows_special = config.special_tokens == "visible"
@@ -124,6 +139,7 @@ class TaskScorer:
             answer_text, tokenizer, shows_special=self.shows_special
         )
         self._score, takes_group = score_of(task)
+        self._ask_model = ask_model if config.reward_model is not None else None
         self.judge: Judge | None = None
         if config.judge is not None:
             self.judge = Judge(config.judge, timeout_s=config.reward_timeout_s)
@@ -134,6 +150,8 @@ class TaskScorer:
         self._is_inline = config.reward_pool == "inline"
         self.busy_s = 0.0
         """Time in plain reward calls, inline or of all reward workers."""
+        self.wait_s = 0.0
+        """Time of rollouts and groups between question and reward, all together."""
         self._free = asyncio.Semaphore(config.reward_workers)
         self._within_limit = partial(
             within, config.reward_timeout_s, partial(_too_slow, config)
@@ -149,6 +167,11 @@ class TaskScorer:
         is_math = config.reward_pool == "auto" and config.reward == "math"
         if config.has_score and (is_math or config.reward_pool == "process"):
             self._processes = ProcessPool(config, seed)
+
+    @property
+    def has_own_limits(self) -> bool:
+        """Its requests queue for a server, which is not time of the rollout."""
+        return self.judge is not None or self._ask_model is not None
 
     @property
     def num_abandoned(self) -> int:
@@ -225,6 +248,18 @@ class TaskScorer:
         self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
     ) -> Any:
         self._calls.check()
+        start_s = time.perf_counter()
+        try:
+            return await self._ask(prompt, given, asked)
+        finally:
+            self.wait_s += time.perf_counter() - start_s
+
+    async def _ask(
+        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+    ) -> Any:
+        if self._ask_model is not None:
+            assert isinstance(given, str), "a reward model reads single completions"
+            return await self._ask_model(prompt, given)
         if self.judge is not None:
             # What an endpoint answers is as unknown as what user code does.
             with user_code(asyncio.CancelledError, TaskError):

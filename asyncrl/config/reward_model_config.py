@@ -1,0 +1,41 @@
+"""Section `task.reward.model`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.config.fields import FrozenConfig
+
+REWARD_PLACES = 64
+"""Texts at the server at once: its batches take the ones of similar length."""
+REWARD_BATCH_TOKENS = 8192
+"""Tokens of a forward pass, padding included."""
+
+
+class RewardModelConfig(FrozenConfig):
+    """A sequence classification model, whose logit is the reward."""
+
+    path: str
+    """Hugging Face folder or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
+    """
+    reads: Literal["chat", "pair", "completion"] = "chat"
+    """chat: prompt and completion as a chat, by the template of the reward model. pair:
+    both as a pair of texts. completion: only the completion.
+    """
+    label: str | int | None = None
+    """Name or number of the label whose logit counts (none = the only label)."""
+    mean: float = Field(default=0.0, allow_inf_nan=False)
+    """The reward is (logit - mean) / std."""
+    std: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Divisor of the reward."""
+
+
+class ModelledReward(FrozenConfig):
+    """A reward by a reward model."""
+
+    model: RewardModelConfig
+    """Model that reads a completion and returns a number, in a separate server."""
