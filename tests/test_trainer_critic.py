@@ -250,9 +250,15 @@ def test_rewards_come_with_the_last_token_of_their_part(
     header = header.model_copy(update={"mask_older": True})
     versions = np.where(is_old & arrays.is_sampled, 0, arrays.versions)
     arrays = changed(arrays, versions=versions)
-    batch, _ = estimates(step, header, arrays)
+    batch, sampled = estimates(step, header, arrays)
     assert batch.value_N is not None
     assert batch.return_N is not None
+    torch.testing.assert_close(
+        torch.from_numpy(batch.value_N[sampled]),
+        plain_values(step, header, arrays),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     assert (batch.has_loss != arrays.is_sampled).sum() > 0
     for entry in header.trajectories:
         places = [
