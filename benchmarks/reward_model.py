@@ -2,7 +2,7 @@
 
     python benchmarks/reward_model.py [--seconds 30] [--write]
 
-A random Qwen3 with 14 million parameters scores texts with a lognormal length (mean about 180
+A random Qwen3 with 2.4 million parameters scores texts with a lognormal length (mean about 180
 tokens, 1,000 at most) on one thread, in float32. Both sides tokenize the same chats and
 score the same texts; they take turns, so that both see the same machine.
 
@@ -54,11 +54,11 @@ def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
         num_labels=1,

@@ -726,6 +726,7 @@ SECTIONS = re.findall(r"^```yaml\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTIL
 REPLIES = [
     ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
     ("End with A, B or tie", "Tie.", [0.5, 0.5]),
+    ("Is the answer right and short", "5", [1.0, 1.0]),
     ("such as: 2, 1, 3", "I prefer the second: 2, 1", [0.0, 1.0]),
 ]
 
@@ -738,7 +739,9 @@ async def test_a_judge_of_the_page(
     (text,) = (section for section in SECTIONS if asks in section)
     values = yaml.safe_load(text)["task"]["reward"]["judge"]
     async with endpoint(lambda text: reply) as server:
-        del values["base_url"]
+        values.pop("base_url", None)
+        # These are of a judge without base_url.
+        values.pop("max_length", None)
         async with scorer_of(server, **values) as scorer:
             texts = ["It is Paris", "Paris"]
             found: Any = (

@@ -34,10 +34,14 @@ or a letter has its own line, follows a colon, or is in [[ ]].
 class JudgeConfig(FrozenConfig):
     """A model behind an OpenAI-compatible endpoint, whose answers are the rewards."""
 
-    base_url: str = Field(pattern=r"^https?://")
-    """URL of the endpoint, with its /v1."""
+    base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """URL of the endpoint, with its /v1 (none = the run serves `model`)."""
     model: str
-    """Model name in the requests."""
+    """Model name in the requests; without base_url a Hugging Face folder or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id, without base_url (none = main)."""
+    max_length: int = Field(default=4096, ge=2)
+    """Longest request and answer together, in tokens, without base_url."""
     prompt: str
     """Text of the request, with {prompt}, {answer} and the places of its mode."""
     mode: Literal["score", "compare", "rank"] = "score"
@@ -70,6 +74,11 @@ class JudgeConfig(FrozenConfig):
     """
 
     @property
+    def is_served(self) -> bool:
+        """Return whether the run starts a server with the model."""
+        return self.base_url is None
+
+    @property
     def pattern(self) -> re.Pattern[str]:
         return re.compile(self.parse or PATTERNS[self.mode], re.IGNORECASE)
 
@@ -92,6 +101,12 @@ class JudgeConfig(FrozenConfig):
             ) from error
         if not groups:
             raise ValueError(f"parse={self.parse} has no group in ( )")
+        if not self.is_served and (own := self.given("revision", "max_length")):
+            raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
+        if self.is_served and self.max_tokens >= self.max_length:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} leaves no token of max_length={self.max_length} to the request"
+            )
         if self.best != 1.0 and self.mode != "score":
             raise ValueError(f"best is of mode=score, not of mode={self.mode}")
         return self

@@ -78,6 +78,8 @@ class PlacementConfig(FrozenConfig):
     """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else
     an engine's).
     """
+    judge: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    """Device of a judge without base_url, in the forms of placement.teacher."""
     reward: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of the reward model (task.reward.model), in the forms of
     placement.teacher.

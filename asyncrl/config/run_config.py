@@ -19,6 +19,7 @@ from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
+from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
@@ -114,6 +115,13 @@ class RunConfig(FrozenConfig):
                 task.reward_model for task in tasks if task.reward_model is not None
             )
         )
+
+    @property
+    def served_judges(self) -> list[JudgeConfig]:
+        """Return the distinct judges that the run serves."""
+        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
+        judges = (task.judge for task in tasks if task.judge is not None)
+        return list(dict.fromkeys(judge for judge in judges if judge.is_served))
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -323,6 +331,15 @@ class RunConfig(FrozenConfig):
                 f"task.reward.model.{key} is {getattr(first, key)} and {getattr(second, key)}; a run has one "
                 "reward model, so give all tasks and evaluations the same section"
             )
+        judges = self.served_judges
+        for key in ("model", "revision", "max_length"):
+            if len(values := {str(getattr(judge, key)) for judge in judges}) > 1:
+                yield (
+                    f"task.reward.judge.{key} is {' and '.join(sorted(values))}; a run serves one judge, "
+                    "so give all that lack base_url the same"
+                )
+        if not judges and self.placement.judge != "auto":
+            yield "placement.judge is for a judge without base_url; remove one of the two"
         if not models and self.placement.reward != "auto":
             yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"
         generator = self.generator

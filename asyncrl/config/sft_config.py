@@ -21,7 +21,7 @@ from asyncrl.config.weight_sync_config import WeightSyncConfig
 
 IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
-    "placement": ("rollout", "eval", "teacher", "reward", "share", "mps"),
+    "placement": ("rollout", "eval", "teacher", "judge", "reward", "share", "mps"),
     "checkpoint": ("keep_best",),
 }
 """Keys of shared sections that only a run with rollouts reads."""

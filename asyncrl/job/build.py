@@ -123,6 +123,7 @@ async def build(
         seed=config.seed,
         warn=lifecycle.log.warn,
         ask_model=fleet.ask_model,
+        ask_judge=fleet.ask_judge,
     )
     lifecycle.closes("rewards", scorer.aclose)
     num_engines = (
@@ -298,6 +299,7 @@ def _make_evaluation(
             seed=EVAL_SEED,
             warn=lifecycle.log.warn,
             ask_model=fleet.ask_model,
+            ask_judge=fleet.ask_judge,
         )
         lifecycle.closes("eval rewards", scorers.aclose)
         sets.append(

@@ -317,7 +317,12 @@ def _check_judges(config: RunConfig, found: Found) -> None:
     tasks = [*config.tasks.values(), *(one.task for one in config.evals.values())]
     for judge in dict.fromkeys(task.judge for task in tasks if task.judge is not None):
         check_endpoint(judge)
-        found.lines.append(f"judge: {judge.model} at {judge.base_url} answers")
+        where = (
+            "in a server of the run"
+            if judge.is_served
+            else f"at {judge.base_url} answers"
+        )
+        found.lines.append(f"judge: {judge.model} {where}")
     for model in config.reward_models:
         here = ModelConfig(path=model.path, revision=model.revision)
         if architecture := read_architecture(here):

@@ -34,12 +34,14 @@ from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
 from asyncrl.engines.reward_model import RewardModelClient, find_label
+from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.placement import ExtraServer
 
 ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
+JUDGE = "judge"
 REWARD = "reward"
 
 
@@ -152,6 +154,44 @@ def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
     )
 
 
+# ---- a judge
+
+
+def _judge_placement(config: RunConfig) -> ExtraServer | None:
+    if not config.served_judges:
+        return None
+    judge = config.served_judges[0]
+    return ExtraServer(
+        key="judge",
+        written=config.placement.judge,
+        engine="embedded",
+        slots=_judge_slots(config),
+        max_length=judge.max_length,
+        model=ModelConfig(path=judge.model, revision=judge.revision),
+        model_key="task.reward.judge.model",
+        reads_token_ids=False,
+    )
+
+
+def _judge_slots(config: RunConfig) -> int:
+    return max(judge.max_concurrent for judge in config.served_judges)
+
+
+def _judge_order(order: ServerOrder) -> ServerOrder:
+    slots = _judge_slots(order.config)
+    return replace(order, is_rollout=False, slots=slots, group=None)
+
+
+def _judge_launch(order: ServerOrder) -> Launch:
+    max_length = order.config.served_judges[0].max_length
+    of_chats = {"num_kept": 0, "max_length": max_length, "serves_chats": True}
+    return Launch("asyncrl_servers.embedded", embedded_spec(order) | of_chats)
+
+
+def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
+    return ServedJudge(caller, places=order.slots, on_lost=order.on_lost)
+
+
 # ---- the reward model
 
 
@@ -210,6 +250,14 @@ _ROWS = (
         client=_teacher_client,
         placement=_teacher_placement,
         order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+    ),
+    Role(
+        name=JUDGE,
+        on_loss=Loss.RESTART,
+        launch=_judge_launch,
+        client=_judge_client,
+        placement=_judge_placement,
+        order=_judge_order,
     ),
     Role(
         name=REWARD,

@@ -25,8 +25,9 @@ from asyncrl.engines.kinds import KINDS, ServerOrder
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.reward_model import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
+from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, REWARD, ROLES, Loss, Role
+from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Loss, Role
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -46,6 +47,7 @@ from asyncrl.launch.supervise import (
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
+from asyncrl.tasks.judge import AskJudge
 from asyncrl.tasks.scorer import AskModel
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
@@ -501,6 +503,15 @@ class Fleet:
             return None
         assert isinstance(extra.client, RewardModelClient)
         return extra.client.score
+
+    @property
+    def ask_judge(self) -> AskJudge | None:
+        """Return the call of the judge that the run serves, if there is one."""
+        extra = self.extra.get(JUDGE)
+        if extra is None:
+            return None
+        assert isinstance(extra.client, ServedJudge)
+        return extra.client.ask
 
     @property
     def eval_client(self) -> EngineClient | None:

@@ -61,6 +61,8 @@ class ExtraServer:
     """Tokens of a forward pass, without `engine`."""
     slots: int = 0
     """Sequences in its KV cache."""
+    max_length: int = 0
+    """Tokens of each; 0: of a rollout."""
     takes_weights: bool = False
     """The trainer's weights are sent to it."""
     way_out: str = ""

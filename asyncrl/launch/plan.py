@@ -242,9 +242,11 @@ def _extra_memory(
             micro_batch=server.batch_tokens * width * item,
         )
     facts = ENGINES[server.engine]
-    return engine_memory(
+    memory = engine_memory(
         config, shape, facts, server.slots, (device,), stages=server.takes_weights
     )
+    length = server.max_length or config.rollout.max_length
+    return replace(memory, kv=memory.kv * length // config.rollout.max_length)
 
 
 def held_besides(

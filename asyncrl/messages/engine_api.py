@@ -117,6 +117,23 @@ class ScoreResponse(Message):
     logprobs: list[float]
 
 
+class ChatRequest(Message):
+    """Answer a user's message, by the model's own chat template."""
+
+    text: str
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    seed: int
+
+
+class ChatResponse(Message):
+    """`is_cut`: at max_tokens. `num_tokens`: of request and answer."""
+
+    text: str
+    is_cut: bool
+    num_tokens: int
+
+
 class RewardRequest(Message):
     """Score a completion. `question`: the prompt's messages as one text."""
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -16,10 +16,11 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from asyncrl.base.errors import ConfigError, TaskError, install_extra
+from asyncrl.base.errors import ComponentError, ConfigError, TaskError, install_extra
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.config.judge_config import PLACES, JudgeConfig
+from asyncrl.messages.engine_api import ChatRequest, ChatResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AskJudge = Callable[[ChatRequest], Awaitable[ChatResponse]]
+"""Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
 
 MINUTE_S = 60.0
 MAX_KNOWN = 4096
@@ -107,8 +110,11 @@ class Judge:
     UserCodeFailed (data). Only a spent budget is a TaskError.
     """
 
-    def __init__(self, config: JudgeConfig, *, timeout_s: float) -> None:
+    def __init__(
+        self, config: JudgeConfig, *, timeout_s: float, ask: AskJudge | None = None
+    ) -> None:
         self.config = config
+        self._served = ask if config.is_served else None
         self.scores_groups = config.mode != "score"
         self._timeout_s = timeout_s
         self._client: AsyncOpenAI | None = None
@@ -201,7 +207,7 @@ class Judge:
         request = self._request(prompt, first=first, second=second)
         try:
             # A surprise costs this pair, not the others.
-            with user_code(asyncio.CancelledError, TaskError):
+            with user_code(asyncio.CancelledError, ComponentError):
                 return await self._ask(request, lambda text: VERDICTS[text.lower()])
         except UserCodeFailed as failure:
             return failure
@@ -237,7 +243,7 @@ class Judge:
         question = self._asked.get(key)
         if question is None:
             question = self._asked[key] = Question()
-        with waiting("an answer of the judge", on=self.config.base_url):
+        with waiting("an answer of the judge", on=self.config.base_url or "judge"):
             async with question.lock:
                 if question.failure is not None:
                     raise question.failure
@@ -314,6 +320,22 @@ class Judge:
             self.check_budget()
             self.num_requests += 1
             self._num_reserved += estimate
+            if self._served is not None:
+                # Its client has its own limits, and waits while the server restarts.
+                try:
+                    chat = await self._served(
+                        ChatRequest(
+                            text=request,
+                            max_tokens=self.config.max_tokens,
+                            temperature=temperature,
+                            seed=self.num_requests,
+                        )
+                    )
+                    used[1] = chat.num_tokens
+                    return chat
+                finally:
+                    self._num_reserved -= estimate
+                    self.num_tokens += int(used[1])
             late = f"no whole reply within {self._timeout_s} s (task.reward_timeout_s)"
             try:
                 # The client limits each read only.
@@ -391,6 +413,8 @@ def _answer_of(reply: Any) -> tuple[str, bool]:
     """Return the text of a reply, and whether it was cut at max_tokens. Raises
     ReplyError, or ValueError for anything but a chat completion.
     """
+    if isinstance(reply, ChatResponse):
+        return reply.text, reply.is_cut
     if error := getattr(reply, "error", None):
         raise ReplyError(str(error))
     try:
@@ -480,6 +504,8 @@ def check_endpoint(config: JudgeConfig) -> None:
             f"task.reward.judge needs the package {error.name}, which is not installed",
             way_out=install_extra("judge"),
         ) from error
+    if config.base_url is None:
+        return
     where = f"the judge at {config.base_url}"
     with openai.OpenAI(
         base_url=config.base_url,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.errors import ComponentError, RequestRefused, RewardFailure, TaskError
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
@@ -23,7 +23,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
-from asyncrl.tasks.judge import Judge
+from asyncrl.tasks.judge import AskJudge, Judge
 from asyncrl.tasks.rewards import (
     Completions,
     Reward,
@@ -60,6 +60,7 @@ class Scorers:
         seed: int,
         warn: Callable[[str], None] = logger.warning,
         ask_model: AskModel | None = None,
+        ask_judge: AskJudge | None = None,
     ) -> None:
         self._scorers = {
             name: TaskScorer(
@@ -69,6 +70,7 @@ class Scorers:
                 seed=seed,
                 warn=warn,
                 ask_model=ask_model,
+                ask_judge=ask_judge,
             )
             for name, task in tasks.items()
         }
@@ -132,6 +134,7 @@ class TaskScorer:
         seed: int,
         warn: Callable[[str], None] = logger.warning,
         ask_model: AskModel | None = None,
+        ask_judge: AskJudge | None = None,
     ) -> None:
         self.has_score = config.has_score
         self.shows_special = config.special_tokens == "visible"
@@ -142,7 +145,9 @@ class TaskScorer:
         self._ask_model = ask_model if config.reward_model is not None else None
         self.judge: Judge | None = None
         if config.judge is not None:
-            self.judge = Judge(config.judge, timeout_s=config.reward_timeout_s)
+            self.judge = Judge(
+                config.judge, timeout_s=config.reward_timeout_s, ask=ask_judge
+            )
             takes_group = self.judge.scores_groups
         self.scores_groups = self.has_score and takes_group
         """Then score_group is called, not score."""
@@ -262,7 +267,7 @@ class TaskScorer:
             return await self._ask_model(prompt, given)
         if self.judge is not None:
             # What an endpoint answers is as unknown as what user code does.
-            with user_code(asyncio.CancelledError, TaskError):
+            with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
                 return await self.judge(prompt, given)
         with waiting("their rewards", on="the reward function"):
             if self._processes is not None:

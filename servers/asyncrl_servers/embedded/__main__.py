@@ -10,9 +10,10 @@ import traceback
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
+from asyncrl_servers.embedded.chats import Chats
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine
-from asyncrl_servers.engine_routes import read_spec, serve_engine
+from asyncrl_servers.engine_routes import Act, read_spec, serve_engine
 
 
 def main() -> None:
@@ -33,8 +34,11 @@ def main() -> None:
     async def score(body: ScoreRequest) -> ScoreResponse:
         return await asyncio.wrap_future(engine.score(body))
 
+    routes: list[Act] = [score] if spec.score_slots else []
+    if spec.serves_chats:
+        routes.append(Chats(engine).chat)
     engine.start()
-    serve_engine(engine, fd, *([score] if spec.score_slots else []))
+    serve_engine(engine, fd, *routes)
     engine.stop()
 
 

@@ -1,0 +1,177 @@
+"""A judge that the run itself serves: its answers, its config, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import job_runs
+import pytest
+import torch
+import yaml
+from engine_processes import SECRET, engine_process
+from test_tasks_scorer import PROMPT
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.base.errors import ConfigError, RequestRefused
+from asyncrl.base.http import Caller
+from asyncrl.config.judge_config import JudgeConfig
+from asyncrl.config.load import config_from
+from asyncrl.engines.served_judge import ServedJudge
+from asyncrl.job.roles import extra_servers
+from asyncrl.messages.engine_api import ChatRequest
+from asyncrl.tasks.judge import Judge
+
+# one process imports the modules that they fork
+pytestmark = pytest.mark.xdist_group("forks")
+TEXTS = ["is a better?", "say 7", "b"]
+
+
+def greedy(folder: Path, text: str, num: int) -> str:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        found = model.generate(**ids, max_new_tokens=num, do_sample=False)
+    return str(
+        tokenizer.decode(
+            found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+    )
+
+
+def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    spec = {
+        "name": "judge",
+        "slots": 2,
+        "max_length": 200,
+        "device": "cpu",
+        "dtype": "float32",
+        "model_path": str(folder),
+        "serves_chats": True,
+    }
+
+    async def story(url: str) -> None:
+        caller = Caller("judge", url, SECRET)
+        served = ServedJudge(caller, places=2)
+
+        async def ask(text: str, num: int, temperature: float = 0.0) -> Any:
+            request = ChatRequest(
+                text=text, max_tokens=num, temperature=temperature, seed=3
+            )
+            return await served.ask(request)
+
+        answers = await asyncio.gather(*(ask(text, 12) for text in TEXTS))
+        assert [answer.text for answer in answers] == [
+            greedy(folder, text, 12) for text in TEXTS
+        ]
+        assert (await ask("a", 1)).is_cut
+        drawn = [await ask("a", 12, 1.0) for _ in range(2)]
+        assert drawn[0] == drawn[1]
+        with pytest.raises(RequestRefused, match="200"):
+            await ask("a", 400)
+        config = JudgeConfig(
+            model=str(folder),
+            prompt="{completion}",
+            parse="(?s)(.)",
+            best=9,
+            max_tokens=20,
+            max_length=200,
+            retries=0,
+            temperature=1.0,
+        )
+        judge = Judge(config, timeout_s=0.001, ask=served.ask)
+        with pytest.raises(Exception, match="has no verdict: in try 1 the judge answ"):
+            await judge(PROMPT, "x")
+        # the message, its role, and the mark of the answer
+        assert 3 < judge.num_tokens <= 20 + 8
+        await caller.aclose()
+
+    with engine_process("embedded", spec, tmp_path) as server:
+        asyncio.run(story(server.url))
+
+
+def config_of(*judges: dict[str, Any], **placement: Any) -> Any:
+    sections = [
+        {
+            "files": ["examples/data/capitals.jsonl"],
+            "name": f"task{number}",
+            "reward": {"judge": {"model": "a/b", "prompt": "{completion}", **judge}},
+        }
+        for number, judge in enumerate(judges)
+    ]
+    model = {"scratch": job_runs.CONFIG["model"]["scratch"]}
+    return config_from({"model": model, "task": sections, "placement": placement})
+
+
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    ("judges", "placement", "words"),
+    [
+        ([{}, {"model": "a/c"}], {}, "judge.model is a/b and a/c; a run serves one"),
+        ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
+        ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
+        ([{"max_length": 512}], {}, "leaves no token of max_length=512"),
+    ],
+)
+def test_wrong_served_judge_is_refused_by_its_key(
+    judges: list[dict[str, Any]], placement: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(*judges, **placement)
+
+
+def test_tasks_share_the_server_of_a_judge() -> None:
+    config = config_of({"prompt": "Grade {completion}"}, {"max_concurrent": 20})
+    server = extra_servers(config)["judge"]
+    assert (server.slots, server.max_length) == (20, 4096)
+    assert "judge" not in extra_servers(config_of({"base_url": URL}))
+
+
+@pytest.mark.slow
+def test_run_outlives_the_death_of_its_grader(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "grader")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"{a} 2"}) for a in "abcdefgh"))
+    path = job_runs.write_config(tmp_path, trainer={"num_steps": 6})
+    config = yaml.safe_load(path.read_text())
+    judge = {
+        "model": str(folder),
+        "prompt": "grade {completion}",
+        "parse": r"(\d)",
+        "best": 9,
+        "temperature": 1.0,
+        "max_tokens": 300,
+        "max_length": 512,
+        "max_concurrent": 8,
+    }
+    config["task"] = {
+        "files": [str(rows)],
+        "answer_column": "none",
+        "reward": {"judge": judge},
+    }
+    config["supervision"] = {"backoff_s": 0.1}
+    path.write_text(yaml.safe_dump(config))
+    run_dir = tmp_path / "run"
+    process = job_runs.start(path, run_dir)
+    job_runs.wait_for_steps(run_dir, 1, process)
+    (server,) = job_runs.children_of(process, "judge")
+    server.kill()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    steps = job_runs.read_lines(run_dir / "metrics.jsonl")
+    assert len(steps) == 6
+    assert steps[-1]["judge/restarts"] == 1
+    assert steps[-1]["rollout/failed"] == 0
+    assert all(0 < step["reward/mean"] < 1 for step in steps)
