@@ -117,7 +117,7 @@ class Plain:
 async def measure(folder: Path, seconds: float) -> float:
     path = make_model(folder)
     plain = Plain(path)
-    texts = draw_texts(2 * REWARD_PLACES)
+    texts = draw_texts(REWARD_PLACES)
     spec = {
         "name": "reward",
         "model_path": str(path),
