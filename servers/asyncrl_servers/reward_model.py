@@ -121,9 +121,12 @@ class RewardModel:
             # A decoder's head reads the last token that is not padding. An id of no
             # text is padding for sure; the model's own end of turn would not be.
             used = {number for text in texts for number in text["input_ids"]}
-            pad_id = next(
-                number for number in range(len(used) + 1) if number not in used
-            )
+            known = range(self._text_config.vocab_size)
+            free = (number for number in known if number not in used)
+            pad_id = next(free, None)
+            # The texts use a whole small vocabulary: none is padded.
+            if pad_id is None and len(texts) > 1:
+                return [self.scores([text])[0] for text in texts]
             self._text_config.pad_token_id = pad_id
         rows = {
             name: [
