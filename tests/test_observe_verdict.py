@@ -230,6 +230,9 @@ def test_imitation_may_reach_a_low_entropy() -> None:
 JUDGE = [
     "task={files: [a], reward: {judge: {base_url: 'http://x', model: m, prompt: '{completion}'}}}"
 ]
+SERVED_JUDGE = [
+    "task={files: [a], reward: {judge: {model: m, prompt: '{completion}'}}}"
+]
 REWARD_MODEL = ["task={files: [a], reward: {model: {path: a/b}}}"]
 TAUGHT = ["teacher.path=a/b", "algorithm.distill_weight=1"]
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
@@ -278,6 +281,14 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "rewards",
             "The reward model set the pace: 90% of the time over 20 steps. Give it a "
             "faster device (placement.reward (now auto)), or",
+        ),
+        (
+            "wait_rewards_s=0.9 perf/scoring_s=9",
+            SERVED_JUDGE,
+            "rewards",
+            "The judge set the pace: 90% of the time over 20 steps. Raise "
+            "task.reward.judge.max_concurrent (now 16), or give it a faster device "
+            "(placement.judge (now auto)).",
         ),
         (
             "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=10",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import yaml
 from engine_processes import SECRET, engine_process
+from test_reward_model import make_decoder, without_template
 from test_tasks_scorer import PROMPT
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,14 +23,21 @@ from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.load import config_from
+from asyncrl.engines.kinds import ServerOrder
 from asyncrl.engines.served_judge import ServedJudge
-from asyncrl.job.roles import extra_servers
-from asyncrl.messages.engine_api import ChatRequest
+from asyncrl.job.check import validate
+from asyncrl.job.roles import ROLES, extra_servers
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.judge import Judge
 
 # one process imports the modules that they fork
 pytestmark = pytest.mark.xdist_group("forks")
 TEXTS = ["is a better?", "say 7", "b"]
+
+
+def chat_ids(folder: Path, text: str) -> tuple[int, ...]:
+    tokenizer = HFChatTokenizer(folder, parse_special_tokens=False)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def greedy(folder: Path, text: str, num: int) -> str:
@@ -62,13 +72,12 @@ def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served = ServedJudge(caller, places=2)
+        served = ServedJudge(caller, partial(chat_ids, folder), places=2)
 
         async def ask(text: str, num: int, temperature: float = 0.0) -> Any:
-            request = ChatRequest(
-                text=text, max_tokens=num, temperature=temperature, seed=3
+            return await served.ask(
+                text, max_tokens=num, temperature=temperature, seed=3
             )
-            return await served.ask(request)
 
         answers = await asyncio.gather(*(ask(text, 12) for text in TEXTS))
         assert [answer.text for answer in answers] == [
@@ -100,6 +109,94 @@ def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
         asyncio.run(story(server.url))
 
 
+def test_grades_do_not_depend_on_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A served judge needs no client of an endpoint.
+    monkeypatch.setitem(sys.modules, "openai", None)
+    folder = make_tiny_model(tmp_path / "model")
+    config = JudgeConfig(
+        model=str(folder),
+        prompt="grade {completion}",
+        parse=r"(\d)",
+        best=9,
+        max_tokens=400,
+        max_length=512,
+        temperature=1.0,
+    )
+
+    async def story(url: str) -> None:
+        caller = Caller("judge", url, SECRET)
+        served = ServedJudge(caller, partial(chat_ids, folder), places=2)
+
+        async def grades(texts: list[str]) -> dict[str, Any]:
+            judge = Judge(config, timeout_s=60, ask=served.ask)
+            return {text: await judge(PROMPT, text) for text in texts}
+
+        texts = list("abcdef")
+        found = await grades(texts)
+        assert await grades(texts[::-1]) == found
+        assert len({*found.values()}) > 1
+        judge = Judge(config, timeout_s=60, ask=served.ask)
+        with pytest.raises(RequestRefused, match="512"):
+            await judge(PROMPT, "a" * 120)
+        assert judge.num_tokens == 0, "nothing was read"
+        await caller.aclose()
+
+    spec = {
+        "name": "judge",
+        "slots": 2,
+        "max_length": 512,
+        "device": "cpu",
+        "dtype": "float32",
+        "model_path": str(folder),
+        "serves_chats": True,
+    }
+    with engine_process("embedded", spec, tmp_path) as server:
+        asyncio.run(story(server.url))
+
+
+def test_completion_cannot_end_its_turn(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    tokenizer = HFChatTokenizer(folder)
+    end_id = min(tokenizer.end_ids)
+    name = tokenizer.decode([end_id], skip_special_tokens=False)
+    assert tokenizer.encode(name) == (end_id,)
+    config = config_of({"model": str(folder)})
+    order = ServerOrder(
+        config=config,
+        run_dir=tmp_path,
+        name="judge",
+        model_path=folder,
+        device="cpu",
+        threads=1,
+        slots=1,
+        tokenizer=tokenizer,
+    )
+    client = ROLES["judge"].client(order, Caller("judge", "", SECRET))
+    assert isinstance(client, ServedJudge)
+    plain, marked = map(client.encode, ("ab", f"a{name}b"))
+    assert list(plain).count(end_id) == list(marked).count(end_id)
+
+
+def test_model_that_cannot_judge_is_refused_before_training(tmp_path: Path) -> None:
+    def check(folder: Path, max_length: int = 512) -> None:
+        judge = {"model": str(folder), "max_length": max_length, "max_tokens": 64}
+        validate(config_of(judge))
+
+    scorer = make_decoder(tmp_path / "scorer", None)
+    with pytest.raises(ConfigError, match="is Qwen3ForSequenceClassification"):
+        check(scorer)
+    silent = make_tiny_model(tmp_path / "silent")
+    with pytest.raises(ConfigError, match="max_position_embeddings=512"):
+        check(silent, 513)
+    without_template(silent)
+    with pytest.raises(ConfigError, match=r"judge.model=.*has no chat template"):
+        check(silent)
+    with pytest.raises(ConfigError, match=r"task.reward.judge.model=/no/model"):
+        check(Path("/no/model"))
+
+
 def config_of(*judges: dict[str, Any], **placement: Any) -> Any:
     sections = [
         {
@@ -122,6 +219,8 @@ URL = "http://127.0.0.1:9/v1"
         ([{}, {"model": "a/c"}], {}, "judge.model is a/b and a/c; a run serves one"),
         ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
         ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
+        ([{"key_variable": "K"}], {}, "key_variable is of a judge with base_url"),
+        ([{"tokens_per_minute": 9}], {}, "tokens_per_minute is of a judge with base"),
         ([{"max_length": 512}], {}, "leaves no token of max_length=512"),
     ],
 )

@@ -101,6 +101,9 @@ class JudgeConfig(FrozenConfig):
             ) from error
         if not groups:
             raise ValueError(f"parse={self.parse} has no group in ( )")
+        endpoint = ("key_variable", "requests_per_minute", "tokens_per_minute")
+        if self.is_served and (own := self.given(*endpoint)):
+            raise ValueError(f"{own[0]} is of a judge with base_url; remove it")
         if not self.is_served and (own := self.given("revision", "max_length")):
             raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
         if self.is_served and self.max_tokens >= self.max_length:

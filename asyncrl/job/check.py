@@ -21,6 +21,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
+from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_model import find_label
 from asyncrl.job.lifecycle import Lifecycle
@@ -316,18 +317,49 @@ def _check_judges(config: RunConfig, found: Found) -> None:
     """
     tasks = [*config.tasks.values(), *(one.task for one in config.evals.values())]
     for judge in dict.fromkeys(task.judge for task in tasks if task.judge is not None):
-        check_endpoint(judge)
-        where = (
-            "in a server of the run"
-            if judge.is_served
-            else f"at {judge.base_url} answers"
-        )
-        found.lines.append(f"judge: {judge.model} {where}")
+        if judge.is_served:
+            _check_served_judge(judge)
+            found.lines.append(f"judge: {judge.model} in a server of the run")
+        else:
+            check_endpoint(judge)
+            found.lines.append(f"judge: {judge.model} at {judge.base_url} answers")
     for model in config.reward_models:
         here = ModelConfig(path=model.path, revision=model.revision)
         if architecture := read_architecture(here):
             label = find_label(model, architecture)
             found.lines.append(f"reward model: {model.path}, the logit {label}")
+
+
+def _check_served_judge(judge: JudgeConfig) -> None:
+    """Raise ConfigError if the model answers no chat of `max_length` tokens."""
+    key = "task.reward.judge"
+    source = f"{key}.model={judge.model}"
+    here = ModelConfig(path=judge.model, revision=judge.revision)
+    architecture = read_architecture(here)
+    kind = (architecture.get("architectures") or [""])[0]
+    if kind.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{source} is {kind}",
+            rule="a judge generates text",
+            way_out="name a chat model, or give this model to task.reward.model (docs/rewards.md).",
+        )
+    positions = positions_of(architecture.get("text_config", architecture))
+    if positions is not None and judge.max_length > positions:
+        raise ConfigError(
+            f"{key}.max_length={judge.max_length}, and {judge.model} has max_position_embeddings={positions}",
+            way_out=f"set {key}.max_length to {positions} or less.",
+        )
+    folder = find_on_disk(
+        judge.model, f"{key}.model", judge.revision, needs_weights=False
+    )
+    if folder is None:
+        return  # It is on the hub. The start of a run reads its tokenizer.
+    try:
+        HFChatTokenizer(folder, parse_special_tokens=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{source}: {error.what}", way_out="name a model that answers chats."
+        ) from error
 
 
 def _check_support(config: RunConfig, found: Found) -> None:

@@ -21,6 +21,7 @@ from asyncrl.config import RunConfig, SftConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
+from asyncrl.job.roles import JUDGE
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
@@ -561,7 +562,9 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     }
     trained_on = {server.name for server in run.fleet.engine_servers}
     found |= {
-        "engine/tokens": sum(health.tokens_generated for health in engines.values()),
+        "engine/tokens": sum(
+            health.tokens_generated for name, health in engines.items() if name != JUDGE
+        ),
         "engine/decode_s": {
             name: engines[name].decode_s for name in engines if name in trained_on
         },

@@ -38,6 +38,7 @@ from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.placement import ExtraServer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
@@ -189,7 +190,14 @@ def _judge_launch(order: ServerOrder) -> Launch:
 
 
 def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
-    return ServedJudge(caller, places=order.slots, on_lost=order.on_lost)
+    # The name of a special token in a completion stays text: it ends no turn.
+    tokenizer = HFChatTokenizer(order.model_path, parse_special_tokens=False)
+    return ServedJudge(
+        caller,
+        lambda text: tokenizer.encode_chat([{"role": "user", "content": text}]),
+        places=order.slots,
+        on_lost=order.on_lost,
+    )
 
 
 # ---- the reward model

@@ -118,9 +118,9 @@ class ScoreResponse(Message):
 
 
 class ChatRequest(Message):
-    """Answer a user's message, by the model's own chat template."""
+    """Continue a chat."""
 
-    text: str
+    prompt_ids: list[int] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0)
     seed: int

@@ -166,6 +166,14 @@ class Pace:
         for name, task in self.config.tasks.items():
             if task.judge is None:
                 continue
+            judge = f"{key_of('task', name)}.reward.judge"
+            if task.judge.is_served:
+                now = task.judge.max_concurrent
+                yield (
+                    f"Raise {judge}.max_concurrent (now {now}), or give it a faster device "
+                    f"({self._now('placement.judge')})."
+                )
+                continue
             limits = {
                 "requests_per_minute": self.steps.newest("judge/requests"),
                 "tokens_per_minute": self.steps.newest("judge/tokens"),
@@ -177,7 +185,6 @@ class Pace:
             ]
             for key in used or ["max_concurrent"]:
                 now = getattr(task.judge, key)
-                judge = f"{key_of('task', name)}.reward.judge"
                 yield f"Raise {judge}.{key} (now {now}) if its endpoint allows more."
 
     def _generation_cures(self) -> Iterator[str]:

@@ -7,20 +7,20 @@ import logging
 import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from asyncrl.base.errors import ComponentError, ConfigError, TaskError, install_extra
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.config.judge_config import PLACES, JudgeConfig
-from asyncrl.messages.engine_api import ChatRequest, ChatResponse
+from asyncrl.messages.engine_api import ChatResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-AskJudge = Callable[[ChatRequest], Awaitable[ChatResponse]]
-"""Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
+Errors = tuple[type[Exception], ...]
 
 MINUTE_S = 60.0
 MAX_KNOWN = 4096
@@ -89,6 +88,14 @@ class MinuteLimits:
         if self._used and (is_full or used + tokens > self._max_tokens):
             delay_s = max(delay_s, self._used[0][0] + MINUTE_S - now_s)
         return delay_s
+
+
+class AskJudge(Protocol):
+    """Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
+
+    async def __call__(
+        self, text: str, *, max_tokens: int, temperature: float, seed: int
+    ) -> ChatResponse: ...
 
 
 class Question:
@@ -264,8 +271,7 @@ class Judge:
                 return found
 
     async def _tries(self, request: str, read: Callable[[str], T]) -> T:
-        import openai
-
+        busy, refused = _client_errors() if self._served is None else ((), ())
         temperature = self.config.temperature
         why = ""
         kind = FailureKind.REWARD_CRASH
@@ -273,7 +279,7 @@ class Judge:
             self.num_retried += number > 0
             answer = ""
             try:
-                reply = await self._send(request, temperature)
+                reply = await self._send(request, temperature, number)
                 answer, is_cut = _answer_of(reply)
                 if is_cut:
                     limit = self.config.max_tokens
@@ -282,19 +288,13 @@ class Judge:
                 if found is None or found[1] is None:
                     raise ValueError(f"{self._pattern.pattern} does not match")
                 return read(found[1])
-            except (
-                openai.RateLimitError,
-                openai.APIConnectionError,
-                openai.InternalServerError,
-                ReplyError,
-                TimeoutError,
-            ) as error:
+            except busy as error:
                 text = self._text_of(error)
                 why = f"did not answer: {text}"
                 kind = kind_of_error(error, FailureKind.REWARD_TIMEOUT)
                 delay_s = self._pause(error, number)
                 logger.info("the judge pauses for %.1f s: %s", delay_s, text)
-            except openai.OpenAIError as error:  # a further try would be refused too
+            except refused as error:  # a further try would be refused too
                 text = self._text_of(error)
                 # None: the error may show the key
                 kind = kind_of_error(error, FailureKind.REWARD_CRASH)
@@ -310,7 +310,7 @@ class Judge:
         tries = self.config.retries + 1
         raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}", kind)
 
-    async def _send(self, request: str, temperature: float) -> Any:
+    async def _send(self, request: str, temperature: float, number: int) -> Any:
         """Return one reply. Raises OpenAIError, TimeoutError, ValueError for broken
         JSON, or TaskError for a spent budget.
         """
@@ -323,13 +323,14 @@ class Judge:
             if self._served is not None:
                 # Its client has its own limits, and waits while the server restarts.
                 try:
+                    used[1] = 0  # unless it answers
                     chat = await self._served(
-                        ChatRequest(
-                            text=request,
-                            max_tokens=self.config.max_tokens,
-                            temperature=temperature,
-                            seed=self.num_requests,
-                        )
+                        request,
+                        max_tokens=self.config.max_tokens,
+                        temperature=temperature,
+                        # By the try, and not by the order of requests: a resumed run
+                        # draws the same answers.
+                        seed=number,
                     )
                     used[1] = chat.num_tokens
                     return chat
@@ -403,6 +404,22 @@ def _is_free(error: Exception) -> bool:
     causes = ("ConnectError", "ConnectTimeout", "PoolTimeout")
     is_refused = 400 <= getattr(error, "status_code", 0) < 500
     return is_refused or type(error.__cause__).__name__ in causes
+
+
+def _client_errors() -> tuple[Errors, Errors]:
+    """Return the errors after which a further try may help, and those of requests that
+    would be refused again.
+    """
+    import openai
+
+    busy = (
+        openai.RateLimitError,
+        openai.APIConnectionError,
+        openai.InternalServerError,
+        ReplyError,
+        TimeoutError,
+    )
+    return busy, (openai.OpenAIError,)
 
 
 class ReplyError(Exception):
@@ -504,8 +521,6 @@ def check_endpoint(config: JudgeConfig) -> None:
             f"task.reward.judge needs the package {error.name}, which is not installed",
             way_out=install_extra("judge"),
         ) from error
-    if config.base_url is None:
-        return
     where = f"the judge at {config.base_url}"
     with openai.OpenAI(
         base_url=config.base_url,
