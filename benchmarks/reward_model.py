@@ -39,7 +39,7 @@ from asyncrl.config.reward_model_config import (
     REWARD_PLACES,
     RewardModelConfig,
 )
-from asyncrl.engines.reward_model import RewardModelClient
+from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Prompt

@@ -185,7 +185,11 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
         return
     async with aclosing(caller_of(server)) as caller:
         version = (await EngineServer(caller).health(timeout_s=60)).policy_version
-        yield EngineServer(caller, policy_version=version)
+        yield EngineServer(
+            caller,
+            policy_version=version,
+            has_supports=server.kind != "simulated",
+        )
 
 
 @asynccontextmanager
@@ -196,6 +200,10 @@ async def another_client(
     async with aclosing(caller_of(server)) as caller:
         version = engine.policy_version
         if server.house is None:
-            yield EngineServer(caller, policy_version=version)
+            yield EngineServer(
+                caller,
+                policy_version=version,
+                has_supports=server.kind != "simulated",
+            )
         else:
             yield VllmServer(caller, server.house.facts(), policy_version=version)

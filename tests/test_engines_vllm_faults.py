@@ -178,7 +178,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
 async def test_surplus_logprobs_are_refused(on_chunk: OnChunk) -> None:
     fake, server = await ready_server()
     fake.num_surplus = 1
-    with pytest.raises(EngineError, match=r"\d+ tokens, \d+ logprobs and"):
+    with pytest.raises(EngineError, match=r"\d+ tokens, \d+ logprobs, "):
         await server.generate_segment(request(), on_chunk=on_chunk)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import shutil
 import ssl
 import stat
@@ -29,6 +30,7 @@ from asyncrl.base.errors import RolloutFailure, TaskError, first_cause
 from asyncrl.base.failures import WAYS_OUT, FailureKind, kind_of_error, kind_of_text
 from asyncrl.config import GeneratorConfig, TaskConfig
 from asyncrl.messages.records import GroupId, Prompt, Rollout
+from asyncrl.messages.worker_api import FailureBody
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recent_failures import RecentFailures
@@ -278,6 +280,7 @@ async def test_service_that_is_lost_or_refuses_has_its_name(
             assert kind_of(await run(gateway)) == kind
 
 
+@pytest.mark.extras  # cryptography
 @in_loop
 async def test_clock_that_is_behind_has_its_name(tmp_path: Path) -> None:
     authority = make_certificate(tmp_path, begins_in_days=30)
@@ -376,7 +379,7 @@ def test_corrupt_result_has_its_name(config: GeneratorConfig) -> None:
     [
         (8, {}, FailureKind.REWARD_CRASH),
         (9, {"agent": {"timeout": {"scoring": 0.1}}}, FailureKind.REWARD_TIMEOUT),
-        (7, {}, FailureKind.AGENT_CRASH),
+        (7, {}, FailureKind.ENVIRONMENT),
     ],
 )
 def test_failure_in_a_verifiers_environment_has_its_name(
@@ -429,7 +432,7 @@ class Ends:
         kind = self._kind_of(attempt)
         if kind is not None:
             raise RolloutFailure(f"{attempt.rollout_id} met {kind}", kind=kind)
-        attempt.num_spent = lambda: 1
+        attempt.has_asked = lambda: True
         return scored((one_token(attempt.sample_index),))
 
 
@@ -518,9 +521,48 @@ async def test_lost_host_whose_rollouts_succeed_again_ends_no_run() -> None:
 
 
 @virtual
+async def test_lost_hosts_and_a_bad_prompt_end_no_run() -> None:
+    """Nor does a failure that is not of the infrastructure, among many lost hosts."""
+
+    def lost(attempt: RolloutAttempt) -> FailureKind | None:
+        is_late = attempt.sample_index == 3
+        return FailureKind.TIMEOUT_AFTER_ANSWER if is_late else FailureKind.HOST_LOST
+
+    gauges = (await produce(lost, limit=0.5)).gauges()
+    assert gauges["failure/host_lost"] > 0.5
+
+    failures = RecentFailures(0.1)
+    disk_full = RolloutFailure("no space", kind=FailureKind.DISK_FULL)
+    for number in range(100):
+        failures.ended_nowait(disk_full, f"bad prompt {number % 2}")
+    failures.check(disk_full, "producers")
+    failures.ended_nowait(disk_full, "a third prompt")
+    failures.check(RolloutFailure("lost", kind=FailureKind.HOST_LOST), "producers")
+    with pytest.raises(TaskError, match="most often disk_full"):
+        failures.check(disk_full, "producers")
+
+
+def test_type_of_an_error_counts_behind_a_refusal_of_the_endpoint() -> None:
+    """A full disk met while the agent handles a limit is no truncated rollout."""
+    refusal = RuntimeError("429: gateway.max_calls=1 is the limit")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    full.__context__ = refusal
+    assert kind_of_error(full, FailureKind.AGENT_CRASH) is FailureKind.DISK_FULL
+    assert kind_of_error(refusal, FailureKind.AGENT_CRASH) is FailureKind.LIMIT
+    pipe = BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert kind_of_error(pipe, FailureKind.AGENT_CRASH) is FailureKind.AGENT_CRASH
+
+
+def test_worker_of_another_version_may_name_a_kind_that_is_unknown_here() -> None:
+    body = FailureBody.model_validate({"error": "e", "kind": "of_tomorrow"})
+    assert body.kind is FailureKind.AGENT_CRASH
+    assert FailureBody.model_validate({"error": "e"}).kind is FailureKind.AGENT_CRASH
+
+
+@virtual
 async def test_failures_that_the_policy_may_cause_end_no_run() -> None:
     def raises(attempt: RolloutAttempt) -> FailureKind | None:
-        attempt.num_spent = lambda: 1
+        attempt.has_asked = lambda: True
         return FailureKind.AGENT_CRASH if attempt.sample_index else None
 
     gauges = (await produce(raises, limit=0.0)).gauges()

@@ -256,7 +256,8 @@ class FakeHost:
     has_score = shows_special = True
     scores_groups = False
     judge = None
-    num_spent = 1
+    has_own_limits = False
+    num_spent = num_calls = 1
 
     def __init__(
         self,

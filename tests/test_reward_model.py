@@ -38,7 +38,7 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.load import config_from
 from asyncrl.config.reward_model_config import RewardModelConfig
-from asyncrl.engines.reward_model import RewardModelClient, find_label
+from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.job.check import check_lines, validate
 from asyncrl.launch.machine import single_node
 from asyncrl.messages.records import Prompt

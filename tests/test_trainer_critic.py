@@ -475,6 +475,11 @@ def test_stale_tokens_pass_rewards_on_and_train_nothing(make_step: MakeStep) -> 
     assert fresh_batch.has_loss[is_stale].all()
 
 
+def test_equal_advantages_are_no_step_of_rounding() -> None:
+    for value in (0.9, 0.7, 0.3):
+        assert not whitened(torch.full((37,), value)).any()
+
+
 def test_offloaded_critic_comes_back(make_step: MakeStep) -> None:
     moved, still = make_step(**PPO), make_step(**PPO)
     for version in range(2):

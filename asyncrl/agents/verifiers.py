@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -44,6 +45,8 @@ _OF_STAGE = {
 """Kinds of a trace's stop conditions that are time limits, but not the agent's."""
 _OF_ERROR = {
     "SandboxError": FailureKind.RUNTIME_START,
+    "EnvError": FailureKind.ENVIRONMENT,
+    "TaskError": FailureKind.ENVIRONMENT,
     "ToolsetError": FailureKind.ENVIRONMENT,
     "ProviderError": FailureKind.ENDPOINT_LOST,
     "InterceptionError": FailureKind.ENDPOINT_LOST,
@@ -52,6 +55,8 @@ _OF_ERROR = {
 }
 """Kinds of the library's errors, which name the border that a failure crossed."""
 
+_REFUSAL = re.compile(r"\b(4\d\d)\b")
+"""Status of a refusal in a ProviderError."""
 _CHATTY = ("verifiers", "mcp", *REQUEST_LOGGERS)
 
 
@@ -127,10 +132,15 @@ class VerifiersHarness:
             kind = FailureKind.AGENT_CRASH
             if errors:
                 why = f"{errors[-1].type}: {errors[-1].message}"
-                kind = _kind_of(errors[-1])
+                # The first is the cause: a lost sandbox is an error of the environment
+                # in the end.
+                kind = _kind_of(errors[0])
             raise RolloutFailure(
                 f"{said} failed: {why.replace(session.api_key, 'KEY')}", kind=kind
             )
+        # Of all agents: what a judge gives that was not ready is no reward either.
+        for trace in episode.traces:
+            _refuse_late(trace, said)
         for trace in traces:
             self._check(trace, said)
         (first, *others) = traces
@@ -153,16 +163,6 @@ class VerifiersHarness:
 
     def _check(self, trace: Any, said: str) -> None:
         """Raise RolloutFailure if a trace's reward is not the policy's."""
-        # The library scores what is there; a reward of half a world is not the
-        # policy's. The agent's own time limit counts as usual.
-        late = _OF_STAGE.get(trace.stop_condition)
-        if late is not None:
-            stage = trace.stop_condition.removesuffix("_timeout")
-            raise RolloutFailure(
-                f"{said} was not ready in time: {trace.stop_condition}",
-                way_out=f"raise timeout.{stage} of the agent in generator.args.",
-                kind=late,
-            )
         if not trace.agent.trainable:
             raise ConfigError(
                 f"{said} ran agent {trace.agent.name} with trainable=False",
@@ -174,6 +174,21 @@ class VerifiersHarness:
         ]:
             what = f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
             raise RewardFailure(what)
+
+
+def _refuse_late(trace: Any, said: str) -> None:
+    """Raise RolloutFailure if a stage of the environment ran out of time. The library
+    scores what is there, and a reward of half a world is not the policy's. The agent's
+    own time limit counts as usual.
+    """
+    late = _OF_STAGE.get(trace.stop_condition)
+    if late is not None:
+        stage = trace.stop_condition.removesuffix("_timeout")
+        raise RolloutFailure(
+            f"{said} was not ready in time: {trace.stop_condition} of agent {trace.agent.name}",
+            way_out=f"raise timeout.{stage} of the agent in generator.args.",
+            kind=late,
+        )
 
 
 def _metrics_of(trace: Any) -> dict[str, float]:
@@ -188,6 +203,9 @@ def _kind_of(error: Any) -> FailureKind:
     kind = _OF_ERROR.get(error.type, FailureKind.AGENT_CRASH)
     if error.type == "TaskError" and "scoring" in error.message:
         kind = FailureKind.REWARD_CRASH
+    status = _REFUSAL.search(error.message)
+    if error.type == "ProviderError" and status is not None:
+        kind = FailureKind.QUOTA if status[1] == "429" else FailureKind.REFUSED
     return kind_of_text(error.message, kind)
 
 

@@ -167,6 +167,10 @@ def whitened(advantage_M: Tensor) -> Tensor:
     """Return (advantage - mean) / sqrt(variance + 1e-8), with the sample variance, like
     `masked_whiten` of TRL and verl.
     """
+    # As in _centred(): the mean of equal numbers may round, and the division by a
+    # deviation of nearly 0 would make a whole step of the rest.
+    if advantage_M.min() == advantage_M.max():
+        return torch.zeros_like(advantage_M)
     centred_M = advantage_M - advantage_M.mean()
     num_others = max(len(advantage_M) - 1, 1)
     variance = centred_M.square().sum() / num_others

@@ -77,7 +77,7 @@ WAYS_OUT = {
     FailureKind.ENDPOINT_LOST: "check the network from workers to gateway.public_url and other services.",
     FailureKind.HOST_LOST: "read the log of the lost worker; memory is the usual cause.",
     FailureKind.QUOTA: "raise the quota of that account, or lower generator.concurrency.",
-    FailureKind.CORRUPT_RESULT: "correct what returns it: a reward is a finite number.",
+    FailureKind.CORRUPT_RESULT: "correct what returns it: finite numbers, for completions that exist.",
     FailureKind.CLOCK_SKEW: "set the clocks of the workers' hosts (NTP).",
     FailureKind.CRASH_AFTER_ANSWER: f"{_LOG}; if the policy is the cause, return a reward.",
     FailureKind.TIMEOUT_AFTER_ANSWER: "raise rollout.timeout_s, or limit the agent's tools and turns.",
@@ -114,6 +114,8 @@ _PATTERNS = {
 
 def kind_of_text(text: str, default: FailureKind) -> FailureKind:
     """Return the kind that the words of a program or library say."""
+    # First: after a limit the policy's own text must not name another kind, whose
+    # retry would replace a truncated rollout.
     if _LIMIT.search(text):
         return FailureKind.LIMIT
     found = (kind for kind, words in _PATTERNS.items() if words.search(text))
@@ -127,10 +129,11 @@ def kind_of_error(error: BaseException, default: FailureKind) -> FailureKind:
     errors = [*_with_causes(error)]
     said = "\n".join(f"{type(each).__name__}: {_text_of(each)}" for each in errors)
     by_words = kind_of_text(said, default)
-    if by_words is FailureKind.LIMIT:  # its status is 429, too
-        return by_words
     by_type = (kind for each in errors if (kind := _kind_of_type(each)))
-    return next(by_type, by_words)
+    found = next(by_type, by_words)
+    # The endpoint refuses calls above a limit with 429, too.
+    is_limit = found is FailureKind.QUOTA and by_words is FailureKind.LIMIT
+    return by_words if is_limit else found
 
 
 def _kind_of_type(error: BaseException) -> FailureKind | None:
@@ -140,6 +143,9 @@ def _kind_of_type(error: BaseException) -> FailureKind | None:
         return FailureKind.CLOCK_SKEW if is_skewed else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FailureKind.DISK_FULL
+    # A broken pipe is of a program of the agent, such as a shell that the policy left.
+    if isinstance(error, BrokenPipeError):
+        return None
     if isinstance(error, ConnectionError | gaierror):
         return FailureKind.ENDPOINT_LOST
     status = _status_of(error)

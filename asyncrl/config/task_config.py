@@ -162,6 +162,10 @@ class TaskConfig(FrozenConfig):
             raise ValueError(
                 f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
             )
+        if self.verifiers and "task" in self.args:
+            raise ValueError(
+                "args.task does not reach the workers that play and score; write generator.args.taskset.task"
+            )
         if self.verifiers and self.system_prompt is not None:
             raise ValueError(
                 "system_prompt does not reach a verifiers environment; write generator.args.taskset"

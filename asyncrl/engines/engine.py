@@ -197,11 +197,14 @@ class EngineClient(ServerClient):
         *,
         policy_version: int = 0,
         broadcast_group: BroadcastGroup | None = None,
+        has_supports: bool = True,
     ) -> None:
+        """`has_supports`: each token of a call with a cut comes with its support."""
         self._caller = caller
         self.name = caller.name
         self._start_version = policy_version
         self._group = broadcast_group
+        self._has_supports = has_supports
         self._begin_nowait()
 
     def disconnect_nowait(self) -> None:
@@ -289,7 +292,12 @@ class EngineServer(EngineClient):
         # The scope of this process: after a reset `self._line` belongs to its
         # successor, whose version does not apply to these tokens.
         line = self._line
-        check = SegmentCheck(self.name, request, oldest=line.version)
+        check = SegmentCheck(
+            self.name,
+            request,
+            oldest=line.version,
+            has_supports=self._has_supports,
+        )
         # calls() would set up a timeout per request.
         line.check_whole()
         if self._link is None or self._link.is_broken:

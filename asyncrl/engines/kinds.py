@@ -125,7 +125,8 @@ def _simulated_spec(order: ServerOrder) -> Body:
 
 
 def _embedded_client(order: ServerOrder, caller: Caller) -> EngineClient:
-    return EngineServer(caller, broadcast_group=order.group)
+    has_supports = order.config.rollout.facts.reports_supports
+    return EngineServer(caller, broadcast_group=order.group, has_supports=has_supports)
 
 
 def _vllm_spec(order: ServerOrder) -> Body:

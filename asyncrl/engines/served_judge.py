@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from asyncrl.base.errors import EngineLost, RequestRefused
 from asyncrl.base.http import Caller
 from asyncrl.engines.role_client import RoleClient
-from asyncrl.messages.engine_api import ChatRequest, ChatResponse
+from asyncrl.messages.engine_api import JudgeRequest, JudgeResponse
 
 
 class ServedJudge(RoleClient):
@@ -25,16 +25,16 @@ class ServedJudge(RoleClient):
 
     async def ask(
         self, text: str, *, max_tokens: int, temperature: float, seed: int
-    ) -> ChatResponse:
+    ) -> JudgeResponse:
         """Return the answer. Raises RequestRefused (data) or EngineError."""
         try:
             prompt_ids = list(self.encode(text))
         except ValueError as error:
             raise RequestRefused(f"the judge cannot read it: {error}") from error
-        request = ChatRequest(
+        request = JudgeRequest(
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
         )
-        return await self.call("/chat", request, ChatResponse)
+        return await self.call("/chat", request, JudgeResponse)

@@ -215,10 +215,6 @@ class Segment:
             "detokenize": bool(stop),
             "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         }
-        # vLLM lists the support of every call: of a greedy one this is one token, not
-        # the vocabulary.
-        if requirements.returns_supports and request.temperature == 0:
-            sampling["top_k"] = 1
         if request.grammar is not None:
             sampling["structured_outputs"] = {"grammar": request.grammar}
             sampling["extra_args"] = {"num_resumed": request.num_resumed}

@@ -107,7 +107,10 @@ def make_gateway(
     rules = CallRules(
         model_name=model_name(config),
         sampling=rollout.sampling,
-        replayed=CUTS if config.uses_supports else frozenset(),
+        # vLLM reports them only if its start asked for them.
+        replayed=CUTS
+        if config.uses_supports or rollout.facts.package is None
+        else frozenset(),
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,

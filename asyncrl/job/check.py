@@ -23,7 +23,7 @@ from asyncrl.config import ModelConfig, RolloutConfig, RunConfig, SftConfig, Tas
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
-from asyncrl.engines.reward_model import find_label
+from asyncrl.engines.reward_client import find_label
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.launch.machine import Node
@@ -99,7 +99,8 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         return
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
-    fetch_architectures(config.model, *extra_models(config).values())
+    own = [extra.model for extra in extra_models(config).values()]
+    fetch_architectures(config.model, *own)
     is_here = nodes[0].machine.is_here
     found = validate(config, needs_weights=is_here)
     check_trackers(config.observe)
@@ -546,15 +547,13 @@ def find_models(
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
     found = dict[str, Path]()
-    for role, server in extra_servers(config).items():
-        if (model := server.model) is None:
-            continue
-        key = server.model_key
+    for role, extra in extra_models(config).items():
+        key, model = extra.key, extra.model
         folder = find(model.path, key=key, revision=model.revision)
         if folder is None:
             continue
         found[role] = folder
-        if not server.reads_token_ids:
+        if not extra.reads_token_ids:
             continue
         theirs = {number: token for token, number in read_vocabulary(folder).items()}
         differing = [

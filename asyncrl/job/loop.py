@@ -97,7 +97,8 @@ def run_job(
     with opened(config.launcher) as launcher:
         extra = extra_servers(config)
         config, resolved = resolve_auto(config, launcher.nodes, extra)
-        fetch_architectures(config.model, *extra_models(config).values())
+        own = [extra.model for extra in extra_models(config).values()]
+        fetch_architectures(config.model, *own)
         plan, messages = plan_run(config, launcher.nodes, extra)
         refuse_over_capacity(plan, config)
         with opened_run_dir(

@@ -33,7 +33,7 @@ from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
-from asyncrl.engines.reward_model import RewardModelClient, find_label
+from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.machine import find_python
@@ -288,15 +288,25 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
     return {name: server for name, server in wanted.items() if server is not None}
 
 
-def extra_models(config: RunConfig) -> dict[str, ModelConfig]:
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model beside the trained one. `key`: the setting with its path."""
+
+    model: ModelConfig
+    key: str
+    reads_token_ids: bool = True
+    """It needs the vocabulary of the run's."""
+
+
+def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
-    servers = extra_servers(config)
     found = {
-        name: server.model
-        for name, server in servers.items()
+        name: OwnModel(server.model, server.model_key, server.reads_token_ids)
+        for name, server in extra_servers(config).items()
         if server.model is not None
     }
     critic = config.critic
     if critic is not None and critic.path is not None:
-        found["critic"] = ModelConfig(path=critic.path, revision=critic.revision)
+        model = ModelConfig(path=critic.path, revision=critic.revision)
+        found["critic"] = OwnModel(model, "critic.path")
     return found

@@ -23,7 +23,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, ServerOrder
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.reward_model import RewardModelClient
+from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle

@@ -374,7 +374,11 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     critic = critic_run(config)
     if critic is None:
         return memory
-    second = model_memory(*critic, device)
+    # Sharded as the policy is, which may have adapters.
+    item = item_bytes(config.model.dtype, device)
+    dtype = "bfloat16" if item == 2 else "float32"
+    is_sharded = config.trainer.is_sharded(device, dtype)
+    second = model_memory(*critic, device, is_sharded=is_sharded)
     return replace(
         memory,
         parameters=memory.parameters + second.parameters,
@@ -383,7 +387,13 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     )
 
 
-def model_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+def model_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    device: str,
+    *,
+    is_sharded: bool | None = None,
+) -> Memory:
     """A sharded rank gathers embeddings and one layer. Excludes weights held for the
     engines.
     """
@@ -392,7 +402,8 @@ def model_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     item = item_bytes(config.model.dtype, device)
     num = shape.num_parameters
     trained = num_trained(config, shape)
-    is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
+    if is_sharded is None:
+        is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
     # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
     # float32 copy.
     has_masters = item == 2 and lora is None and not is_sharded

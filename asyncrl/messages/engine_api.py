@@ -117,7 +117,7 @@ class ScoreResponse(Message):
     logprobs: list[float]
 
 
-class ChatRequest(Message):
+class JudgeRequest(Message):
     """Continue a chat."""
 
     prompt_ids: list[int] = Field(min_length=1)
@@ -126,7 +126,7 @@ class ChatRequest(Message):
     seed: int
 
 
-class ChatResponse(Message):
+class JudgeResponse(Message):
     """`is_cut`: at max_tokens. `num_tokens`: of request and answer."""
 
     text: str

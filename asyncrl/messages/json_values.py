@@ -101,8 +101,9 @@ def fits(
     if not isinstance(schema, Mapping) or left[0] < 0:
         return schema is not False
     kind = _KINDS.get(type(value), "object")
-    declared = schema.get("type", kind)
-    kinds = declared if isinstance(declared, list) else [declared]
+    declared = schema.get("type")
+    kinds = [declared] if isinstance(declared, str) else _part(schema, "type", list)
+    kinds = kinds or [kind]
     is_whole = kind == "number" and (by_kind or value == int(value))
     if kind not in kinds and not (is_whole and "integer" in kinds):
         return value is None and schema.get("nullable") is True

@@ -18,7 +18,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from asyncrl.base.errors import ErrorBody, Message
 from asyncrl.base.failures import FailureKind
@@ -96,7 +96,14 @@ class TakeAnswer(Message):
 
 
 class FailureBody(ErrorBody):
-    kind: FailureKind
+    """`kind` of a worker of another version may be unknown here."""
+
+    kind: FailureKind = FailureKind.AGENT_CRASH
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _known(cls, kind: Any) -> Any:
+        return kind if kind in [*FailureKind] else FailureKind.AGENT_CRASH
 
 
 class ResultRequest(WorkerMessage):
@@ -126,6 +133,7 @@ class RolloutSession(Protocol):
     key: str
     overflow: str | None
     num_spent: int
+    num_calls: int
 
     @property
     def num_completions(self) -> int: ...

@@ -330,7 +330,7 @@ class Producers:
         self.last_failure = f"[{failed.failure.kind}] {failed.failure}"
         group.failures[failed.sample_index] = (failed.num_attempts, self.last_failure)
         self.on_failed(group.ticket.group_id, group.prompt, failed)
-        self.runner.failures.check(self.name)
+        self.runner.failures.check(failed.failure, self.name)
 
     def _sampled(self, group: RunningGroup) -> None:
         """Complete a group whose rollouts have all ended, after its reward if the task
@@ -357,11 +357,14 @@ class Producers:
             return
         rollouts.update(scored)
         self._counts["finished"] += len(scored)
+        prompt_id = prompt.prompt_id
         for _ in scored:
-            self.runner.failures.ended_nowait(None)
+            self.runner.failures.ended_nowait(None, prompt_id)
+        # One call scored the group, so it has failed once.
+        for failure in [*failed.values()][:1]:
+            self.runner.failures.ended_nowait(failure, prompt_id)
         for index, failure in failed.items():
             seen = functools.partial(tuple, rollouts.pop(index))
-            self.runner.failures.ended_nowait(failure)
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         self.journal.group_scored_nowait(group_id, [*scored.values()], whys)

@@ -200,6 +200,8 @@ class RolloutAttempt:
 
     The generator sets `seen` and `num_spent` while it samples: an attempt that fails or
     is cancelled returns nothing, and its tokens must still be counted and shown.
+    `has_asked`: the policy was asked, so its text, or its length, may be why the attempt
+    fails.
     """
 
     rollout_id: str
@@ -212,6 +214,7 @@ class RolloutAttempt:
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
     seen: Callable[[], Rollout] = field(default=tuple, init=False)
     num_spent: Callable[[], int] = field(default=int, init=False)
+    has_asked: Callable[[], bool] = field(default=bool, init=False)
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -328,11 +331,11 @@ class RolloutRunner:
                 if not isinstance(outcome, RolloutFailure):
                     # Producers count it once its group has its rewards.
                     if outcome[0].unscored is None:
-                        self.failures.ended_nowait(None)
+                        self.failures.ended_nowait(None, attempt.prompt.prompt_id)
                     return outcome
-                if attempt.num_spent():
+                if attempt.has_asked():
                     outcome.kind = outcome.kind.after_answer
-                self.failures.ended_nowait(outcome)
+                self.failures.ended_nowait(outcome, attempt.prompt.prompt_id)
                 num_attempts = attempt.attempt + 1
                 tries = f"{num_attempts} of {self.retries + 1}"
                 log.warning(
@@ -447,6 +450,7 @@ class SingleTurn:
             )
         spent = list[int]()
         attempt.num_spent = lambda: sum(spent)
+        attempt.has_asked = lambda: True
 
         def keep(partial: Completion) -> None:
             attempt.keep_segment(partial)
@@ -523,6 +527,7 @@ class HarnessGenerator:
         )
         attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
         attempt.num_spent = lambda: session.num_spent
+        attempt.has_asked = lambda: session.num_calls > 0
         ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
         try:
             attempt.clock.hold()

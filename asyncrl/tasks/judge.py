@@ -20,7 +20,7 @@ from asyncrl.base.errors import ComponentError, ConfigError, TaskError, install_
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.config.judge_config import PLACES, JudgeConfig
-from asyncrl.messages.engine_api import ChatResponse
+from asyncrl.messages.engine_api import JudgeResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 
@@ -95,7 +95,7 @@ class AskJudge(Protocol):
 
     async def __call__(
         self, text: str, *, max_tokens: int, temperature: float, seed: int
-    ) -> ChatResponse: ...
+    ) -> JudgeResponse: ...
 
 
 class Question:
@@ -430,7 +430,7 @@ def _answer_of(reply: Any) -> tuple[str, bool]:
     """Return the text of a reply, and whether it was cut at max_tokens. Raises
     ReplyError, or ValueError for anything but a chat completion.
     """
-    if isinstance(reply, ChatResponse):
+    if isinstance(reply, JudgeResponse):
         return reply.text, reply.is_cut
     if error := getattr(reply, "error", None):
         raise ReplyError(str(error))

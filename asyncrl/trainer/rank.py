@@ -158,7 +158,8 @@ class TrainerRank(TrainedModel):
 
         Several calls give the gradient of one batch that has all their groups, up to
         rounding. Quantities of a whole batch, such as the corrections of
-        algorithm.loss=m2po and algorithm.top_entropy, are computed per call.
+        algorithm.loss=m2po, algorithm.top_entropy and the whitening of gae, are computed
+        per call.
         Mini-batches and epochs are the caller's: one call, one pass.
 
         Raises Refused. If the batch itself is refused, the gradient of earlier calls

@@ -39,21 +39,20 @@ async def run(task: Task, session: Session, *, frozen: bool = False) -> Outcome:
     ours = task.info["seat"]
     players = {ours: a_model(session.client, session.model), 1 - ours: opponent}
     is_over = False
-    num_moves = 0
+    num_allowed = 0
     while not is_over:
         seat, _ = game.get_observation()
         piles = game.state.game_state["piles"]
         said = await players[seat](piles)
+        was_allowed = is_allowed(said, piles)
         # A game that ends by the opponent's invalid move teaches nothing.
-        if seat != ours and not is_allowed(said, piles):
+        if seat != ours and not was_allowed:
             said = await at_random(draw)(piles)
         is_over, _ = game.step(f"[{' '.join(said[:2])}]")
-        num_moves += seat == ours
+        num_allowed += seat == ours and was_allowed
     rewards, infos = game.close()
     has_won = rewards[ours] > 0
     is_invalid = bool(infos[ours]["invalid_move"])
-    # TextArena allows a second try after one invalid move.
-    num_allowed = num_moves - 2 * is_invalid
     reward = 1.0 if has_won else 0.1 * min(3, num_allowed)
     return Outcome(reward, {"won": float(has_won), "invalid": float(is_invalid)})
 

@@ -128,6 +128,7 @@ class RewardModel:
             if pad_id is None and len(texts) > 1:
                 return [self.scores([text])[0] for text in texts]
             self._text_config.pad_token_id = pad_id
+            pad_id = pad_id or 0  # a lone text is not padded
         rows = {
             name: [
                 text[name]

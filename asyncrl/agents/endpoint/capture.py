@@ -134,6 +134,11 @@ class Capture:
         return len(self._nodes)
 
     @property
+    def names(self) -> set[str]:
+        """Return the names of all completions."""
+        return set(self._nodes)
+
+    @property
     def num_branch_tokens(self) -> int:
         """Count the tokens of all branches, shared prefixes in each."""
         return sum(node.whole.length for node in self._ends)
@@ -302,7 +307,6 @@ class Capture:
                 what,
                 rule=rule,
                 way_out="let it call the model with its session's key.",
-                kind=FailureKind.CORRUPT_RESULT,
             )
         # An answer that several calls continued is in several branches. It has its loss
         # in the first; in the others it is context, or its gradient would count twice.

@@ -316,7 +316,9 @@ class GatewaySession:
         if self._failure is not None:
             raise self._failure
         rewards = outcome.turn_rewards
-        if rewards.keys() & set(self._speakers.values()):
+        # A client sets the header: the name of a completion is never a speaker's.
+        speakers = set(self._speakers.values()) - self.capture.names
+        if rewards.keys() & speakers:
             rewards = {
                 name: rewards[speaker]
                 for name, speaker in self._speakers.items()

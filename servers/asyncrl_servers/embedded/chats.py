@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled
-from asyncrl.messages.engine_api import ChatRequest, ChatResponse
+from asyncrl.messages.engine_api import JudgeRequest, JudgeResponse
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 
-class Answer:
+class JudgeAnswer:
     """The tokens of one request, from the engine's thread to the loop."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Chats:
         self._loaded = engine.runner.loaded
         self._numbers = itertools.count()
 
-    async def chat(self, body: ChatRequest) -> ChatResponse:
+    async def chat(self, body: JudgeRequest) -> JudgeResponse:
         number = next(self._numbers)
         request = SamplingRequest(
             request_id=f"chat {number}",
@@ -48,11 +48,11 @@ class Chats:
             temperature=body.temperature,
             seed=body.seed,
         )
-        answer = Answer()
+        answer = JudgeAnswer()
         run = self._engine.run(Asked(number, request, False), answer)
         self._engine.submit([run])
         token_ids, then = await answer.done
-        return ChatResponse(
+        return JudgeResponse(
             text=self._loaded.decode(token_ids),
             is_cut=then == "length",
             num_tokens=len(body.prompt_ids) + len(token_ids),
