@@ -223,6 +223,23 @@ def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"critic": {"path": "a/b"}, "algorithm": {"advantage": "gae"}},
+        {"teacher": {"path": "a/b"}, "algorithm": {"distill_weight": 1.0}},
+    ],
+)
+def test_check_says_which_other_model_it_has_not_seen(
+    here: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: 1 / 0)
+    config = load_config(write_config(here, **sections))
+    said = "\n".join(check_lines(config, single_node()))
+    key = next(iter(sections))
+    assert f"warning: {key}.path=a/b is not checked, because it is not here" in said
+
+
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
     found = validate(
         load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6}))
