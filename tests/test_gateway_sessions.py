@@ -478,3 +478,19 @@ async def test_agent_gets_the_special_tokens_of_its_task(
         assert branch.num_sampled == 2 * len("Hello") + 4, (
             "every token is trained on, shown or not"
         )
+
+
+@in_loop
+async def test_name_of_a_completion_is_no_speaker() -> None:
+    """A client sets X-Session-ID: it could move the rewards of answers otherwise."""
+    async with gateway_world() as world:
+        for text, speaker in (("one", "chatcmpl-1"), ("two", "chatcmpl-1")):
+            status, _ = await world.post(
+                {"messages": [{"role": "user", "content": text}]},
+                headers={"X-Session-ID": speaker},
+            )
+            assert status == 200
+        rewards = {"chatcmpl-0": 0.0, "chatcmpl-1": 1.0}
+        rollout = world.session.rollout(0, Outcome(turn_rewards=rewards), 0.5)
+        found = [credit.reward for branch in rollout for credit in branch.credits]
+        assert sorted(found) == [0.0, 1.0]

@@ -99,7 +99,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         return
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
-    own = [extra.model for extra in extra_models(config).values()]
+    own = [other.model for other in extra_models(config).values()]
     fetch_architectures(config.model, *own)
     is_here = nodes[0].machine.is_here
     found = validate(config, needs_weights=is_here)
@@ -115,10 +115,10 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from messages
     if not plan.shape.num_parameters:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"
-    for extra in extra_models(config).values():
-        if not read_architecture(extra.model):
-            path = extra.model.path
-            yield f"warning: {extra.key}={path} is not checked, because it is not here. {GET_CONFIG}"
+    for other in extra_models(config).values():
+        if not read_architecture(other.model):
+            path = other.model.path
+            yield f"warning: {other.key}={path} is not checked, because it is not here. {GET_CONFIG}"
     if is_here and (needed := plan.needed_bytes(DISK)) > shutil.disk_usage(".").free:
         yield f"warning: this disk has less than {size_text(needed)} free: choose a --run-dir on another one"
     # Last: the printed plan shows what does not fit.
