@@ -165,7 +165,7 @@ buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_s
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
 OWN -> set both generator.verifiers and task.verifiers
 task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> write generator.args.taskset
-task.verifiers=true task.files=none task.args={task: {limit: 1}} task.reward=none -> write generator.args.taskset.task
+task.verifiers=true task.files=none task.reward=none task.args={task: {}} -> write generator.args.taskset.task
 model.path=none -> give one of model.path
 model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
 generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, openenv, remote

@@ -95,10 +95,10 @@ def test_impossible_answer_is_an_engine_error(parts: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("lists", "said"),
     [
-        (None, "a support of 0 ids for token 7"),
-        ([[7], []], "a support of 0 ids for token 8"),
-        ([[7, 9], [7, 9]], "a support of 2 ids for token 8, without that token"),
+        (None, "2 tokens without supports"),
+        ([[7, 9], [7, 9]], "token 8, which is not among the 2 ids of its support"),
         ([[6, 7], [8]], ""),
+        ([[6, 7], []], ""),  # the whole vocabulary
     ],
 )
 def test_a_cut_request_needs_the_support_of_each_token(

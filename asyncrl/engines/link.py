@@ -139,21 +139,20 @@ class SegmentCheck:
 
 
 def _support_fault(new: Tokens) -> str:
-    """Return the fault of the supports of sampled tokens. Without its support a token
-    would be trained on a wrong ratio, and no metric would show it.
+    """Return the fault of the supports of sampled tokens; an empty one is the whole
+    vocabulary. Without its support a token would be trained on a wrong ratio, and no
+    metric would show it.
     """
-    support = new.column(SUPPORT)
-    assert isinstance(support, Ragged)
+    support = new.columns.get(SUPPORT)
+    if not isinstance(support, Ragged):
+        return f"{len(new.ids)} tokens without supports: top_p, top_k or min_p cut this request"
     owners = np.repeat(np.arange(len(new.ids)), support.sizes)
-    has_own = np.zeros(len(new.ids), np.bool_)
+    has_own = support.sizes == 0
     has_own[owners[support.values == new.ids[owners]]] = True
     if has_own.all():
         return ""
     first = int(np.argmin(has_own))
-    return (
-        f"a support of {support.sizes[first]} ids for token {new.ids[first]}, without that token: "
-        "top_p, top_k or min_p cut this request"
-    )
+    return f"token {new.ids[first]}, which is not among the {support.sizes[first]} ids of its support"
 
 
 @dataclass(eq=False, slots=True)

@@ -234,7 +234,9 @@ class Segment:
                 for one in content
             ]
             if self._has_supports:
-                self._supports += choice.sampling_mask or []
+                # vLLM lists all ids of a whole vocabulary, so an empty list is a missing
+                # one, and the count below finds it.
+                self._supports += filter(None, choice.sampling_mask or [])
             if num_top := self.request.top_logprobs:
                 self._top += [_likeliest(one.top_logprobs, num_top) for one in content]
             self._finish = choice.finish_reason or self._finish
