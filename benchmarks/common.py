@@ -309,7 +309,7 @@ def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
 def has_vllm() -> bool:
     """Return whether `make setup-vllm`, or the extra vllm, was installed."""
     try:
-        find_python(RolloutConfig(engine="vllm"))
+        find_python(RolloutConfig(engine="vllm"), "vllm")
     except ConfigError:
         return False
     return True
@@ -334,7 +334,9 @@ async def engine_server(
         {"device": "cpu"} | ({"dtype": "float32"} if kind == "vllm" else {}) | fields
     )
     python = (
-        partial(find_python, RolloutConfig(engine="vllm")) if kind == "vllm" else None
+        partial(find_python, RolloutConfig(engine="vllm"), "vllm")
+        if kind == "vllm"
+        else None
     )
     module = f"asyncrl_servers.{kind}"
     child = ChildProcess(

@@ -283,18 +283,21 @@ def test_vllms_python_is_named_or_found(
 ) -> None:
     python = make_python(tmp_path / "vllm" / "bin" / "python")
     without = make_python(tmp_path / "without", exit_code=1)
-    assert find_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
+    assert (
+        find_python(RolloutConfig(engine="vllm", vllm_python=str(python)), "vllm")
+        == python
+    )
     with pytest.raises(ConfigError, match="cannot import vllm") as caught:
-        find_python(RolloutConfig(engine="vllm", vllm_python=str(without)))
+        find_python(RolloutConfig(engine="vllm", vllm_python=str(without)), "vllm")
     assert "make setup-vllm" in caught.value.way_out
     monkeypatch.setattr(sys, "executable", str(without))
     monkeypatch.setattr("asyncrl.launch.machine.CHECKOUT", tmp_path)
     monkeypatch.delenv("VENV_VLLM", raising=False)
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     auto = RolloutConfig(engine="vllm")
-    assert find_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
+    assert find_python(auto, "vllm") == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
-    assert find_python(auto) == python
+    assert find_python(auto, "vllm") == python
 
 
 SMALL: dict[str, Any] = {

@@ -18,6 +18,7 @@ from test_reward_model import make_decoder, without_template
 from test_tasks_scorer import PROMPT
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller
@@ -35,9 +36,20 @@ pytestmark = pytest.mark.xdist_group("forks")
 TEXTS = ["is a better?", "say 7", "b"]
 
 
-def chat_ids(folder: Path, text: str) -> tuple[int, ...]:
-    tokenizer = HFChatTokenizer(folder, parse_special_tokens=False)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
+def order_of(folder: Path, **judge: Any) -> ServerOrder:
+    """Describe the judge's server as a run does."""
+    order = ServerOrder(
+        config=config_of({"model": str(folder), "max_concurrent": 2, **judge}),
+        run_dir=folder.parent,
+        name="judge",
+        model_path=folder,
+        device="cpu",
+        threads=1,
+        slots=1,
+        max_length=64,
+        tokenizer=HFChatTokenizer(folder),
+    )
+    return ROLES["judge"].order(order)
 
 
 def greedy(folder: Path, text: str, num: int) -> str:
@@ -58,21 +70,20 @@ def greedy(folder: Path, text: str, num: int) -> str:
     )
 
 
-def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model")
-    spec = {
-        "name": "judge",
-        "slots": 2,
-        "max_length": 200,
-        "device": "cpu",
-        "dtype": "float32",
-        "model_path": str(folder),
-        "serves_chats": True,
-    }
+@pytest.mark.parametrize(
+    "kind", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
+def test_served_judge_answers_as_its_model_generates(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", head_dim=32)  # vLLM has no 8
+    order = order_of(folder, engine=kind, max_length=200, max_tokens=100)
+    launch = ROLES["judge"].launch(order)
+    assert launch.module == f"asyncrl_servers.{kind}"
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served = ServedJudge(caller, partial(chat_ids, folder), places=2)
+        served = ROLES["judge"].client(order, caller)
+        assert isinstance(served, ServedJudge)
+        await served.ready(100)
 
         async def ask(text: str, num: int, temperature: float = 0.0) -> Any:
             return await served.ask(
@@ -91,7 +102,7 @@ def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
         config = JudgeConfig(
             model=str(folder),
             prompt="{completion}",
-            parse="(?s)(.)",
+            parse="(no model says this)",
             best=9,
             max_tokens=20,
             max_length=200,
@@ -105,7 +116,8 @@ def test_served_judge_answers_as_its_model_generates(tmp_path: Path) -> None:
         assert 3 < judge.num_tokens <= 20 + 8
         await caller.aclose()
 
-    with engine_process("embedded", spec, tmp_path) as server:
+    serving = vllm_process if kind == "vllm" else partial(engine_process, kind)
+    with serving(launch.spec, tmp_path) as server:
         asyncio.run(story(server.url))
 
 
@@ -127,7 +139,7 @@ def test_grades_do_not_depend_on_the_order(
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served = ServedJudge(caller, partial(chat_ids, folder), places=2)
+        served: Any = ROLES["judge"].client(order, caller)
 
         async def grades(texts: list[str]) -> dict[str, Any]:
             judge = Judge(config, timeout_s=60, ask=served.ask)
@@ -143,16 +155,9 @@ def test_grades_do_not_depend_on_the_order(
         assert judge.num_tokens == 0, "nothing was read"
         await caller.aclose()
 
-    spec = {
-        "name": "judge",
-        "slots": 2,
-        "max_length": 512,
-        "device": "cpu",
-        "dtype": "float32",
-        "model_path": str(folder),
-        "serves_chats": True,
-    }
-    with engine_process("embedded", spec, tmp_path) as server:
+    order = order_of(folder, max_length=512, max_tokens=400)
+    launch = ROLES["judge"].launch(order)
+    with engine_process("embedded", launch.spec, tmp_path) as server:
         asyncio.run(story(server.url))
 
 
@@ -162,18 +167,7 @@ def test_completion_cannot_end_its_turn(tmp_path: Path) -> None:
     end_id = min(tokenizer.end_ids)
     name = tokenizer.decode([end_id], skip_special_tokens=False)
     assert tokenizer.encode(name) == (end_id,)
-    config = config_of({"model": str(folder)})
-    order = ServerOrder(
-        config=config,
-        run_dir=tmp_path,
-        name="judge",
-        model_path=folder,
-        device="cpu",
-        threads=1,
-        slots=1,
-        tokenizer=tokenizer,
-    )
-    client = ROLES["judge"].client(order, Caller("judge", "", SECRET))
+    client = ROLES["judge"].client(order_of(folder), Caller("judge", "", SECRET))
     assert isinstance(client, ServedJudge)
     plain, marked = map(client.encode, ("ab", f"a{name}b"))
     assert list(plain).count(end_id) == list(marked).count(end_id)
@@ -206,7 +200,7 @@ def config_of(*judges: dict[str, Any], **placement: Any) -> Any:
         }
         for number, judge in enumerate(judges)
     ]
-    model = {"scratch": job_runs.CONFIG["model"]["scratch"]}
+    model = {"scratch": job_runs.CONFIG["model"]["scratch"], "dtype": "float32"}
     return config_from({"model": model, "task": sections, "placement": placement})
 
 
@@ -219,6 +213,8 @@ URL = "http://127.0.0.1:9/v1"
         ([{}, {"model": "a/c"}], {}, "judge.model is a/b and a/c; a run serves one"),
         ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
         ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
+        ([{"base_url": URL, "engine": "vllm"}], {}, "engine is of a judge without"),
+        ([{}, {"engine": "vllm"}], {}, "judge.engine is embedded and vllm; a run"),
         ([{"key_variable": "K"}], {}, "key_variable is of a judge with base_url"),
         ([{"tokens_per_minute": 9}], {}, "tokens_per_minute is of a judge with base"),
         ([{"max_length": 512}], {}, "leaves no token of max_length=512"),

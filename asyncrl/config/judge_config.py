@@ -40,6 +40,8 @@ class JudgeConfig(FrozenConfig):
     """Model name in the requests; without base_url a Hugging Face folder or hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id, without base_url (none = main)."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""
     prompt: str
@@ -104,7 +106,9 @@ class JudgeConfig(FrozenConfig):
         endpoint = ("key_variable", "requests_per_minute", "tokens_per_minute")
         if self.is_served and (own := self.given(*endpoint)):
             raise ValueError(f"{own[0]} is of a judge with base_url; remove it")
-        if not self.is_served and (own := self.given("revision", "max_length")):
+        if not self.is_served and (
+            own := self.given("revision", "max_length", "engine")
+        ):
             raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
         if self.is_served and self.max_tokens >= self.max_length:
             raise ValueError(

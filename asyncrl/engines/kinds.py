@@ -41,9 +41,12 @@ class ServerOrder:
     """cpu or cuda:N of its first device, or none."""
     threads: int
     slots: int
+    max_length: int
     tokenizer: ChatTokenizer
     is_rollout: bool = True
     """False: not one of the engines that sample for training."""
+    serves_policy: bool = True
+    """False: a model of its own, so settings of `rollout` and pushes do not apply."""
     resident: bool = False
     """Colocated, and it keeps its memory during the trainer's turn."""
     moves: bool = False
@@ -84,7 +87,7 @@ def _size_spec(order: ServerOrder) -> Body:
     return {
         "name": order.name,
         "slots": order.slots,
-        "max_length": order.config.rollout.max_length,
+        "max_length": order.max_length,
     }
 
 
@@ -106,7 +109,9 @@ def embedded_spec(order: ServerOrder) -> Body:
     return _model_spec(order) | {
         "deterministic": rollout.deterministic,
         # A conversation comes back for its next turn, a single-turn prompt does not.
-        "num_kept": order.slots if order.config.keeps_turns else 0,
+        "num_kept": order.slots
+        if order.config.keeps_turns and order.serves_policy
+        else 0,
         "stays": order.stays,
         "share": order.share,
         "fused_decode": rollout.fused_decode and order.is_rollout,
@@ -136,7 +141,7 @@ def _vllm_spec(order: ServerOrder) -> Body:
     config = order.config
     rollout = config.rollout
     lora = config.trainer.lora
-    args = dict(rollout.vllm)
+    args = dict(rollout.vllm) if order.serves_policy else {}
     if order.share is not None:
         args["gpu_memory_utilization"] = order.share
     is_told_to_sleep = {"enable-sleep-mode", "enable_sleep_mode"} & args.keys()
@@ -147,7 +152,8 @@ def _vllm_spec(order: ServerOrder) -> Body:
     return _model_spec(order) | {
         "deterministic": config.is_deterministic(order.device),
         "tensor_parallel": rollout.tensor_parallel if order.is_rollout else 1,
-        "has_adapters": config.weight_sync.facts.sends_adapters,
+        "has_adapters": config.weight_sync.facts.sends_adapters and order.serves_policy,
+        "fits_slots": not order.serves_policy,
         "returns_supports": order.returns_supports,
         "lora_rank": 1 if lora is None else lora.rank,
         "args": args,
@@ -173,7 +179,7 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
         model_path=str(order.model_path),
         dtype=config.model.dtype,
         slots=order.slots,
-        max_length=config.rollout.max_length,
+        max_length=order.max_length,
         end_ids=tuple(sorted(tokenizer.end_ids)),
         special_ids={name: number for name, number in special.items() if name},
         stays=order.stays,

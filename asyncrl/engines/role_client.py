@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -16,6 +17,7 @@ from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Rollout
 
 CALL_TIMEOUT_S = 120.0
+T = TypeVar("T")
 
 
 class RoleClient(ServerClient):
@@ -70,24 +72,36 @@ class RoleClient(ServerClient):
 
     async def call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         """POST a message. Raises RequestRefused (data) or EngineError."""
+
+        async def send() -> Answer:
+            # The scope is read after the wait for a place, during which the process may
+            # have been replaced.
+            async with self._scope.calls():
+                return await self._caller.post(
+                    path, body, answer, timeout_s=CALL_TIMEOUT_S
+                )
+
+        return await self.repeated(f"an answer to {path}", send)
+
+    async def repeated(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `send`, which is called again if its process is lost.
+
+        `what` names the wait. Raises RequestRefused (data) or EngineError.
+        """
         start_s = time.perf_counter()
         try:
-            return await self._call(path, body, answer)
+            return await self._until_answered(what, send)
         finally:
             self.wait_s += time.perf_counter() - start_s
 
-    async def _call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
+    async def _until_answered(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
         while True:
             with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
                 await self._up.wait()
             try:
-                with waiting(f"an answer to {path}", on=self.name, who="rollouts"):
-                    # The scope is read after the wait for a place, during which the
-                    # process may have been replaced.
-                    async with self._places, self._scope.calls():
-                        return await self._caller.post(
-                            path, body, answer, timeout_s=CALL_TIMEOUT_S
-                        )
+                with waiting(what, on=self.name, who="rollouts"):
+                    async with self._places:
+                        return await send()
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise

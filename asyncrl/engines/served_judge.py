@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
-from asyncrl.base.errors import EngineLost, RequestRefused
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Caller
-from asyncrl.engines.role_client import RoleClient
-from asyncrl.messages.engine_api import JudgeRequest, JudgeResponse
+from asyncrl.base.waits import within
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
+from asyncrl.messages.engine_api import EngineHealth, JudgeResponse
+from asyncrl.messages.sampling import SamplingRequest
 
 
 class ServedJudge(RoleClient):
+    """Asks a model for its answers, through the client of an engine of any kind."""
+
     def __init__(
         self,
+        engine: EngineClient,
         caller: Caller,
         encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
         *,
         places: int,
         on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
-        """`encode` returns the ids of a chat with this text as the user's message."""
+        """`encode` returns the ids of a chat with this text as the user's message,
+        `decode` the text of an answer.
+        """
         super().__init__(caller, places=places, on_lost=on_lost)
+        self.engine = engine
         self.encode = encode
+        self._decode = decode
+        self._numbers = itertools.count()
+
+    def disconnect_nowait(self) -> None:
+        super().disconnect_nowait()
+        self.engine.disconnect_nowait()
+
+    def reset_nowait(self) -> None:
+        super().reset_nowait()
+        self.engine.reset_nowait()
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        return await self.engine.health(timeout_s=timeout_s)
+
+    async def ready(self, timeout_s: float) -> EngineHealth:
+        return await self.engine.ready(timeout_s)
 
     async def ask(
         self, text: str, *, max_tokens: int, temperature: float, seed: int
@@ -31,10 +58,24 @@ class ServedJudge(RoleClient):
             prompt_ids = list(self.encode(text))
         except ValueError as error:
             raise RequestRefused(f"the judge cannot read it: {error}") from error
-        request = JudgeRequest(
+        request = SamplingRequest(
+            request_id=f"judge-{next(self._numbers)}",
             prompt_ids=prompt_ids,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
         )
-        return await self.call("/chat", request, JudgeResponse)
+        return await self.repeated("an answer", lambda: self._sample(request))
+
+    async def _sample(self, request: SamplingRequest) -> JudgeResponse:
+        # Frozen: the supervisor replaces the process.
+        late = EngineLost(self.name, f"gave no answer within {CALL_TIMEOUT_S:g} s")
+        async with within(CALL_TIMEOUT_S, lambda: late):
+            part = await self.engine.generate_segment(request)
+        if part.finish_reason == "abort":
+            raise EngineError(self.name, "ended a request early")
+        return JudgeResponse(
+            text=self._decode(part.token_ids),
+            is_cut=part.finish_reason == "length",
+            num_tokens=len(request.prompt_ids) + len(part.token_ids),
+        )

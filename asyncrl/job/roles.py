@@ -29,6 +29,7 @@ from pathlib import Path
 
 from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.engine_kinds import ENGINES, EngineKind
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import EngineClient, ServerClient
@@ -88,14 +89,17 @@ class Role:
 
 
 def _engine_launch(order: ServerOrder) -> Launch:
-    rollout = order.config.rollout
-    maker = KINDS[rollout.engine]
-    python = None if rollout.facts.package is None else partial(find_python, rollout)
+    return _launch_of(order, order.config.rollout.engine)
+
+
+def _launch_of(order: ServerOrder, kind: EngineKind) -> Launch:
+    package = ENGINES[kind].package
+    python = None
+    if package is not None:
+        python = partial(find_python, order.config.rollout, package)
+    maker = KINDS[kind]
     return Launch(
-        f"asyncrl_servers.{rollout.engine}",
-        maker.spec(order),
-        python,
-        maker.start_factor,
+        f"asyncrl_servers.{kind}", maker.spec(order), python, maker.start_factor
     )
 
 
@@ -165,7 +169,7 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="judge",
         written=config.placement.judge,
-        engine="embedded",
+        engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
         model=ModelConfig(path=judge.model, revision=judge.revision),
@@ -179,22 +183,31 @@ def _judge_slots(config: RunConfig) -> int:
 
 
 def _judge_order(order: ServerOrder) -> ServerOrder:
-    slots = _judge_slots(order.config)
-    return replace(order, is_rollout=False, slots=slots, group=None)
+    return replace(
+        order,
+        is_rollout=False,
+        serves_policy=False,
+        slots=_judge_slots(order.config),
+        max_length=order.config.served_judges[0].max_length,
+        # The name of a special token in a completion stays text: it ends no turn.
+        tokenizer=HFChatTokenizer(order.model_path, parse_special_tokens=False),
+        group=None,
+    )
 
 
 def _judge_launch(order: ServerOrder) -> Launch:
-    max_length = order.config.served_judges[0].max_length
-    of_chats = {"num_kept": 0, "max_length": max_length, "serves_chats": True}
-    return Launch("asyncrl_servers.embedded", embedded_spec(order) | of_chats)
+    return _launch_of(order, order.config.served_judges[0].engine)
 
 
 def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
-    # The name of a special token in a completion stays text: it ends no turn.
-    tokenizer = HFChatTokenizer(order.model_path, parse_special_tokens=False)
+    tokenizer = order.tokenizer
     return ServedJudge(
+        KINDS[order.config.served_judges[0].engine].client(order, caller),
         caller,
-        lambda text: tokenizer.encode_chat([{"role": "user", "content": text}]),
+        lambda text: tokenizer.encode(
+            tokenizer.render([{"role": "user", "content": text}])
+        ),
+        tokenizer.decode,
         places=order.slots,
         on_lost=order.on_lost,
     )

@@ -276,6 +276,7 @@ class Servers:
             device=device.name,
             threads=engine_threads(config, placement.nodes[device.node].machine.cores),
             slots=config.rollout.slots,
+            max_length=config.rollout.max_length,
             tokenizer=self.tokenizer,
             resident=placement.resident,
             moves=placement.moves,

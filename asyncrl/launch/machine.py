@@ -195,12 +195,11 @@ ASK = "import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])"
 ASK_TIMEOUT_S = 30.0
 
 
-def find_python(rollout: RolloutConfig) -> Path:
-    """Return the Python that has the engine's package: the one in
+def find_python(rollout: RolloutConfig, package: str) -> Path:
+    """Return the Python that has an engine's package: the one in
     rollout.{package}_python; for auto, ours or the one in .venv-{package} or
     $VENV_{PACKAGE}. Raises ConfigError.
     """
-    package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
     folder = Path(

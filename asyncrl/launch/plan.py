@@ -613,12 +613,12 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    if (
-        is_local
-        and config.rollout.facts.package
-        and config.rollout.external_urls is None
-    ):
-        find_python(config.rollout)
+    kinds = [server.engine for server in placement.extra_servers.values()]
+    if config.rollout.external_urls is None:
+        kinds.append(config.rollout.engine)
+    for kind in kinds if is_local else ():
+        if kind is not None and (package := ENGINES[kind].package) is not None:
+            find_python(config.rollout, package)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
             held = [

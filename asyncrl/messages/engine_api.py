@@ -117,15 +117,6 @@ class ScoreResponse(Message):
     logprobs: list[float]
 
 
-class JudgeRequest(Message):
-    """Continue a chat."""
-
-    prompt_ids: list[int] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(ge=0)
-    seed: int
-
-
 class JudgeResponse(Message):
     """`is_cut`: at max_tokens. `num_tokens`: of request and answer."""
 

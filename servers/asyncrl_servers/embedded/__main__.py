@@ -10,7 +10,6 @@ import traceback
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
-from asyncrl_servers.embedded.chats import Chats
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine
 from asyncrl_servers.engine_routes import Act, read_spec, serve_engine
@@ -35,8 +34,6 @@ def main() -> None:
         return await asyncio.wrap_future(engine.score(body))
 
     routes: list[Act] = [score] if spec.score_slots else []
-    if spec.serves_chats:
-        routes.append(Chats(engine).chat)
     engine.start()
     serve_engine(engine, fd, *routes)
     engine.stop()

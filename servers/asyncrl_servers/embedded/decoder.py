@@ -79,8 +79,6 @@ class EmbeddedSpec(EngineSpec):
     profile_dir: Path = Path("profile")
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
-    serves_chats: bool = False
-    """Answer POST /chat, by the model's chat template."""
 
 
 class LoadedModel:

@@ -42,6 +42,8 @@ class VllmSpec(EngineSpec):
     """Return each token's support (rollout.top_p, top_k and min_p)."""
     lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
+    fits_slots: bool = False
+    """On CUDA too, the KV cache holds `slots` sequences, not the rest of the memory."""
     args: dict[str, Any] = {}
     worker_extension: str = WORKER_EXTENSION
     """Tests replace it to inject faults."""
@@ -160,12 +162,10 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         # offset.
         most = max(_PREFILL_TOKENS, spec.max_length)
         defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
-        # By default vLLM takes 92 % of the machine's memory.
-        if not given.keys() & KV_CACHE:
-            num_bytes = kv_cache_bytes(
-                folder, ours["dtype"], spec.slots, spec.max_length
-            )
-            defaults["kv_cache_memory_bytes"] = num_bytes
+    # By default vLLM takes 92 % of the machine's or device's memory.
+    if (is_cpu or spec.fits_slots) and not given.keys() & KV_CACHE:
+        num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
+        defaults["kv_cache_memory_bytes"] = num_bytes
     # The user may change our defaults, not what correctness depends on.
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
