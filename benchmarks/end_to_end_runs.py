@@ -177,6 +177,9 @@ COLOURS = {
     "on-policy": "#1b9e77",
     "final": "#2166ac",
     "model": "#d95f02",
+    "supports": "#2166ac",
+    "wrong": "#d95f02",
+    "whole": "#1b9e77",
 }
 NUM_PLACES = 400
 """Points of the axis of seconds."""
