@@ -68,4 +68,11 @@ def right_answer(pair: str) -> str:
 
 
 def is_held_out(pair: str) -> bool:
-    return random.Random(f"held out/{pair}").random() < 0.25
+    """Say whether training never sees this pair.
+
+    A Latin square: each letter misses every fourth count, and each count a quarter of
+    the letters ("b 3", "b 7", "c 2", "c 6", ...). A random quarter left some letters
+    with few counts, and their held-out answers were wrong by one letter in some runs.
+    """
+    letter, count = pair.split(" ")
+    return (ord(letter) + int(count)) % 4 == 1
