@@ -51,6 +51,7 @@ def make_work(
     answer: Any = "42",
     info: dict[str, Any] | None = None,
     timeout_s: float | None = None,
+    labels: frozenset[str] = frozenset(),
 ) -> Work:
     prompt = Prompt(
         f"p{number}",
@@ -58,7 +59,7 @@ def make_work(
         answer,
         info or {},
     )
-    return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s)
+    return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s, labels)
 
 
 @asynccontextmanager

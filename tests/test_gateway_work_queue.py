@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Desk:
             **settings,
         }
         self.queue, self.number = RolloutQueue(worker_key="k", **more), 0
+        self.handlers = {route.path: route.endpoint for route in self.queue.routes()}
 
     async def call(
         self, path: str, body: bytes, key: str = "k", line: Line | None = None
@@ -66,11 +68,8 @@ class Desk:
         scope["connection"] = SimpleNamespace(
             transport=line or Line(), cycle=SimpleNamespace(more_body=False)
         )
-        (handler,) = (
-            route.endpoint for route in self.queue.routes() if route.path == path
-        )
         try:
-            response = await handler(Request(scope, receive))
+            response = await self.handlers[path](Request(scope, receive))
         except ApiError as error:  # which the gateway answers
             return error.status, error.error
         except Refused as refusal:
@@ -116,7 +115,10 @@ class Desk:
         return await self.call("/work/result", request.model_dump_json().encode())
 
 
-WORKERS = st.sampled_from(["a", "b", "c"])
+LABELS = {"a": set[str](), "b": {"gpu"}, "c": {"gpu", "docker"}}
+"""What each worker has."""
+WORKERS = st.sampled_from(sorted(LABELS))
+ASKED = st.sampled_from([set[str](), {"gpu"}, {"docker"}, {"gpu", "docker"}])
 
 
 class QueueHistory(RuleBasedStateMachine):
@@ -131,6 +133,8 @@ class QueueHistory(RuleBasedStateMachine):
         self.runs: dict[str, asyncio.Task[Outcome]] = {}
         self.waiting: list[str] = []
         """Names of queued rollouts."""
+        self.asked: dict[str, set[str]] = {}
+        """Labels by rollout."""
         self.held: dict[str, str] = {}
         """Worker by rollout."""
         self.items: dict[str, shapes.WorkItem] = {}
@@ -156,16 +160,17 @@ class QueueHistory(RuleBasedStateMachine):
             st.sampled_from(sorted(self.items.items(), key=lambda pair: pair[0]))
         )
 
-    @rule()
-    def add(self) -> None:
+    @rule(asked=ASKED)
+    def add(self, asked: set[str]) -> None:
         async def begin() -> asyncio.Task[Outcome]:
-            run = self.desk.run(len(self.runs))
+            run = self.desk.run(len(self.runs), labels=frozenset(asked))
             await asyncio.sleep(0)
             return run
 
         name = f"g{len(self.runs)}/r0"
         self.runs[name] = self.does(begin())
         self.waiting.append(name)
+        self.asked[name] = asked
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
     def ask(self, worker: str, data: st.DataObject, max_items: int) -> None:
@@ -178,16 +183,18 @@ class QueueHistory(RuleBasedStateMachine):
         asked = {
             "max_items": max_items,
             "wait_s": 0.0,
+            "labels": sorted(LABELS[worker]),
             "holding": [self.items[name].item_id for name in holding],
         }
         taken = self.does(self.desk.take(worker, **asked))
         names = [item.rollout_id for item in taken]
-        assert names == self.waiting[:max_items], "first in, first out"
+        fit = [name for name in self.waiting if self.asked[name] <= LABELS[worker]]
+        assert names == fit[:max_items], "first in, first out"
         assert (
             self.does(self.desk.take(worker, **asked, number=self.desk.number)) == []
         ), "it came late"
         self.items |= {item.rollout_id: item for item in taken}
-        self.waiting = self.waiting[max_items:]
+        self.waiting = [name for name in self.waiting if name not in names]
         self.held |= dict.fromkeys(names, worker)
 
     @precondition(lambda self: self.items)
@@ -240,6 +247,99 @@ TestQueueHistory = QueueHistory.TestCase
 TestQueueHistory.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+@in_virtual_time
+async def test_run_names_labels_that_no_worker_has_and_workers_without_room() -> None:
+    desk = Desk()
+    runs = [desk.run(number, labels=frozenset({"gpu", "arm"})) for number in range(2)]
+    await asyncio.sleep(0)
+    assert desk.queue.gauges()["harness/unmatched"] == 0, "there is no worker at all"
+    assert await desk.take("plain", labels=["gpu"], wait_s=0.0) == []
+    assert await desk.take("full", max_items=0, busy="9 MiB of disk are free") == []
+    assert desk.queue.gauges()["harness/unmatched"] == 2
+    wait = desk.queue.what_runs()
+    assert "2 for a worker with --labels arm,gpu" in wait
+    assert "worker full takes none: 9 MiB of disk are free" in wait
+    (item,) = await desk.take("right", labels=["x", "arm", "gpu"])
+    assert desk.queue.gauges()["harness/unmatched"] == 0
+    await desk.result(item.item_id, "right", outcome=Outcome(1.0))
+    assert await runs[0] == Outcome(1.0)
+    runs[1].cancel()
+    await desk.queue.aclose()
+
+
+@in_virtual_time
+async def test_worker_that_drains_gives_back_what_it_has_not_got() -> None:
+    desk = Desk()
+    runs = [desk.run(number) for number in range(3)]
+    poll = asyncio.create_task(desk.take("w", max_items=2))
+    first, _lost = await poll
+    held = [first.item_id]
+    assert await desk.take("w", holding=held, max_items=0, is_draining=True) == []
+    others = await desk.take("other", max_items=3)
+    assert [item.rollout_id for item in others] == ["g1/r0", "g2/r0"]
+    await desk.result(first.item_id, outcome=Outcome(0.5))
+    assert await runs[0] == Outcome(0.5)
+    for item, run in zip(others, runs[1:], strict=True):
+        await desk.result(item.item_id, "other", outcome=Outcome(1.0))
+        assert await run == Outcome(1.0)
+    await desk.queue.aclose()
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_200_workers_of_64_rollouts() -> None:
+    """A third of the workers has a label, and a third of the work asks for it; workers
+    die, and their work is queued again by its caller.
+    """
+    draw = random.Random(0)
+    desk = Desk(lease_timeout_s=30.0)
+    loop = asyncio.get_running_loop()
+    most = dict[str, int]()
+
+    async def work(name: str, *, has_gpu: bool, dies: bool) -> None:
+        ends = dict[str, float]()
+        until_s = draw.uniform(50.0, 100.0) if dies else math.inf
+        labels = ["gpu"] if has_gpu else []
+        while loop.time() < until_s:
+            for item_id in [key for key, end_s in ends.items() if end_s <= loop.time()]:
+                del ends[item_id]
+                await desk.result(item_id, name, outcome=Outcome(1.0))
+            asked = {"max_items": 64 - len(ends), "wait_s": 2.0, "labels": labels}
+            for item in await desk.take(name, holding=[*ends], **asked):
+                assert has_gpu or "gpu" not in item.info
+                ends[item.item_id] = loop.time() + draw.lognormvariate(3.0, 1.0)
+            most[name] = max(most.get(name, 0), len(ends))
+            # A full worker's request is a heartbeat, which does not wait.
+            await asyncio.sleep(1.0)
+
+    async def run(number: int) -> int:
+        labels = {"gpu"} if number % 3 == 0 else set[str]()
+        for tries in range(1, 20):
+            info = dict.fromkeys(labels, 1)
+            ran = desk.run(number, info=info, labels=frozenset(labels))
+            (end,) = await asyncio.gather(ran, return_exceptions=True)
+            if end == Outcome(1.0):
+                return tries
+            assert "sent no heartbeat" in str(end)
+        raise AssertionError("lost 20 times")
+
+    workers = [
+        asyncio.create_task(
+            work(f"w{number}", has_gpu=number % 3 == 0, dies=number % 10 == 0)
+        )
+        for number in range(200)
+    ]
+    tries = await asyncio.gather(*map(run, range(200 * 64)))
+    assert max(tries) > 1
+    assert sorted(most.values())[100] == 64, "the workers were full"
+    gauges = desk.queue.gauges()
+    assert gauges["harness/queued"] == 0
+    assert gauges["harness/lost"] == sum(tries) - len(tries)
+    for worker in workers:
+        worker.cancel()
+    await desk.queue.aclose()
 
 
 @in_virtual_time

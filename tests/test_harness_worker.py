@@ -15,7 +15,7 @@ from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of,
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.worker import Worker, WorkerSpec
+from asyncrl.agents.worker import Room, Worker, WorkerSpec
 from asyncrl.base.errors import ComponentError, ConfigError, RolloutFailure
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
@@ -135,6 +135,82 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     ):
         await Worker(Steps(), gone, name="w", slots=1, give_up_s=0.0).run()
     await gone.aclose()
+
+
+@in_loop
+async def test_worker_drains() -> None:
+    steps = Steps()
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        worker = Worker(steps, caller, name="w", slots=3, drain_s=60.0)
+        living = asyncio.ensure_future(worker.run())
+        first = asyncio.ensure_future(gateway.run(0))
+        await until(lambda: "p0" in steps.ends)
+        worker.drain_nowait()
+        # It left the poll at once, so later work is another worker's.
+        await until(lambda: not gateway.queue.gauges()["harness/queued"])
+        second = asyncio.ensure_future(gateway.run(1))
+        async with working(gateway, steps):
+            await until(lambda: "p1" in steps.ends)
+            assert [*worker.running.values()][0].get_name() == "g0/r0 attempt 0"
+            steps.ends["p0"].set_result(Outcome(0.5))
+            steps.ends["p1"].set_result(Outcome(1.0))
+            assert await first == Outcome(0.5)
+            assert await second == Outcome(1.0)
+        await living
+        assert not worker.is_cut
+        await caller.aclose()
+
+
+@in_loop
+async def test_worker_that_drains_too_long_leaves_its_work() -> None:
+    steps = Steps()
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        worker = Worker(steps, caller, name="w", slots=3, drain_s=0.01)
+        living = asyncio.ensure_future(worker.run())
+        running = asyncio.ensure_future(gateway.run(0))
+        await until(lambda: "p0" in steps.ends)
+        worker.drain_nowait()
+        await living
+        assert worker.is_cut
+        assert steps.cancelled == ["p0"]
+        with pytest.raises(RolloutFailure, match="worker w was ended"):
+            await running
+        await caller.aclose()
+
+
+@in_loop
+async def test_worker_without_memory_or_disk_takes_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.worker.ROOM_PERIOD_S", 0.01)
+    monkeypatch.setattr("asyncrl.agents.worker.MAX_SIGN_PERIOD_S", 0.04)
+    free = {"memory": 100}
+    monkeypatch.setattr(
+        "asyncrl.agents.worker.available_memory", lambda: free["memory"] * 2**20
+    )
+    steps = Steps()
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        worker = Worker(steps, caller, name="w", slots=3, room=Room(disk_mb=10**9))
+        assert (
+            "100 MiB of memory are free, 256 must be and"
+            in Room(disk_mb=10**9).shortage()
+        )
+        worker = Worker(steps, caller, name="w", slots=3)
+        living = asyncio.ensure_future(worker.run())
+        running = asyncio.ensure_future(gateway.run(0))
+        await until(lambda: "takes none: 100 MiB" in gateway.queue.what_runs())
+        assert not steps.ends
+        free["memory"] = 300
+        await until(lambda: "p0" in steps.ends)
+        steps.ends["p0"].set_result(Outcome(1.0))
+        assert await running == Outcome(1.0)
+        assert "takes none" not in gateway.queue.what_runs()
+        living.cancel()
+        await asyncio.wait({living})
+        await caller.aclose()
 
 
 @in_loop

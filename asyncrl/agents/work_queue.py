@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import itertools
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
+from asyncrl.agents.labelled_queue import LabelledQueue, Labels
 from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
@@ -44,8 +44,14 @@ class QueuedItem:
     item: wire.WorkItem
     started: Callable[[], None]
     done: asyncio.Future[Outcome | RolloutFailure]
+    labels: Labels = frozenset()
+    place: int = 0
     worker: WorkerRecord | None = None
     posted: Outcome = field(default_factory=Outcome)
+
+    @property
+    def item_id(self) -> str:
+        return self.item.item_id
 
     def post(self, outcome: Outcome) -> None:
         self.posted = outcome
@@ -54,10 +60,12 @@ class QueuedItem:
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
     """A worker process: its newest request for work, its items, and the timer that ends
-    its lease.
+    its lease. `busy`: why it takes no work.
     """
 
     last_number: int = -1
+    labels: Labels = frozenset()
+    busy: str = ""
     held: dict[str, QueuedItem] = field(default_factory=dict)
     silence: asyncio.TimerHandle | None = None
 
@@ -85,7 +93,7 @@ class RolloutQueue:
     give_answer: bool = False
 
     def __post_init__(self) -> None:
-        self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
+        self._queue = LabelledQueue[QueuedItem]()
         self._workers: dict[WorkerId, WorkerRecord] = {}
         self._takers: dict[str, Callable[[Outcome], None]] = {}
         """Receivers of posted outcomes, by key."""
@@ -103,25 +111,44 @@ class RolloutQueue:
     def gauges(self) -> dict[str, float]:
         return {
             "harness/queued": len(self._queue),
+            "harness/unmatched": sum(self._unmatched().values()),
             "harness/workers": len(self._workers),
             "harness/unseen_s": self._loop.time() - self._last_seen_s,
             "harness/leases": self._num_given,
             "harness/lost": self._num_lost,
         }
 
-    def _what_runs(self) -> str:
+    def what_runs(self) -> str:
+        """Say what runs, what waits, and why, for waits and the watchdog."""
         num_held = sum(len(worker.held) for worker in self._workers.values())
         num_workers = len(self._workers)
-        return f"harnesses ({len(self._queue)} wait for a worker, {num_held} run on {num_workers} workers)"
+        text = f"{len(self._queue)} wait for a worker, {num_held} run on {num_workers} workers"
+        for labels, num in self._unmatched().items():
+            text += f", {num} for a worker with --labels {','.join(sorted(labels))}"
+        for name, worker in self._workers.items():
+            if worker.busy:
+                text += f", worker {name[0]} takes none: {worker.busy}"
+        return f"harnesses ({text})"
+
+    def _unmatched(self) -> dict[Labels, int]:
+        """Return the items that no worker may take, though there are workers."""
+        if not self._workers:
+            return {}
+        return self._queue.unmatched(worker.labels for worker in self._workers.values())
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        item = QueuedItem(self._make_item(work), started, self._loop.create_future())
-        self._queue[item.item.item_id] = item
+        item = QueuedItem(
+            self._make_item(work),
+            started,
+            self._loop.create_future(),
+            work.labels,
+        )
+        self._queue.add(item)
         if item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
         self._changed.notify()
         try:
-            with waiting(self._what_runs, on="a worker's result"):
+            with waiting(self.what_runs, on="a worker's result"):
                 result = await item.done
         finally:
             self._end(item)
@@ -207,7 +234,9 @@ class RolloutQueue:
         # Heartbeats (max_items=0) say nothing about lost items: they overtake the
         # answer that brings them. An old number is a request that its worker has given
         # up.
-        elif message.max_items and message.number > worker.last_number:
+        elif (
+            message.max_items or message.is_draining
+        ) and message.number > worker.last_number:
             worker.last_number = message.number
             lost = worker.held.keys() - message.holding  # in transit
             # To the front, in their order: they have waited longest, and their clocks
@@ -215,10 +244,13 @@ class RolloutQueue:
             for item_id in [
                 item_id for item_id in reversed(worker.held) if item_id in lost
             ]:
-                item = self._queue[item_id] = worker.held.pop(item_id)
+                item = worker.held.pop(item_id)
                 item.worker = None
-                self._queue.move_to_end(item_id, last=False)
-            items = await self._wait_items(request, message, worker)
+                self._queue.give_back(item)
+            # A worker that drains ends its older poll, and gets nothing.
+            self._changed.notify()
+            if message.max_items:
+                items = await self._wait_items(request, message, worker)
         self._num_given += len(items)
         return wire.TakeAnswer(
             items=items,
@@ -233,19 +265,22 @@ class RolloutQueue:
     ) -> list[wire.WorkItem]:
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = self._loop.time() + wait_s
-        self._changed.notify()  # ends this worker's older poll
         while (
             not self._is_closed
             and is_connected(request)
             and worker.last_number == message.number
         ):
-            num_taken = min(message.max_items, len(self._queue))
-            taken = [self._queue.popitem(last=False)[1] for _ in range(num_taken)]
+            taken = list[QueuedItem]()
+            while len(taken) < message.max_items:
+                item = self._queue.take(worker.labels)
+                if item is None:
+                    break
+                taken.append(item)
             # Held from here on, although the answer may be lost on its way: then the
             # next take does not list them, and they return to the queue.
             for item in taken:
                 item.worker = worker
-                worker.held[item.item.item_id] = item
+                worker.held[item.item_id] = item
                 item.started()
             if taken:
                 return [item.item for item in taken]
@@ -303,7 +338,11 @@ class RolloutQueue:
             raise Refused(422, first_fault(error), way_out=way_out) from error
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._loop.time()
-        self._await_sign(worker_id, self._workers.setdefault(worker_id, WorkerRecord()))
+        worker = self._workers.setdefault(worker_id, WorkerRecord())
+        if isinstance(message, wire.TakeRequest):
+            worker.labels = frozenset(message.labels)
+            worker.busy = message.busy
+        self._await_sign(worker_id, worker)
         return message, worker_id
 
     def _await_sign(self, worker_id: WorkerId, worker: WorkerRecord) -> None:
@@ -344,10 +383,9 @@ class RolloutQueue:
         self, item: QueuedItem, result: Outcome | RolloutFailure | None = None
     ) -> None:
         """Forget an item; `result`, if given, ends its run(). Idempotent."""
-        item_id = item.item.item_id
-        self._queue.pop(item_id, None)
+        self._queue.remove(item)
         if item.worker is not None:
-            item.worker.held.pop(item_id, None)
+            item.worker.held.pop(item.item_id, None)
         self._takers.pop(item.item.outcome_key or "", None)
         if result is not None and not item.done.done():
             item.done.set_result(result)

@@ -13,9 +13,11 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,7 +43,7 @@ from asyncrl.base.errors import (
     fatal_line,
     first_cause,
 )
-from asyncrl.base.host import LOG_FORMAT, hide_memory
+from asyncrl.base.host import LOG_FORMAT, available_memory, hide_memory
 from asyncrl.base.http import (
     SECRET_ENV,
     WORKER_KEY_ENV,
@@ -57,6 +59,7 @@ from asyncrl.base.http import (
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import Signal
 from asyncrl.config import GeneratorConfig
+from asyncrl.config.fields import Name
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
@@ -71,16 +74,41 @@ MAX_SIGN_PERIOD_S = 5.0
 MAX_BACKOFF_S = 30.0
 # Only a courtesy: without it the gateway notices after lease_timeout_s.
 GOODBYE_TIMEOUT_S = 1.0
+ROOM_PERIOD_S = 2.0
+MIB = 2**20
+
+
+class Room(Message):
+    """Memory and disk in MiB that stay free: a worker with less takes no work."""
+
+    memory_mb: int = Field(default=256, ge=0)
+    disk_mb: int = Field(default=256, ge=0)
+
+    def shortage(self) -> str:
+        """Return what is short, or an empty text."""
+        free = {
+            "memory": (available_memory() // MIB, self.memory_mb),
+            "disk": (
+                shutil.disk_usage(tempfile.gettempdir()).free // MIB,
+                self.disk_mb,
+            ),
+        }
+        return " and ".join(
+            f"{has} MiB of {name} are free, {needed} must be"
+            for name, (has, needed) in free.items()
+            if has < needed
+        )
 
 
 class Worker:
     """Run one rollout per slot.
 
     Life: run() until cancelled, or the gateway reports the run's end: then all
-        harnesses are cancelled.
+        harnesses are cancelled. After drain_nowait it takes no work, and ends with its
+        last harness, or after `drain_s`.
 
-    Waits: for a free slot, then for work. Without an answer from the gateway it retries
-        for `give_up_s`.
+    Waits: for a free slot, for memory and disk, then for work. Without an answer from
+        the gateway it retries for `give_up_s`.
 
     Invariant: an item is in `running` from its arrival until its result is
     acknowledged, or it is cancelled. Heartbeats share the harnesses' event loop:
@@ -94,10 +122,20 @@ class Worker:
         *,
         name: str,
         slots: int,
+        labels: Sequence[str] = (),
+        room: Room = Room(),
+        drain_s: float = 0.0,
         give_up_s: float | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
+        self.is_cut = False
+        """It drained, and left rollouts unfinished."""
+        self._labels = list(labels)
+        self._room = room
+        self._busy = ""
+        self._drain_s = drain_s
+        self._drain = asyncio.Event()
         self.running: dict[str, asyncio.Task[None]] = {}
         self._harness = harness
         self._caller = caller
@@ -118,23 +156,36 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 # Before heartbeats: the answer has the lease, which sets their period.
-                answer = await self._take()
+                # It brings no work, since nobody has looked for room yet.
+                answer = await self._ask(
+                    "/work/take",
+                    partial(self._request, 0),
+                    wire.TakeAnswer,
+                    CALL_TIMEOUT_S,
+                )
+                self._lease_timeout_s = answer.lease_timeout_s
                 heartbeats = tasks.create_task(
                     self._send_heartbeats(), name="heartbeats"
                 )
-                while not answer.is_over:
+                while not (answer.is_over or self.is_draining):
                     for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
                         running = tasks.create_task(
                             self._run_item(item, answer.model), name=name
                         )
                         self.running[item.item_id] = running
-                    await self._freed.wait_for(lambda: len(self.running) < self.slots)
-                    answer = await self._take()
+                    await self._freed.wait_for(
+                        lambda: len(self.running) < self.slots or self.is_draining
+                    )
+                    await self._wait_room()
+                    answer = await self._poll()
+                if self.is_draining:
+                    await self._finish()
                 # Workers of `asyncrl work` return here. The run ends its own processes.
-                if self._give_up_s is None:
+                elif self._give_up_s is None:
                     await asyncio.Event().wait()
-                log.info("worker %s: the run is done", self.name)
+                else:
+                    log.info("worker %s: the run is done", self.name)
                 for task in (heartbeats, *self.running.values()):
                     task.cancel()
         except BaseExceptionGroup as errors:
@@ -153,10 +204,58 @@ class Worker:
             if self._http is not None:
                 await self._http.aclose()
 
+    def drain_nowait(self) -> None:
+        """Take no more work, and end with the last harness. Idempotent."""
+        self._drain.set()
+        self._freed.notify()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drain.is_set()
+
+    async def _finish(self) -> None:
+        log.info(
+            "worker %s drains: it takes no more work, and its %d rollouts may end within %g s",
+            self.name,
+            len(self.running),
+            self._drain_s,
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                await self._freed.wait_for(lambda: not self.running)
+        self.is_cut = bool(self.running)
+
+    async def _wait_room(self) -> None:
+        """Wait until the machine has memory and disk for another rollout."""
+        while (short := self._room.shortage()) and not self.is_draining:
+            if not self._busy:
+                log.warning("worker %s takes no work: %s", self.name, short)
+            self._busy = short
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_PERIOD_S):
+                    await self._freed.wait()
+        self._busy = ""
+
+    async def _poll(self) -> wire.TakeAnswer:
+        """Take work. A drain cuts the poll, and a second one returns to the queue what
+        the answer to the first would have brought.
+        """
+        poll = asyncio.ensure_future(self._take())
+        drain = asyncio.ensure_future(self._drain.wait())
+        try:
+            await asyncio.wait({poll, drain}, return_when=asyncio.FIRST_COMPLETED)
+            if poll.done():
+                return poll.result()
+        finally:
+            drain.cancel()
+            poll.cancel()
+        return await self._take()
+
     async def _take(self) -> wire.TakeAnswer:
         # again for each try, because the held items change
         def request() -> wire.TakeRequest:
-            return self._request(self.slots - len(self.running))
+            free = 0 if self.is_draining else self.slots - len(self.running)
+            return self._request(free)
 
         answer = await self._ask(
             "/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S
@@ -170,7 +269,10 @@ class Worker:
             max_items=max_items,
             number=next(self._numbers),
             holding=list(self.running),
+            is_draining=self.is_draining,
             is_leaving=is_leaving,
+            labels=self._labels,
+            busy=self._busy,
         )
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
@@ -271,6 +373,9 @@ class WorkerSpec(Message):
     name: str
     url: str = Field(pattern="^https?://[^/]+")
     slots: int = Field(ge=1)
+    labels: tuple[Name, ...] = ()
+    room: Room = Room()
+    drain_s: float = Field(default=0.0, ge=0)
     harness: GeneratorConfig
     give_up_s: float | None = Field(default=None, ge=0)
 
@@ -278,14 +383,13 @@ class WorkerSpec(Message):
 def work(
     harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = None
 ) -> int:
-    """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second
-    signal cuts the harnesses' cleanup.
+    """Return 0 when the run is done or the worker has drained, 143 after SIGTERM with
+    rollouts left, 130 after Ctrl-C. A second signal cuts the harnesses' cleanup.
     """
 
     async def live() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         caller = Caller("gateway", spec.url, key)
         try:
             if health_fd is not None:
@@ -295,9 +399,22 @@ def work(
                 caller,
                 name=spec.name,
                 slots=spec.slots,
+                labels=spec.labels,
+                room=spec.room,
+                drain_s=spec.drain_s,
                 give_up_s=spec.give_up_s,
             )
+
+            def on_sigterm() -> None:
+                # The second signal does not wait for the harnesses.
+                if worker.is_draining or not spec.drain_s:
+                    task.cancel()
+                worker.drain_nowait()
+
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
             await worker.run()
+            if worker.is_cut:
+                raise asyncio.CancelledError
         finally:
             await caller.aclose()
 
@@ -373,6 +490,10 @@ def run_worker(
     name: str | None,
     args: str | None,
     env: Sequence[str],
+    labels: Sequence[str],
+    min_memory_mb: int,
+    min_disk_mb: int,
+    drain_s: float,
     give_up_s: float,
     **settings: Any,
 ) -> int:
@@ -397,6 +518,9 @@ def run_worker(
             name=name or f"{socket.gethostname()}/{os.getpid()}",
             url=url.rstrip("/").removesuffix("/v1"),
             slots=slots,
+            labels=tuple(labels),
+            room=Room(memory_mb=min_memory_mb, disk_mb=min_disk_mb),
+            drain_s=drain_s,
             harness=config,
             give_up_s=give_up_s,
         )

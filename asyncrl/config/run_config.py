@@ -315,6 +315,12 @@ class RunConfig(FrozenConfig):
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
+        sections = [*tasks.values(), *(one.task for one in self.evals.values())]
+        if any(one.labels for one in sections) and not self.generator.remote:
+            yield (
+                "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
+                "remove them"
+            )
         if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
             yield "task.verifiers needs a run with one task; remove it or the other tasks"
 

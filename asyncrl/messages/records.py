@@ -261,9 +261,12 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Work:
+    """`labels`: what a worker must have to run it."""
+
     rollout_id: str
     prompt: Prompt
     sample_index: int
     attempt: int
     key: str
     timeout_s: float | None
+    labels: frozenset[str] = frozenset()

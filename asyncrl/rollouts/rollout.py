@@ -532,7 +532,13 @@ class HarnessGenerator:
         try:
             attempt.clock.hold()
             work = Work(
-                name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s
+                name,
+                prompt,
+                index,
+                attempt.attempt,
+                session.key,
+                attempt.clock.left_s,
+                scorer.labels,
             )
             outcome, is_cut = await self._outcome(session, work, attempt)
             ends = "its harness has finished"  # leftover work would keep sampling

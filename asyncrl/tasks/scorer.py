@@ -138,6 +138,7 @@ class TaskScorer:
     ) -> None:
         self.has_score = config.has_score
         self.shows_special = config.special_tokens == "visible"
+        self.labels = frozenset(config.labels)
         self._text_of = partial(
             answer_text, tokenizer, shows_special=self.shows_special
         )
