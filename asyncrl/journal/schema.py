@@ -22,7 +22,13 @@ import numpy as np
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 from asyncrl.messages.codec import read_frame, write_frame
-from asyncrl.messages.records import Completion, Credit, Rollout, Trajectory
+from asyncrl.messages.records import (
+    CallSpan,
+    Completion,
+    Credit,
+    Rollout,
+    Trajectory,
+)
 from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
 
 FILE_NAME = "journal.sqlite"
@@ -339,9 +345,9 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
         # The high bytes of neighbours are alike, so bytes of one rank compress better
         # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
-    grammars = [astuple(span) for span in tokens.grammars]
+    calls = [astuple(span) for span in tokens.calls]
     whole = write_frame(
-        "tokens", planes, {"place": [*map(int, place)], "grammars": grammars, **head}
+        "tokens", planes, {"place": [*map(int, place)], "calls": calls, **head}
     )
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
@@ -359,7 +365,8 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
             arrays[name] = (
                 planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
             )
-        return Tokens.from_arrays(arrays, head.pop("grammars")), head
+        calls = map(CallSpan.read, head.pop("calls"))
+        return Tokens.from_arrays(arrays, calls), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})"
