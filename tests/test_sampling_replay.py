@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from logit_oracle import ADJUSTED, adjusted_logits
 from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
+from token_cases import masked_tokens
 from trainer_cases import changed
 from trainer_cases import make_spec as trainer_spec
 
@@ -41,6 +42,7 @@ from asyncrl.messages.records import (
     GroupId,
     Outcome,
     Prompt,
+    Trajectory,
 )
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
@@ -158,7 +160,10 @@ def batch_of(world: World, seed: int, cut: int, **sampling: Any) -> Any:
     text = list[int]()
     for number, added in enumerate(([1, 2], [3], [4])):
         planned = capture.plan([*text, *added])
-        answer = world.sample(request("turn", planned.prompt_ids), cut * (number % 2))
+        # A call may have settings of its own.
+        own = {"repetition_penalty": 1.1} if number == 1 and sampling else {}
+        turn = request("turn", planned.prompt_ids, **own)
+        answer = world.sample(turn, cut * (number % 2))
         capture.record(
             planned, answer, {"role": "assistant", "content": ""}, f"{number}"
         )
@@ -246,6 +251,32 @@ def test_without_the_adjustment_the_ratio_is_wrong(
     ]
     assert gaps[0] < LIMIT
     assert gaps[1] > 0.01
+
+
+def test_equal_texts_of_other_calls_have_their_own_logprobs(world: World) -> None:
+    """What one call has sampled is the prompt of another, so penalties differ."""
+    ids = [5, 6, 7, 7, 8, 7, 9, 7, 7, 11, 12, 13]
+    places = np.arange(len(ids))
+
+    def scores(starts: list[int]) -> list[float]:
+        given = Adjustment(frequency_penalty=1.5)
+        trajectories = []
+        for index, start in enumerate(starts):
+            tokens = masked_tokens(ids, places >= start, np.zeros(len(ids)))
+            calls = (CallSpan(start, len(ids), None, given),)
+            trajectories.append(Trajectory(index, replace(tokens, calls=calls), 1.0))
+        group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
+        packed = pack_batch(*pack_groups(Batch(0, (group,), 0)))
+        case = Case(*unpack_batch(packed))
+        found, micro, _ = scores_of(world.rank(1.0, has_lora=False).policy, case)
+        assert micro.layout.num_tokens < len(ids), "they share the text"
+        logprobs: list[float] = found.logprob_M.tolist()
+        return logprobs
+
+    alone = scores([4]) + scores([2])
+    assert scores([4, 2]) == pytest.approx(alone, abs=1e-6)
+    # The token 7 at place 8, which the second call has sampled twice more before.
+    assert alone[4] - alone[8 + 6] == pytest.approx(3.0 / 0.7, abs=0.1)
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
