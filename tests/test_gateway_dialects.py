@@ -193,7 +193,10 @@ VALUES = texts(
     "function_call",
     "x",
 )
-FIELDS = "messages input prompt system instructions tools tool_choice thinking reasoning text n stop"
+FIELDS = (
+    "messages input prompt system instructions tools tool_choice thinking reasoning text n stop "
+    "logit_bias"
+)
 DIALECTS = (
     openai_dialects.CHAT,
     openai_dialects.TEXT,

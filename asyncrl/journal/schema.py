@@ -35,7 +35,7 @@ FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 # Seconds that SQLite waits for another program's lock, such as a backup or a browser of
