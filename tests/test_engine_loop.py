@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.messages.engine_api import CommitRequest
-from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
 from asyncrl_servers.embedded.decoder import Drawn, sample
 from asyncrl_servers.embedded.embedded_engine import build_engine
 
@@ -116,9 +116,9 @@ def draw(
 
 
 def drawn_by(logits: torch.Tensor, position: int = 0, **parameters: Any) -> Drawn:
-    values = tuple(SamplingParameters(**parameters).parameters.values())
+    values = SamplingParameters(**parameters).draw
     sampling = np.array(
-        [values] * len(logits), [(name, float) for name in SAMPLING_PARAMETERS]
+        [values] * len(logits), [(name, float) for name in DRAW_PARAMETERS]
     )
     seeds, positions = (
         np.arange(len(logits), dtype=np.uint64),
@@ -237,8 +237,8 @@ def test_rows_are_cut_as_if_they_were_alone(
     logits = torch.randn(4, 3000, generator=generator) * spread
     logits = logits[: len(rows)]
     sampling = np.array(
-        [tuple(SamplingParameters(**one).parameters.values()) for one in rows],
-        [(name, float) for name in SAMPLING_PARAMETERS],
+        [SamplingParameters(**one).draw for one in rows],
+        [(name, float) for name in DRAW_PARAMETERS],
     )
     seeds, positions = np.arange(len(rows), dtype=np.uint64), np.arange(len(rows))
     together = sample(logits, sampling, seeds, positions)

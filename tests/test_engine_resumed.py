@@ -14,6 +14,7 @@ from engine_in_process import make_qwen3, make_request, make_spec, stage_file
 from engine_replies import Reply, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logit_oracle import ADJUSTED
 
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest, WakeRequest
 from asyncrl.messages.sampling import SamplingRequest
@@ -57,7 +58,12 @@ class Weights:
         """Compare each version's tokens with a fresh request under its weights."""
         for span in answer.version_spans:
             prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]
-            rest = replace(request, prompt_ids=prompt, max_tokens=span.end - span.start)
+            rest = replace(
+                request,
+                prompt_ids=prompt,
+                max_tokens=span.end - span.start,
+                num_resumed=span.start,
+            )
             engine = self._fresh[span.version % 2]
             (fresh,) = ask(engine, [rest])
             turn_until(engine, fresh)
@@ -177,11 +183,9 @@ def test_random_pasts_change_no_bit(
                         *[num_new] * num_new,
                     ]
                     seed = len(asked) + len(requests)
-                    requests.append(
-                        make_request(
-                            "r", tuple(prompt), max_tokens=max_tokens, seed=seed
-                        )
-                    )
+                    given = {"max_tokens": max_tokens, "seed": seed}
+                    given |= [{}, *ADJUSTED][seed % 4]
+                    requests.append(make_request("r", tuple(prompt), **given))
                 asked += zip(requests, ask(engine, requests, ends=False), strict=True)
             elif what == "turns":
                 for _ in range(how):

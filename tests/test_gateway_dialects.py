@@ -35,7 +35,7 @@ from asyncrl.agents.endpoint.requests import (
 )
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.sampling import CUTS
+from asyncrl.messages.sampling import ADJUSTMENTS, CUTS, SamplingParameters
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -86,7 +86,23 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(
         (path, {**base, **wrong}, next(iter(wrong)))
         for path, base in BASES.items()
-        for wrong in ({"top_p": 0}, {"top_p": 1.5}, {"top_k": -2}, {"min_p": 1.1})
+        for wrong in (
+            {"top_p": 0},
+            {"top_p": 1.5},
+            {"top_k": -2},
+            {"min_p": 1.1},
+            {"logit_bias": {"x": 1}},
+            {"logit_bias": {"5": 101}},
+            {"logit_bias": {"5": "1"}},
+            {"logit_bias": {"-1": 1}},
+            {"logit_bias": [[5, 1]]},
+            {"logit_bias": {str(number): 1 for number in range(1025)}},
+            {"logit_bias": {str(RULES.vocab_size): 1}},
+            {"presence_penalty": 2.1},
+            {"frequency_penalty": -2.1},
+            {"repetition_penalty": 0},
+            {"repetition_penalty": 101},
+        )
     ),
     (CHAT, b"[" * 100_000, "recursion"),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
@@ -177,7 +193,10 @@ VALUES = texts(
     "function_call",
     "x",
 )
-FIELDS = "messages input prompt system instructions tools tool_choice thinking reasoning text n stop"
+FIELDS = (
+    "messages input prompt system instructions tools tool_choice thinking reasoning text n stop "
+    "logit_bias"
+)
 DIALECTS = (
     openai_dialects.CHAT,
     openai_dialects.TEXT,
@@ -397,7 +416,17 @@ async def test_sampling_overrides_follow_the_config() -> None:
         asked = {"top_p": 0.3, "top_k": 5, "min_p": 0.2}
         assert (await world.ask(**asked))[0] == 200
         assert not world.engine.requests[-1].is_cut
-        assert (await world.ask(frequency_penalty=0.3))[0] == 200
+        penalties = {
+            "frequency_penalty": 0.3,
+            "presence_penalty": 1,
+            "repetition_penalty": 2,
+        }
+        assert (await world.ask(**penalties))[0] == 200
+        assert world.engine.requests[-1].adjustment is None
+        # A client could not read answers without its bias.
+        status, answer = await world.ask(logit_bias={"5": 1})
+        assert status == 400
+        assert "gateway.on_sampling_override: honour" in answer["error"]["message"]
     cases: list[dict[str, Any]] = [
         {"temperature": 0.0, "top_p": 0.5},
         {"top_p": 0.5},
@@ -426,6 +455,28 @@ async def test_sampling_overrides_follow_the_config() -> None:
             num_sampled = sum(branch.num_sampled for branch in rollout)
             assert num_sampled == 13 * num_trained
             assert world.gateway.gauges()["gateway/untrained"] == 5 - num_trained
+
+
+@in_loop
+async def test_calls_are_trained_with_their_bias_and_penalties() -> None:
+    run = SamplingParameters(logit_bias={9: 2.0}, presence_penalty=0.5)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"logit_bias": {"5": -1, "7": 2.5}}, {"logit_bias": {5: -1.0, 7: 2.5}}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        ({"presence_penalty": 0, "repetition_penalty": 1.5}, {}),
+        ({"frequency_penalty": -2, "presence_penalty": 0.5}, {}),
+    ]
+    world_of = gateway_world(
+        on_sampling_override="honour", replayed=frozenset(ADJUSTMENTS), sampling=run
+    )
+    async with world_of as world:
+        for asked, read_as in cases:
+            assert (await world.ask(**asked))[0] == 200
+            wanted = run.parameters | asked | read_as
+            assert world.engine.requests[-1].parameters == wanted
+        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+        assert sum(branch.num_sampled for branch in rollout) == 13 * len(cases)
 
 
 @in_loop

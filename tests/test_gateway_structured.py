@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_in_process import make_qwen3, running_engine
 from engine_replies import Reply
@@ -25,10 +24,10 @@ from trainer_cases import make_spec as make_trainer_spec
 from asyncrl.agents.endpoint.grammars import grammar_of, prefill_of
 from asyncrl.agents.endpoint.requests import ApiError, RequestReader
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
+from asyncrl.engines.pool import SegmentJoin
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.rank import TrainerRank
@@ -68,12 +67,9 @@ class InProcess:
     async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
         reply = Reply(self.engine, replace(request, after=None))
         self.engine.submit([reply.run])
-        answer = await asyncio.wrap_future(reply)
-        prompt = Tokens(np.asarray(request.prompt_ids, np.int32))
-        finish: Any = answer.finish_reason
-        return Completion(
-            Tokens.join([prompt, answer.new.sampled_by(0)]), len(prompt), finish
-        )
+        join = SegmentJoin(request)
+        join.add(await asyncio.wrap_future(reply), 0)
+        return join.completion()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +220,7 @@ async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
             messages += [*said, {"role": "user", "content": "More"}]
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)
     constrained = sum(
-        span.end - span.start for one in rollout for span in one.tokens.grammars
+        span.end - span.start for one in rollout for span in one.tokens.calls
     )
     assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
     batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)

@@ -48,8 +48,9 @@ from asyncrl.journal.read import (
 )
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import (
+    Adjustment,
+    CallSpan,
     Credit,
-    GrammarSpan,
     GroupId,
     Trajectory,
     VersionSpan,
@@ -120,7 +121,7 @@ def unread_page(content: bytes) -> bytes:
             lambda _: b"Dear reader, this is no database",
             "is damaged: file is not a database",
         ),
-        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 9"),
+        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 10"),
         (
             "UPDATE meta SET value = 'another' WHERE key = 'run_id'",
             "is the journal of run another, this is",
@@ -274,7 +275,20 @@ SPANS = st.lists(
     st.builds(VersionSpan, *[st.integers(0, 2**31 - 1)] * 3, st.integers(-1, 99)),
     max_size=4,
 )
-GRAMMARS = st.builds(GrammarSpan, st.integers(0, 50), st.integers(0, 50), st.text())
+NUMBERS = st.floats(-2, 2)
+ADJUSTMENTS = st.builds(
+    Adjustment,
+    logit_bias=st.dictionaries(st.integers(0, 50), NUMBERS),
+    presence_penalty=NUMBERS,
+    repetition_penalty=NUMBERS,
+)
+CALLS = st.builds(
+    CallSpan,
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.none() | st.text(),
+    st.none() | ADJUSTMENTS,
+)
 CREDITS = st.builds(
     Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9)
 )
@@ -294,7 +308,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(hnp.arrays(np.int32, num_tokens)),
         tuple(draw(SPANS)),
         columns,
-        tuple(draw(st.lists(GRAMMARS, max_size=3))),
+        tuple(draw(st.lists(CALLS, max_size=3))),
     )
     return Trajectory(
         draw(st.integers(0, 100)),

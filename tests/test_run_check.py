@@ -82,6 +82,7 @@ generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pas
 task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
+rollout.logit_bias={100: 1} -> rollout.logit_bias has token id 100 ... the model knows ids 0..
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """

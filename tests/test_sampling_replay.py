@@ -1,5 +1,6 @@
-"""What the embedded engine samples with top_p, top_k and min_p has ratio 1 in the
-trainer: over segments, turns, branches, the journal and the batch.
+"""What the embedded engine samples with logit bias, penalties, a grammar, top_p, top_k
+and min_p has ratio 1 in the trainer: over segments, turns, branches, the journal and
+the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from engine_replies import ask
 from gateway_capture_cases import CharRenderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logit_oracle import ADJUSTED, adjusted_logits
 from test_engine_resumed import SMALL, turn_until
+from text_tokenizers import byte_level, save
+from token_cases import masked_tokens
 from trainer_cases import changed
 from trainer_cases import make_spec as trainer_spec
 
@@ -29,11 +33,22 @@ from asyncrl.journal.schema import (
     encode_partial,
     encode_trajectory,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
+from asyncrl.messages.records import (
+    Adjustment,
+    Batch,
+    CallSpan,
+    Completion,
+    Group,
+    GroupId,
+    Outcome,
+    Prompt,
+    Trajectory,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
+from asyncrl.trainer.adjustments import find_adjusted
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.rank import TrainerRank
@@ -42,7 +57,7 @@ from asyncrl.trainer.supports import find_supports
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
-VOCAB = 300
+VOCAB = 440
 LIMIT = 2e-6
 """Of the ratio's distance to 1: float32 rounding of logits up to 4."""
 
@@ -90,9 +105,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = make_qwen3(
         tmp_path_factory.mktemp("replay") / "model",
         vocab_size=VOCAB,
+        eos_token_id=1,
         initializer_range=0.08,
         **SMALL,
     )
+    save(byte_level(), folder)
     scratch = tmp_path_factory.mktemp("trainer")
     (scratch / "staging").mkdir()
     return World(
@@ -109,6 +126,21 @@ CUTS = st.fixed_dictionaries(
         "min_p": st.sampled_from([0.0, 0.05, 0.5]),
     }
 )
+
+
+ADJUSTMENTS = st.fixed_dictionaries(
+    {
+        "logit_bias": st.dictionaries(
+            st.integers(0, VOCAB - 1) | st.integers(ord("A"), ord("z")),
+            st.floats(-100, 100) | st.floats(-3, 3),
+            max_size=6,
+        ),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 1.5, -0.7]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.4, -2.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3, 0.6]),
+    }
+)
+GRAMMARS = [None, None, "start: /[a-z ]{3,40}/", "start: /[ab]{20}/"]
 
 
 def batch_of(world: World, seed: int, cut: int, **sampling: Any) -> Any:
@@ -128,7 +160,10 @@ def batch_of(world: World, seed: int, cut: int, **sampling: Any) -> Any:
     text = list[int]()
     for number, added in enumerate(([1, 2], [3], [4])):
         planned = capture.plan([*text, *added])
-        answer = world.sample(request("turn", planned.prompt_ids), cut * (number % 2))
+        # A call may have settings of its own.
+        own = {"repetition_penalty": 1.1} if number == 1 and sampling else {}
+        turn = request("turn", planned.prompt_ids, **own)
+        answer = world.sample(turn, cut * (number % 2))
         capture.record(
             planned, answer, {"role": "assistant", "content": ""}, f"{number}"
         )
@@ -154,9 +189,11 @@ def train(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> dict[str, f
     )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=40)
 @given(
     CUTS,
+    ADJUSTMENTS,
+    st.sampled_from(GRAMMARS),
     st.sampled_from([0.6, 1.0, 1.4]),
     st.booleans(),
     st.integers(0, 10**6),
@@ -165,12 +202,15 @@ def train(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> dict[str, f
 def test_ratio_is_one_over_the_support(
     world: World,
     cuts: dict[str, Any],
+    adjustments: dict[str, Any],
+    grammar: str | None,
     temperature: float,
     has_lora: bool,
     seed: int,
     cut: int,
 ) -> None:
-    header, arrays = batch_of(world, seed, cut, temperature=temperature, **cuts)
+    given = cuts | adjustments | {"grammar": grammar, "temperature": temperature}
+    header, arrays = batch_of(world, seed, cut, **given)
     support = arrays.column(SUPPORT)
     sizes = support.sizes[arrays.is_sampled]
     assert support.sizes[~arrays.is_sampled].sum() == 0
@@ -196,6 +236,57 @@ def test_without_the_support_the_ratio_is_wrong(world: World) -> None:
     )
     metrics = train(world.rank(1.4, has_lora=False), header, whole)
     assert metrics["policy/logprob_gap_max"] > 0.1
+
+
+@pytest.mark.parametrize("given", ADJUSTED)
+def test_without_the_adjustment_the_ratio_is_wrong(
+    world: World, given: dict[str, Any]
+) -> None:
+    header, arrays = batch_of(world, 3, 5, **given)
+    assert len(arrays.calls) == 5
+    rank = world.rank(1.0, has_lora=False)
+    plain = replace(arrays, calls=())
+    gaps = [
+        train(rank, header, one)["policy/logprob_gap_max"] for one in (arrays, plain)
+    ]
+    assert gaps[0] < LIMIT
+    assert gaps[1] > 0.01
+
+
+def test_equal_texts_of_other_calls_have_their_own_logprobs(world: World) -> None:
+    """What one call has sampled is the prompt of another, so penalties differ."""
+    ids = [5, 6, 7, 7, 8, 7, 9, 7, 7, 11, 12, 13]
+    places = np.arange(len(ids))
+
+    def scores(starts: list[int]) -> list[float]:
+        given = Adjustment(frequency_penalty=1.5)
+        trajectories = []
+        for index, start in enumerate(starts):
+            tokens = masked_tokens(ids, places >= start, np.zeros(len(ids)))
+            calls = (CallSpan(start, len(ids), None, given),)
+            trajectories.append(Trajectory(index, replace(tokens, calls=calls), 1.0))
+        group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
+        packed = pack_batch(*pack_groups(Batch(0, (group,), 0)))
+        case = Case(*unpack_batch(packed))
+        found, micro, _ = scores_of(world.rank(1.0, has_lora=False).policy, case)
+        assert micro.layout.num_tokens < len(ids), "they share the text"
+        logprobs: list[float] = found.logprob_M.tolist()
+        return logprobs
+
+    alone = scores([4]) + scores([2])
+    assert scores([4, 2]) == pytest.approx(alone, abs=1e-6)
+    # The token 7 at place 8, which the second call has sampled twice more before.
+    assert alone[4] - alone[8 + 6] == pytest.approx(3.0 / 0.7, abs=0.1)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB])
+def test_bias_of_a_token_that_the_model_does_not_know_is_refused(
+    world: World, token_id: int
+) -> None:
+    header, arrays = batch_of(world, 3, 0)
+    wrong = CallSpan(2, 3, None, Adjustment(logit_bias={token_id: 1.0}))
+    with pytest.raises(Refused, match=f"logit_bias of token id {token_id}"):
+        train(world.rank(1.0, has_lora=False), header, replace(arrays, calls=(wrong,)))
 
 
 @pytest.mark.parametrize("support", [[3, 9], [9, 7], [7, 7], [-1, 7], [7, VOCAB]])
@@ -228,6 +319,7 @@ def scores_of(policy: Policy, case: Case) -> tuple[Scores, Any, Any]:
     """Scores in the order of the batch's tokens."""
     has_loss = case.arrays.is_sampled.copy()
     supports = find_supports(case.arrays, has_loss)
+    adjusted = find_adjusted(case.header, case.arrays, has_loss)
     ((micro, _),) = micro_batches(
         case.header,
         case.arrays,
@@ -236,6 +328,7 @@ def scores_of(policy: Policy, case: Case) -> tuple[Scores, Any, Any]:
         torch.device("cpu"),
         ONE_RANK,
         Costs(0.1, 0.1),
+        adjusted=adjusted,
         supports=supports,
     )
     order = np.argsort(micro.source_M)
@@ -245,15 +338,20 @@ def scores_of(policy: Policy, case: Case) -> tuple[Scores, Any, Any]:
 
 @pytest.mark.parametrize("has_plain_head", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_head_over_supports_is_a_log_softmax_of_them(
-    world: World, has_plain_head: bool, share: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [{}, *ADJUSTED])
+def test_head_is_a_log_softmax_of_adjusted_logits_over_supports(
+    world: World,
+    has_plain_head: bool,
+    share: float,
+    given: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of `share` of the tokens; the others have the whole vocabulary. In slices of 32
-    ids.
+    """Supports of `share` of the tokens; the others have the whole vocabulary. In slices
+    of 32 ids.
     """
     from asyncrl.trainer import policy as policy_module
 
-    header, arrays = batch_of(world, 5, 0)
+    header, arrays = batch_of(world, 5, 0, **given)
     rng = np.random.default_rng(0)
     lists = [
         sorted({int(token), *rng.integers(0, VOCAB, rng.integers(0, 40)).tolist()})
@@ -280,10 +378,17 @@ def test_head_over_supports_is_a_log_softmax_of_them(
             micro.source_M, micro.predict_U[micro.pair_M].tolist(), strict=True
         )
     }
+    starts = [entry.start for entry in header.trajectories]
     logprobs, entropies = [], []
     for place in sorted(rows):
         kept = lists[place] or [*range(VOCAB)]
-        logits = (head(hidden[rows[place]])[kept] / 0.7).log_softmax(-1)
+        logits = head(hidden[rows[place]])
+        text = max(start for start in starts if start <= place)
+        for call in arrays.calls:
+            if call.start <= place < call.end:
+                ids = arrays.ids[text:place].tolist()
+                logits = adjusted_logits(logits, ids, call.start - text, **given)
+        logits = (logits[kept] / 0.7).log_softmax(-1)
         logprobs.append(logits[kept.index(int(arrays.ids[place]))])
         entropies.append(-(logits.exp() * logits).sum())
     expected = torch.stack(logprobs)

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.http import Refused
 from asyncrl.messages.records import (
     Batch,
+    CallSpan,
     Credit,
-    GrammarSpan,
     Group,
     GroupId,
     Prompt,
@@ -129,9 +129,7 @@ def test_token_that_its_grammar_forbids_is_not_trained(
     loss = [False, True, True, True, True]
     header, arrays = batch_of([[([5, 7, 7, 6, 7], loss), ([5, 6, 6, 6, 6], loss)]])
     first = header.trajectories[0]
-    arrays = replace(
-        arrays, grammars=(GrammarSpan(first.start + 1, first.start + 5, "odd"),)
-    )
+    arrays = replace(arrays, calls=(CallSpan(first.start + 1, first.start + 5, "odd"),))
     has_loss = arrays.is_sampled.copy()
     allowed = find_allowed(arrays, has_loss, OddTokens)
     assert has_loss.tolist() == [False, True, True, False, False, *loss]

@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
+from asyncrl.trainer.adjustments import ChangedLogits, Changes
 from asyncrl.trainer.forward_plan import find_plan, probe_model
 from asyncrl.trainer.packing import AllowedRows, micro_batches
-from asyncrl.trainer.policy import ForwardPlan, Policy, head_scores
+from asyncrl.trainer.policy import ForwardPlan, HeadUse, Policy, head_scores
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
@@ -234,8 +235,12 @@ def whole(
     bias_V: Tensor | None,
     target_M: Tensor,
     is_allowed_MV: Tensor,
+    *changes_MV: Tensor,
 ) -> tuple[Tensor, ...]:
-    logits_MV = functional.linear(hidden_MD, weight_VD, bias_V) / 0.7
+    added_MV, factor_MV, less_MV = changes_MV
+    logits_MV = functional.linear(hidden_MD, weight_VD, bias_V) + added_MV
+    logits_MV = torch.where(logits_MV < 0, logits_MV * factor_MV, logits_MV / factor_MV)
+    logits_MV = (logits_MV - less_MV) / 0.7
     logprob_MV = torch.log_softmax(
         logits_MV.masked_fill(~is_allowed_MV, -torch.inf), dim=-1
     )
@@ -247,6 +252,7 @@ def whole(
     )
 
 
+@pytest.mark.parametrize("has_changes", [False, True])
 @pytest.mark.parametrize("has_grammar", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "limit", "gradient_limit"),
@@ -259,6 +265,7 @@ def whole(
 def test_sliced_head_is_a_log_softmax(
     monkeypatch: pytest.MonkeyPatch,
     has_grammar: bool,
+    has_changes: bool,
     dtype: torch.dtype,
     limit: float,
     gradient_limit: float,
@@ -288,10 +295,19 @@ def test_sliced_head_is_a_log_softmax(
         part.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         for part in narrow
     ]
+    changes, changed = np.ones((3, 70, 600), np.float32), None
+    changes[::2] = 0.0
+    if has_changes:  # values that are exact in float32
+        values = torch.randint(0, 3, (3, 70, 600), generator=random)
+        is_changed = torch.rand(70, 600, generator=random).numpy() < 0.1
+        changes = np.where(is_changed, 2.0 ** values.float().numpy(), changes)
+        id_A, row_A = is_changed.T.nonzero()
+        of_rows = Changes(row_A, id_A, *changes[:, row_A, id_A])
+        changed = ChangedLogits.of_plain(of_rows, 70, torch.device("cpu"))
     found, expected = [*narrow, None][:3], [*wide, None][:3]
     scores = (
-        head_scores(*found, target_M, 0.7, rows),
-        whole(*expected, target_M, is_allowed),
+        head_scores(*found, target_M, HeadUse(0.7, rows, changed)),
+        whole(*expected, target_M, is_allowed, *map(torch.from_numpy, changes)),
     )
     assert_all_close(scores[0], scores[1], limit)
     gradients = [

@@ -1,23 +1,25 @@
 """Supports of a real vLLM: the tokens that top_p, top_k and min_p leave, as transformers'
-logits say, and logprobs over them; alone, in mixed batches, streamed and resumed.
+logits say, and logprobs over them, of logits with a bias and penalties too; alone, in
+mixed batches, streamed and resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from logit_oracle import ADJUSTED, adjusted_logits
 from torch import Tensor
 from vllm_house import House, vllm_house
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.sampling import ADJUSTMENTS, SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, SegmentPart, Tokens
 
 pytestmark = pytest.mark.vllm
@@ -30,6 +32,8 @@ CUTS: list[dict[str, Any]] = [
     {"top_k": 10**6, "top_p": 0.5},
     {"top_p": 0.95, "temperature": 0.6},
 ]
+CUTS += ADJUSTED
+CUTS += [ADJUSTED[-1] | CUTS[3]]
 SUPPORTED = {"returns_supports": True}
 BORDER = 1e-5
 """Probability by which a token may miss the border: both sides round in float32."""
@@ -77,11 +81,18 @@ def check(house: House, request: SamplingRequest, tokens: Tokens, weights: Any) 
         logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
     supports = tokens.column(SUPPORT).lists()  # type: ignore[union-attr]
     assert len(supports) == len(ids)
+    given = {name: getattr(request, name) for name in ADJUSTMENTS}
     for at, (token, support) in enumerate(zip(ids, supports, strict=True)):
-        logits_V = logits_TV[len(prompt) - 1 + at]
-        surely, maybe = borders(request, logits_V)
-        assert surely <= set(support) <= maybe, (at, request.parameters)
-        assert support == sorted(set(support))
+        logits_V = adjusted_logits(
+            logits_TV[len(prompt) - 1 + at], prompt + ids[:at], len(prompt), **given
+        )
+        if request.is_cut:
+            surely, maybe = borders(request, logits_V)
+            assert surely <= set(support) <= maybe, (at, request.parameters)
+            assert support == sorted(set(support))
+        else:
+            assert not support
+            support = [*range(len(logits_V))]
         scaled_E = logits_V[support] / request.temperature
         expected = (logits_V[token] / request.temperature) - scaled_E.logsumexp(0)
         found = tokens.behaviour_logprobs[at]
@@ -109,7 +120,7 @@ def test_supports_and_logprobs_are_those_of_the_logits(
         found = await asyncio.gather(*map(ask, requests))
         for request, tokens in zip(requests, found, strict=True):
             assert len(tokens.ids) == 20
-            if request.is_cut:
+            if request.is_cut or request.adjustment is not None:
                 check(house, request, tokens, weights)
             else:
                 assert not tokens.column(SUPPORT).sizes.any()  # type: ignore[union-attr]
@@ -117,19 +128,29 @@ def test_supports_and_logprobs_are_those_of_the_logits(
     house.run(story, facts=SUPPORTED)
 
 
-def test_resumed_segments_keep_their_supports(house: House) -> None:
+@pytest.mark.parametrize("given", [{}, *ADJUSTED])
+def test_resumed_segments_keep_their_supports_and_penalties(
+    house: House, given: dict[str, Any]
+) -> None:
     async def story(server: VllmServer) -> None:
         weights = house.pushed[server.policy_version]
-        request = house.request(top_p=0.8, max_tokens=60)
+        request = house.request(top_p=0.8, max_tokens=60, **given)
         pool = EnginePool([server], slots=4)
-        asking = asyncio.ensure_future(pool.generate(request))
-        for _ in range(3):
-            await asyncio.sleep(0.02)
-            manifest = house.stage(server.policy_version + 1, house.base)
-            digest = await server.prepare(manifest)
-            await server.commit(manifest.version, digest, "abort")
+        manifest = house.stage(server.policy_version + 1, house.base)
+        digest = await server.prepare(manifest)
+        num_tokens, is_amid = 0, asyncio.Event()
+
+        def count(ids: Sequence[int]) -> None:
+            nonlocal num_tokens
+            num_tokens += len(ids)
+            if num_tokens >= 10:
+                is_amid.set()
+
+        asking = asyncio.ensure_future(pool.generate(request, on_tokens=count))
+        await is_amid.wait()
+        await server.commit(manifest.version, digest, "abort")
         answer = await asking
-        assert answer.num_interruptions > 0
+        assert answer.num_interruptions == 1
         check(house, request, answer.sampled, weights)
 
     house.run(story, facts=SUPPORTED)

@@ -100,4 +100,4 @@ def _bits(tokens: Tokens) -> tuple[Any, ...]:
     shapes = {
         name: getattr(values, "shape", None) for name, values in tokens.columns.items()
     }
-    return arrays, shapes, tokens.spans, tokens.grammars
+    return arrays, shapes, tokens.spans, tokens.calls

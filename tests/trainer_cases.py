@@ -155,7 +155,7 @@ def changed(arrays: Tokens, **values: Any) -> Tokens:
         for span in spans_of(np.where(engines == engine, versions, -1)):
             spans.append(span._replace(engine=int(engine)))
     spans.sort(key=lambda span: span.start)
-    return Tokens(ids, tuple(spans), {**arrays.columns, **values}, arrays.grammars)
+    return Tokens(ids, tuple(spans), {**arrays.columns, **values}, arrays.calls)
 
 
 def naive_logprobs(

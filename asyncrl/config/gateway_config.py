@@ -24,9 +24,10 @@ class GatewayConfig(FrozenConfig):
     http://host:port).
     """
     on_sampling_override: Literal["auto", "use_config", "honour"] = "auto"
-    """Applies to calls with another temperature, top_p, top_k or min_p than training.
-    use_config: use the configured values. honour: sample as requested; tokens at another
-    temperature are not trained (auto = honour under `asyncrl serve gateway`, use_config
+    """Applies to calls with another temperature, top_p, top_k, min_p, logit_bias or
+    penalty than training. use_config: use the configured values, and refuse another
+    logit_bias. honour: sample as requested; tokens at another temperature are not
+    trained (auto = honour under `asyncrl serve gateway`, use_config
     in a run).
     """
     tool_format: str = "auto"

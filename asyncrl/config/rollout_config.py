@@ -9,7 +9,15 @@ from pydantic import Field, PositiveInt, model_validator
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
-from asyncrl.messages.sampling import CUTS, SAMPLING_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import (
+    ADJUSTMENTS,
+    CUTS,
+    SAMPLING_PARAMETERS,
+    LogitBias,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParameters,
+)
 
 T = TypeVar("T")
 MOST_ENGINES = 10_000
@@ -86,6 +94,18 @@ class RolloutConfig(FrozenConfig):
     """Sample from tokens with at least this share of the likeliest token's probability
     (0 = all).
     """
+    logit_bias: LogitBias = {}
+    """Added to the logits of these token ids, -100 to 100 each. The trainer computes
+    biases and penalties again (docs/sampling.md).
+    """
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the call has sampled, -2 to 2."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted for each time that the call has sampled a token, -2 to 2."""
+    repetition_penalty: RepetitionPenalty = 1.0
+    """Divides the logits above 0, and multiplies those below 0, of tokens of the prompt
+    and the call, 0.01 to 100.
+    """
     timeout_s: float | None = Field(default=600.0, gt=0)
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
@@ -117,6 +137,12 @@ class RolloutConfig(FrozenConfig):
     def sampling(self) -> SamplingParameters:
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParameters(**given)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether vLLM drafts tokens; its penalties do not count those of segments."""
+        names = (name.lstrip("-").replace("-", "_") for name in self.vllm)
+        return any(name.startswith(("spec_", "speculative")) for name in names)
 
     @property
     def facts(self) -> EngineCapabilities:
@@ -166,6 +192,21 @@ class RolloutConfig(FrozenConfig):
     @property
     def max_length(self) -> int:
         return self.max_prompt_tokens + self.max_tokens
+
+    @model_validator(mode="after")
+    def _adjustments_fit_the_engine(self) -> Self:
+        given = ", ".join(self.given(*ADJUSTMENTS))
+        if given and not self.facts.has_model:
+            raise ValueError(
+                f"{given}: engine={self.engine} has no logits to change; set engine: embedded or vllm, or "
+                f"remove {given}"
+            )
+        if given and self.has_drafts:
+            raise ValueError(
+                f"{given}: vLLM does not apply it exactly to tokens that it drafts; remove {given}, or the "
+                "speculative settings of rollout.vllm"
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

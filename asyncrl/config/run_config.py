@@ -31,6 +31,7 @@ from asyncrl.config.teacher_config import TeacherConfig
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.sampling import ADJUSTMENTS
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MAX_CYCLE = 10_000
@@ -298,6 +299,11 @@ class RunConfig(FrozenConfig):
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
         # The teacher scores over the whole vocabulary, so its logprobs and those of a
         # support do not compare.
+        if weight > 0 and self.rollout.sampling.adjustment is not None:
+            yield (
+                f"algorithm.distill_weight={weight} compares with a teacher whose logits have no bias and no "
+                f"penalty; remove rollout.{', rollout.'.join(self.rollout.given(*ADJUSTMENTS))}"
+            )
         if weight > 0 and self.rollout.sampling.is_cut:
             yield (
                 f"algorithm.distill_weight={weight} compares with a teacher over the whole vocabulary; set "

@@ -14,7 +14,7 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.records import Completion
+from asyncrl.messages.records import CallSpan, Completion
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import EMPTY, SegmentPart, Tokens
 
@@ -435,7 +435,14 @@ class SegmentJoin:
         if self.is_finished:
             finish = "stop" if self._has_stopped else "length"
         tokens = Tokens.join([self._prompt, self._kept, *self._blocks, *self._chunks])
-        return Completion(tokens, len(self._prompt), finish, self.num_interruptions)
+        num_prompt, grammar = len(self._prompt), self.request.grammar
+        adjustment = self.request.adjustment
+        # The trainer must mask and adjust the same logits, or its logprobs would be of
+        # another distribution. One span for all segments: a penalty counts over them.
+        if grammar is not None or adjustment is not None:
+            call = CallSpan(num_prompt, len(tokens), grammar, adjustment)
+            tokens = replace(tokens, calls=(call,) if self.num_tokens else ())
+        return Completion(tokens, num_prompt, finish, self.num_interruptions)
 
     def _learn(self, context: Tokens) -> None:
         """Take the prompt's values from its first reading, and those of the segment's

@@ -67,8 +67,9 @@ class Teacher(RoleClient):
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
         logprobs[~branch.loss_mask] = 0.0
-        # Under a grammar the teacher would have sampled from other tokens: no term.
-        for span in branch.tokens.grammars:
+        # Under a grammar or from adjusted logits the teacher would have sampled other
+        # tokens: no term.
+        for span in branch.tokens.calls:
             logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[
                 span.start : span.end
             ]

@@ -217,6 +217,9 @@ class Segment:
         }
         if request.grammar is not None:
             sampling["structured_outputs"] = {"grammar": request.grammar}
+        if request.num_resumed:
+            # They are part of the prompt for vLLM, but of the answer for its grammar
+            # and its penalties.
             sampling["extra_args"] = {"num_resumed": request.num_resumed}
         process = self._process
         return vllm_request(

@@ -27,7 +27,7 @@ from asyncrl.launch.supervise import (
     start_all,
     summary_of,
 )
-from asyncrl.messages.sampling import CUTS, SamplingParameters
+from asyncrl.messages.sampling import ADJUSTMENTS, CUTS, SamplingParameters
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import (
@@ -104,13 +104,14 @@ def make_gateway(
         outcomes=config.generator.outcomes,
         give_answer=config.generator.give_answer,
     )
+    # vLLM reports supports only if its start asked for them.
+    has_cuts = config.uses_supports or rollout.facts.package is None
+    cuts = CUTS if has_cuts else frozenset[str]()
+    adjustments = frozenset[str]() if rollout.has_drafts else frozenset(ADJUSTMENTS)
     rules = CallRules(
         model_name=model_name(config),
         sampling=rollout.sampling,
-        # vLLM reports them only if its start asked for them.
-        replayed=CUTS
-        if config.uses_supports or rollout.facts.package is None
-        else frozenset(),
+        replayed=adjustments | cuts,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,

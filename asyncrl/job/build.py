@@ -22,7 +22,7 @@ from asyncrl.job.agent_runtime import (
     num_rollouts,
     special_tokens,
 )
-from asyncrl.job.check import check_everything, find_models
+from asyncrl.job.check import check_bias, check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
@@ -98,6 +98,7 @@ async def build(
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
+    check_bias(config, tokenizer)
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(lifecycle, placement)
     servers = Servers(

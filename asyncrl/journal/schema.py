@@ -22,14 +22,20 @@ import numpy as np
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 from asyncrl.messages.codec import read_frame, write_frame
-from asyncrl.messages.records import Completion, Credit, Rollout, Trajectory
+from asyncrl.messages.records import (
+    CallSpan,
+    Completion,
+    Credit,
+    Rollout,
+    Trajectory,
+)
 from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 # Seconds that SQLite waits for another program's lock, such as a backup or a browser of
@@ -339,9 +345,9 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
         # The high bytes of neighbours are alike, so bytes of one rank compress better
         # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
-    grammars = [astuple(span) for span in tokens.grammars]
+    calls = [astuple(span) for span in tokens.calls]
     whole = write_frame(
-        "tokens", planes, {"place": [*map(int, place)], "grammars": grammars, **head}
+        "tokens", planes, {"place": [*map(int, place)], "calls": calls, **head}
     )
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
@@ -359,7 +365,8 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
             arrays[name] = (
                 planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
             )
-        return Tokens.from_arrays(arrays, head.pop("grammars")), head
+        calls = map(CallSpan.read, head.pop("calls"))
+        return Tokens.from_arrays(arrays, calls), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})"

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.base.errors import ErrorBody
-from asyncrl.messages.records import VersionSpan
+from asyncrl.messages.records import VersionSpan, read_bias
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
 from asyncrl.messages.tokens import SegmentPart, Tokens
 
@@ -181,6 +181,7 @@ def read_submit(frame: Frame) -> list[Asked]:
         values = dict(zip(_PLAIN, plain, strict=True))
         # JSON has made lists of them.
         values["stop"] = tuple(values["stop"])
+        values["logit_bias"] = read_bias(values["logit_bias"])
         values["thinking"] = values["thinking"] and tuple(values["thinking"])
         request = SamplingRequest(
             prompt_ids=prompts[prompt], grammar=grammars[grammar], **values
@@ -261,4 +262,16 @@ def request_fault(
             rule=f"the model knows ids 0..{vocab_size - 1}",
             way_out="encode the prompt with the model's own tokenizer.",
         )
-    return None
+    return bias_fault(request.logit_bias, vocab_size)
+
+
+def bias_fault(bias: Mapping[int, float], vocab_size: float) -> ErrorBody | None:
+    """Return why a model of this vocabulary has no such bias, or None."""
+    unknown = [token_id for token_id in bias if not 0 <= token_id < vocab_size]
+    if not unknown:
+        return None
+    return ErrorBody(
+        error=f"logit_bias has token id {unknown[0]}",
+        rule=f"the model knows ids 0..{vocab_size - 1}",
+        way_out="name ids of the model's own tokenizer in logit_bias.",
+    )

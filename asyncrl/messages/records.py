@@ -6,8 +6,8 @@ first sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
@@ -34,6 +34,43 @@ Finished = Literal["ready", "filtered", "requeued"]
 """ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """Changes of the logits of a call, before temperature and cuts, in vLLM's order:
+    add the bias; divide (above 0) or multiply (below 0) by the repetition penalty if
+    the token is in the prompt or was sampled in this call; subtract the frequency
+    penalty for each time that this call has sampled it, and the presence penalty if it
+    has.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """By token id."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def read(cls, plain: Sequence[Any]) -> Adjustment:
+        names = (one.name for one in fields(cls))
+        values = dict(zip(names, plain, strict=True))
+        values["logit_bias"] = read_bias(values["logit_bias"])
+        return cls(**values)
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.has_own_penalty or self.repetition_penalty != 1.0
+
+    @property
+    def has_own_penalty(self) -> bool:
+        """Whether a penalty depends on the tokens of the call only."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def read_bias(plain: Mapping[Any, float]) -> dict[int, float]:
+    """Return a bias with ids as numbers; keys of JSON are text."""
+    return {int(token_id): bias for token_id, bias in plain.items()}
+
+
 # A tuple, because it is made for each streamed token, and frames hold it flat: four
 # numbers (Tokens.arrays).
 class VersionSpan(NamedTuple):
@@ -48,12 +85,23 @@ class VersionSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarSpan:
-    """Tokens [start, end) were sampled under `grammar`, which began at `start`."""
+class CallSpan:
+    """Tokens [start, end) were sampled in one call, under its `grammar`, from logits
+    with its `adjustment`. Both begin at `start`.
+    """
 
     start: int
     end: int
-    grammar: str
+    grammar: str | None = None
+    adjustment: Adjustment | None = None
+
+    @classmethod
+    def read(cls, plain: Sequence[Any]) -> CallSpan:
+        """Return the span of what JSON has made of its fields."""
+        start, end, grammar, adjustment = plain
+        if adjustment is not None:
+            adjustment = Adjustment.read(adjustment)
+        return cls(start, end, grammar, adjustment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from asyncrl.messages.records import VersionSpan
+from pydantic import Field
+
+from asyncrl.messages.records import Adjustment, VersionSpan
 
 if TYPE_CHECKING:  # a worker runs without numpy
     import numpy as np
@@ -29,10 +31,10 @@ class Decode(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParameters:
-    """The distribution of each token: after `temperature` (0: greedy), `min_p`, `top_k`
-    and `top_p` cut it in this order, as in vLLM. The link, vLLM's requests and the
-    embedded engine's rows follow these fields.
+class SamplingParameters(Adjustment):
+    """The distribution of each token: after the adjustment and `temperature` (0:
+    greedy), `min_p`, `top_k` and `top_p` cut it in this order, as in vLLM. The link,
+    vLLM's requests and the embedded engine's rows follow these fields.
     """
 
     temperature: float = 1.0
@@ -50,13 +52,41 @@ class SamplingParameters:
         return self.temperature > 0 and not is_full
 
     @property
+    def adjustment(self) -> Adjustment | None:
+        """None: the logits are the model's."""
+        if not self.logit_bias and not self.has_penalty:
+            return None
+        return Adjustment(**{name: getattr(self, name) for name in ADJUSTMENTS})
+
+    @property
     def parameters(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
 
+    @property
+    def draw(self) -> tuple[float, ...]:
+        """The values of DRAW_PARAMETERS."""
+        return tuple(getattr(self, name) for name in DRAW_PARAMETERS)
+
 
 SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
-CUTS = frozenset(SAMPLING_PARAMETERS) - {"temperature"}
+ADJUSTMENTS = tuple(one.name for one in fields(Adjustment))
+"""Parameters that the trainer replays from the ids of the text."""
+DRAW_PARAMETERS = tuple(name for name in SAMPLING_PARAMETERS if name not in ADJUSTMENTS)
+"""Numbers that apply to adjusted logits."""
+CUTS = frozenset(DRAW_PARAMETERS) - {"temperature"}
 """Parameters that the trainer replays, if the engine reports supports."""
+
+# The limits of OpenAI's API, and vLLM's of the number of biases. A repetition penalty
+# near 0 would make logits that float32 does not hold.
+LogitBias = Annotated[
+    dict[
+        Annotated[int, Field(ge=0, strict=False)],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=1024),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +94,7 @@ class SamplingRequest(SamplingParameters):
     """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop
-    strings and the grammar. Each draw depends only on (`seed`, absolute position). Stop
+    strings, the grammar and penalties. Each draw depends only on (`seed`, absolute position). Stop
     strings count only after the thought that the answer begins with, between the marks
     `thinking`; the first mark is empty if the prompt opens the thought. Only the pool
     reads `route_key`, which keeps requests with a common prompt on one engine, and

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.records import Completion, GrammarSpan, VersionSpan
+from asyncrl.messages.records import CallSpan, Completion, VersionSpan
 
 NO_EXPERT = 65535
 """Unknown expert (uint16)."""
@@ -128,7 +128,8 @@ class Tokens:
     """T tokens of one text, or of several texts one after the other.
 
     `ids` int32 [T]. `spans`: the sampled tokens, in order; the others are context.
-    `grammars`: sampled tokens under a grammar. A column has one entry per token; an
+    `calls`: sampled tokens under a grammar or
+    with adjusted logits. A column has one entry per token; an
     absent one has only fills.
 
     Example: the prompt 5 6, the answer 7 8 under version 3, and its first token alone.
@@ -147,7 +148,7 @@ class Tokens:
     ids: npt.NDArray[np.int32]
     spans: tuple[VersionSpan, ...] = ()
     columns: Mapping[str, Values] = field(default_factory=dict)
-    grammars: tuple[GrammarSpan, ...] = ()
+    calls: tuple[CallSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -249,18 +250,18 @@ class Tokens:
                 strict=True,
             )
         spans = _split_spans(self.spans, bounds)
-        grammars: Iterable[list[GrammarSpan]] = repeat([])
-        if self.grammars:
-            grammars = _split_spans(self.grammars, bounds)
+        calls: Iterable[list[CallSpan]] = repeat([])
+        if self.calls:
+            calls = _split_spans(self.calls, bounds)
         return [
             Tokens(
                 self.ids[start:end],
                 tuple(of_part),
                 dict(zip(names, values, strict=True)),
-                tuple(texts),
+                tuple(of_calls),
             )
-            for (start, end), of_part, values, texts in zip(
-                bounds, spans, columns, grammars, strict=False
+            for (start, end), of_part, values, of_calls in zip(
+                bounds, spans, columns, calls, strict=False
             )
         ]
 
@@ -287,7 +288,7 @@ class Tokens:
         # Adjacent spans become one, also across rows of a frame: a step of 256
         # sequences under one version needs one span. split() cuts it again at the rows'
         # bounds.
-        spans, grammars = list[VersionSpan](), list[GrammarSpan]()
+        spans, calls = list[VersionSpan](), list[CallSpan]()
         start = 0
         for part in parts:
             for span in part.spans:
@@ -301,12 +302,8 @@ class Tokens:
                 spans.append(
                     VersionSpan(first, start + span.end, span.version, span.engine)
                 )
-            for grammar in part.grammars:
-                grammars.append(
-                    replace(
-                        grammar, start=start + grammar.start, end=start + grammar.end
-                    )
-                )
+            for call in part.calls:
+                calls.append(_moved(call, start + call.start, start + call.end))
             start += len(part.ids)
         columns = {}
         for name in dict.fromkeys(name for part in parts for name in part.columns):
@@ -318,12 +315,12 @@ class Tokens:
             if parts
             else np.zeros(0, np.int32)
         )
-        return Tokens(ids, tuple(spans), columns, tuple(grammars))
+        return Tokens(ids, tuple(spans), columns, tuple(calls))
 
     # ---- frames
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S],
+        """Return flat arrays for a frame, without calls: ids, spans int32 [4 S],
         columns.
         """
         # A span is a tuple of four numbers, so a frame, the journal and a batch hold
@@ -343,9 +340,9 @@ class Tokens:
     def from_arrays(
         cls,
         arrays: Mapping[str, npt.NDArray[Any]],
-        grammars: Iterable[Sequence[Any]] = (),
+        calls: Iterable[CallSpan] = (),
     ) -> Tokens:
-        """Return the tokens of arrays(). `grammars`: (start, end, grammar) each.
+        """Return the tokens of arrays(), with their `calls`.
 
         Raises ValueError or LookupError if the arrays do not belong together.
         """
@@ -363,7 +360,7 @@ class Tokens:
         # numbers: the same bytes are other ids.
         if ids.dtype != np.int32 or arrays["spans"].dtype != np.int32:
             raise ValueError(f"ids of {ids.dtype}, spans of {arrays['spans'].dtype}")
-        return cls(ids, spans, columns, tuple(GrammarSpan(*span) for span in grammars))
+        return cls(ids, spans, columns, tuple(calls))
 
 
 EMPTY = Tokens(np.zeros(0, np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from asyncrl.messages.engine_api import (
     WeightKind,
     WeightsBody,
 )
-from asyncrl.messages.records import Credit
+from asyncrl.messages.records import CallSpan, Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
@@ -145,19 +146,21 @@ class BatchHeader(Message):
 
 
 def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
-    """Return a safetensors blob with the header and the grammars as JSON in its first
+    """Return a safetensors blob with the header and the calls as JSON in its first
     array.
     """
     tokens = tokens.kept(in_batch)
     # One grammar may hold for thousands of spans, and has up to 256 KiB.
-    texts = [*dict.fromkeys(span.grammar for span in tokens.grammars)]
-    spans = [
-        (span.start, span.end, texts.index(span.grammar)) for span in tokens.grammars
-    ]
+    number_of = dict[str, int]()
+    spans = list[tuple[int, int, int]]()
+    for call in tokens.calls:
+        _, _, *settings = astuple(call)
+        number = number_of.setdefault(json.dumps(settings), len(number_of))
+        spans.append((call.start, call.end, number))
     head = {
         "batch": header.model_dump(mode="json"),
-        "grammars": texts,
-        "grammar_spans": spans,
+        "settings": [*number_of],
+        "calls": spans,
     }
     # In an array, because safetensors' own metadata is in its header, which may have
     # 100 MB at most.
@@ -174,12 +177,15 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
     try:
         arrays: dict[str, Any] = load_safetensors(body)
         head = json.loads(arrays.pop("header").tobytes())
-        grammars = [
-            (start, end, head["grammars"][number])
-            for start, end, number in head["grammar_spans"]
+        settings = [
+            CallSpan.read((0, 0, *json.loads(text))) for text in head["settings"]
+        ]
+        calls = [
+            replace(settings[number], start=start, end=end)
+            for start, end, number in head["calls"]
         ]
         return BatchHeader.model_validate(head["batch"]), Tokens.from_arrays(
-            arrays, grammars
+            arrays, calls
         )
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error

@@ -34,6 +34,7 @@ from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
+from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
 from asyncrl.trainer.supports import SupportSets, check_supports
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -76,6 +77,7 @@ def check_batch(
             way_out="use engines that serve this model; start the run again.",
         )
     check_supports(arrays, vocab_size)
+    check_adjusted(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
@@ -163,6 +165,7 @@ class BatchNumbers:
     value_N: Float32N | None = None
     return_N: Float32N | None = None
     allowed: AllowedSets | None = None
+    adjusted: AdjustedCalls | None = None
     supports: SupportSets | None = None
     advantage_N: Float32N = field(init=False)
 

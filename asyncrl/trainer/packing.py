@@ -20,6 +20,11 @@ from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
+from asyncrl.trainer.adjustments import (
+    AdjustedCalls,
+    ChangedLogits,
+    changes_of_pairs,
+)
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.supports import FULL, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
@@ -88,7 +93,8 @@ def find_allowed(
     """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose
     their loss.
     """
-    if not arrays.grammars:
+    calls = [call for call in arrays.calls if call.grammar is not None]
+    if not calls:
         return None
     # The engine sampled only allowed tokens, so its logprobs are normalized over them.
     # The trainer needs the same sets, or each ratio would be wrong by the forbidden
@@ -96,13 +102,13 @@ def find_allowed(
     set_N = np.full(len(has_loss), ANY, np.int32)
     known = dict[bytes, int]()
     num_lost = 0
-    for span in arrays.grammars:
+    for span in calls:
         at = span.start
         places = at + np.flatnonzero(has_loss[at : span.end])
         if not len(places):
             continue
         try:
-            matcher = make().begin(span.grammar)
+            matcher = make().begin(span.grammar or "")
             # The matcher must read tokens without loss too, since each changes the sets
             # after it. It can stop at the last loss token.
             for at in range(span.start, int(places[-1]) + 1):
@@ -371,8 +377,8 @@ class MicroBatch:
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
-    `trajectory_S` in the header. Pairs without a support come first; `allowed_P` is of
-    these, `supports` of the others.
+    `trajectory_S` in the header. Pairs without a support come first; `allowed_P` and
+    `changed` are of these, `supports` of the others.
     """
 
     token_ids_N: Tensor
@@ -385,6 +391,7 @@ class MicroBatch:
     sequence_M: Tensor
     trajectory_S: IntN
     allowed_P: AllowedRows | None = None
+    changed: ChangedLogits | None = None
     supports: SupportRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: each token's experts at sampling."""
@@ -467,6 +474,7 @@ def micro_batches(
     ranks: Ranks,
     costs: Costs,
     allowed: AllowedSets | None = None,
+    adjusted: AdjustedCalls | None = None,
     supports: SupportSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in
@@ -479,9 +487,8 @@ def micro_batches(
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
         for step in assign(side, arrays.ids, costs, max_tokens, ranks.data_size):
             if share := step[ranks.data_rank]:
-                micro = _assemble(
-                    share, arrays, has_loss, max_tokens, device, allowed, supports
-                )
+                sets = allowed, adjusted, supports
+                micro = _assemble(share, arrays, has_loss, max_tokens, device, *sets)
                 micros.append((micro, True))
                 continue
             # FSDP2's collectives need a pass on every rank. A rank without a share runs
@@ -519,6 +526,7 @@ def _assemble(
     max_tokens: int,
     device: torch.device,
     allowed: AllowedSets | None = None,
+    adjusted: AdjustedCalls | None = None,
     supports: SupportSets | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -540,10 +548,10 @@ def _assemble(
     # Equal continuations share a logprob.
     both_M = np.concatenate(predicts) << 32 | target_M
     _, first_U, pair_M = np.unique(both_M, return_index=True, return_inverse=True)
-    # Under two sets of allowed tokens, or two supports, an equal continuation has two
-    # logprobs, so the sets become part of the pair. The last one decides the order:
-    # FULL is -1, so pairs without a support come first.
-    for sets in (allowed, supports):
+    # Under two sets of allowed tokens, two adjustments or two supports, an equal
+    # continuation has two logprobs, so the sets become part of the pair. The last one
+    # decides the order: FULL is -1, so pairs without a support come first.
+    for sets in (allowed, adjusted, supports):
         if sets is not None:
             set_M = sets.set_N[source_M].astype(np.int64) + 1
             numbers = set_M * len(first_U) + pair_M
@@ -551,8 +559,9 @@ def _assemble(
                 numbers, return_index=True, return_inverse=True
             )
     pair_U, source_U = both_M[first_U], source_M[first_U]
-    support_rows = None
+    support_rows = changed = None
     num_plain = len(source_U)
+    changes = changes_of_pairs(adjusted, arrays.ids, source_U)
     if supports is not None:
         set_U = supports.set_N[source_U]
         num_plain = int((set_U == FULL).sum())
@@ -562,7 +571,10 @@ def _assemble(
                 target_M[first_U[num_plain:]],
                 num_plain,
                 device,
+                changes,
             )
+    if changes is not None:
+        changed = ChangedLogits.of_plain(changes, num_plain, device)
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
     if allowed is not None:
@@ -597,6 +609,7 @@ def _assemble(
             [sequence.trajectory for sequence in sequences], dtype=np.int64
         ),
         allowed_P=allowed_P,
+        changed=changed,
         supports=support_rows,
         routing_N=routing_N,
     )

@@ -26,6 +26,7 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
+from asyncrl.trainer.adjustments import Changed, ChangedLogits
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
@@ -36,8 +37,8 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(logits / temperature) over the
-    token's support. Only `logprob_M` has a gradient.
+    """Scores of M tokens, float32 nats of softmax(adjusted logits / temperature) over
+    the token's support. Only `logprob_M` has a gradient.
     """
 
     logprob_M: Tensor
@@ -50,28 +51,30 @@ def head_scores(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     target_M: Tensor,
-    temperature: float,
-    allowed_M: AllowedRows | None = None,
-    *,
-    is_compiled: bool = False,
+    use: HeadUse,
 ) -> Scores:
-    """Score `target_M`. `is_compiled`: fuse the passes over each slice of logits."""
-    use = _HeadUse(temperature, allowed_M, is_compiled)
+    """Score `target_M`."""
     return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, use))  # type: ignore[no-untyped-call]
 
 
-class _HeadUse(NamedTuple):
+class HeadUse(NamedTuple):
+    """`is_compiled`: fuse the passes over each slice of logits."""
+
     temperature: float
-    allowed_M: AllowedRows | None
-    is_compiled: bool
+    allowed_M: AllowedRows | None = None
+    changed: ChangedLogits | None = None
+    is_compiled: bool = False
 
     def logits(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> Tensor:
+    ) -> tuple[Tensor, Changed | None]:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
+        changed = None
+        if self.changed is not None:
+            changed = self.changed.apply_to(logits_MC, part, self.temperature)
         if self.allowed_M is not None:
             self.allowed_M.mask(logits_MC, part)
-        return logits_MC
+        return logits_MC, changed
 
     def body(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, compiled or overwriting the logits."""
@@ -90,7 +93,7 @@ class _HeadScores(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         target_M: Tensor,
-        use: _HeadUse,
+        use: HeadUse,
     ) -> tuple[Tensor, Tensor, Tensor]:
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -99,7 +102,7 @@ class _HeadScores(torch.autograd.Function):
         ).unbind()
         highest_M = torch.full_like(sum_M, -torch.inf)
         for part in _slices(target_M, weight_VD):
-            logits_MC = use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC, _ = use.logits(hidden_MD, weight_VD, bias_V, part)
             sums = (target_logit_M, highest_M, sum_M, product_M)
             target_logit_M, highest_M, sum_M, product_M = add_slice(
                 logits_MC, target_M - part.start, sums
@@ -134,13 +137,15 @@ class _HeadScores(torch.autograd.Function):
         grad_M = grads[0] / ctx.use.temperature
         slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
-            logits_MC = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC, changed = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
             sums = (highest_M, sum_M, grad_M)
             has_bias = grad_bias_V is not None
             place_M = target_M - part.start
             narrow_MC, grad_bias_C = slice_gradient(
                 logits_MC, place_M, sums, weight_VD.dtype, has_bias
             )
+            if changed is not None:
+                changed.correct(narrow_MC, grad_bias_C)
             if grad_bias_V is not None:
                 grad_bias_V[part] = grad_bias_C
             grad_hidden_MD += narrow_MC @ weight_VD[part]
@@ -192,6 +197,7 @@ class _SupportScores(torch.autograd.Function):
                 column_E = supports.id_E[entries] - part.start
                 value_E[entries] = logits_RC[supports.row_E[entries], column_E]
                 del logits_RC
+        value_E, ctx.slope_E = supports.adjust(value_E, temperature)
         exponential_E, *scores = supports.sums(value_E)
         ctx.save_for_backward(hidden_RD, weight_VD, bias_V, exponential_E)
         ctx.supports, ctx.temperature = supports, temperature
@@ -207,6 +213,8 @@ class _SupportScores(torch.autograd.Function):
         sum_R = torch.zeros_like(grad_R).index_add(0, supports.row_E, exponential_E)
         grad_E = (-grad_R / sum_R)[supports.row_E] * exponential_E
         grad_E[supports.target_R] += grad_R
+        if ctx.slope_E is not None:
+            grad_E *= ctx.slope_E
         narrow_E = grad_E.to(weight_VD.dtype)
         grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=sum_R.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
@@ -428,19 +436,15 @@ class Policy(nn.Module):
                 **inputs, use_cache=False
             ).last_hidden_state[0]
             head = self.model.get_output_embeddings()
+            weights = (head.weight, head.bias)
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
             if num_plain:
-                given = (
-                    chosen_UD[:num_plain],
-                    head.weight,
-                    head.bias,
-                    target_P,
-                    temperature,
-                    micro.allowed_P,
+                use = HeadUse(
+                    temperature, micro.allowed_P, micro.changed, self.is_compiled
                 )
-                parts.append(head_scores(*given, is_compiled=self.is_compiled))
+                hidden_PD = chosen_UD[:num_plain]
+                parts.append(head_scores(hidden_PD, *weights, target_P, use))
             if supports is not None:
-                weights = (head.weight, head.bias)
                 parts.append(
                     support_scores(
                         chosen_UD[num_plain:], *weights, supports, temperature
@@ -451,6 +455,9 @@ class Policy(nn.Module):
             self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
             / temperature
         )
+        if micro.changed is not None:
+            whole = slice(0, logits_UV.shape[1])
+            micro.changed.apply_to(logits_UV, whole, temperature)
         if num_plain:
             parts.append(
                 _whole_scores(logits_UV[:num_plain], target_P, micro.allowed_P)
@@ -458,6 +465,7 @@ class Policy(nn.Module):
         if supports is not None:
             of_supports_RV = logits_UV[num_plain:]
             value_E = of_supports_RV[supports.row_E, supports.id_E]
+            value_E, _ = supports.adjust(value_E, temperature)
             parts.append(Scores(*supports.sums(value_E)[1:]))
         return _joined(parts)
 

@@ -28,6 +28,7 @@ from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
+from asyncrl.trainer.adjustments import find_adjusted
 from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.exports import Exports
@@ -261,7 +262,12 @@ class TrainerRank(TrainedModel):
         objective.check_any_loss(header, arrays, has_loss)
         supports = find_supports(arrays, has_loss)
         batch = BatchNumbers(
-            header, arrays, has_loss, allowed=allowed, supports=supports
+            header,
+            arrays,
+            has_loss,
+            allowed=allowed,
+            adjusted=find_adjusted(header, arrays, has_loss),
+            supports=supports,
         )
         self._numbers(batch)
         # The answer to the controller carries the rollouts of a whole version, so only
@@ -338,6 +344,7 @@ class TrainerRank(TrainedModel):
             self.ranks,
             self.policy.costs,
             batch.allowed,
+            batch.adjusted,
             batch.supports,
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
+from asyncrl.trainer.adjustments import ChangedLogits, Changes
 from asyncrl.trainer.tree import BoolN, to_device
 
 FULL = -1
@@ -78,6 +79,7 @@ class SupportRows:
 
     `row_E`, `id_E` int64: the pair, counted from `num_plain`, and the id of each entry.
     `target_R` int64: the entry of each pair's target. `ids` is `id_E` on the host.
+    `changed`: entries whose logits the call has adjusted.
 
     Example: the second pair and the third have the supports {2, 5} and {5}.
         >>> sets = [np.array([2, 5], np.int32), np.array([5], np.int32)]
@@ -91,6 +93,7 @@ class SupportRows:
     id_E: Tensor
     target_R: Tensor
     ids: npt.NDArray[np.int32]
+    changed: ChangedLogits | None = None
 
     @classmethod
     def of(
@@ -99,8 +102,11 @@ class SupportRows:
         target_R: npt.NDArray[np.int64],
         num_plain: int,
         device: torch.device,
+        changes: Changes | None = None,
     ) -> SupportRows:
-        """`sets`: the support of each pair. `target_R`: its target, which is in it."""
+        """`sets`: the support of each pair. `target_R`: its target, which is in it.
+        `changes`: of all pairs, in order of their ids.
+        """
         ids = np.concatenate(sets)
         row_E = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
         # A slice of the vocabulary needs the entries of its ids, which are neighbors
@@ -113,13 +119,34 @@ class SupportRows:
             to_device(torch.from_numpy(array.astype(np.int64)), device)
             for array in (row_E, ids, place_R)
         )
-        return cls(num_plain, row, id, target, ids)
+        changed = None
+        if changes is not None:
+            changes = changes.from_row(num_plain)
+            # Entries ascend by id, then by pair, so both have one number.
+            number_E = ids.astype(np.int64) * len(sets) + row_E
+            number_A = changes.id_A * len(sets) + changes.row_A
+            place_A = np.searchsorted(number_E, number_A)
+            is_kept_A = np.append(number_E, -1)[place_A] == number_A
+            kept = changes.where(is_kept_A)
+            changed = ChangedLogits.of(kept, [place_A[is_kept_A]], device)
+        return cls(num_plain, row, id, target, ids, changed)
 
     def parts(self, slices: Iterator[slice]) -> Iterator[tuple[slice, slice]]:
         """Return each slice of the vocabulary with the slice of its entries."""
         for part in slices:
             first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
             yield part, slice(first, last)
+
+    def adjust(
+        self, value_E: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the entries' adjusted logits, and their derivatives (None: 1)."""
+        if self.changed is None:
+            return value_E, None
+        (place_A,) = self.changed.index
+        changed = self.changed.apply(value_E[place_A], slice(None), temperature)
+        slope_E = torch.ones_like(value_E).index_copy(0, place_A, changed.slope_A)
+        return value_E.index_copy(0, place_A, changed.value_A), slope_E
 
     def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a

@@ -21,7 +21,7 @@ from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
-from asyncrl.trainer.policy import head_scores
+from asyncrl.trainer.policy import HeadUse, head_scores
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step_metrics import GAP_WARNING
@@ -194,9 +194,8 @@ def _head_on(
     )
     target_M, grad_M = (one.to(device) for one in given[2:])
     is_compiled = device == "cuda" and not missing_for_compiling(torch.device(device))
-    scores = head_scores(
-        hidden_MD, weight_VD, None, target_M, 0.8, is_compiled=is_compiled
-    )
+    use = HeadUse(0.8, is_compiled=is_compiled)
+    scores = head_scores(hidden_MD, weight_VD, None, target_M, use)
     scores.logprob_M.backward(grad_M)
     assert hidden_MD.grad is not None
     assert weight_VD.grad is not None

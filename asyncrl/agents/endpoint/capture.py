@@ -32,7 +32,6 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.messages.records import (
     Completion,
     Credit,
-    GrammarSpan,
     Outcome,
     Rollout,
     Trajectory,
@@ -209,7 +208,6 @@ class Capture:
         name: str,
         *,
         is_trained: bool = True,
-        grammar: str | None = None,
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's
         distribution.
@@ -222,12 +220,6 @@ class Capture:
         # hold n prompts.
         tokens = added.copy()
         num_added = len(planned.added)
-        # The trainer must apply the same token masks to the sampled tokens, or its
-        # logprobs would be of another distribution. The prompt was not constrained.
-        if grammar is not None and len(tokens) > num_added:
-            tokens = replace(
-                tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),)
-            )
         whole = planned.whole.then(tokens.ids[num_added:])
         match = planned.match
         text = None if match is None else match.whole

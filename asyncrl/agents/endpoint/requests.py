@@ -26,8 +26,15 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
+from asyncrl.messages.codec import bias_fault
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
-from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import (
+    SAMPLING_PARAMETERS,
+    LogitBias,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParameters,
+)
 from asyncrl.messages.worker_api import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -338,11 +345,9 @@ IGNORED = frozenset(
 """Parameters without an effect on sampling."""
 
 _DISTRIBUTION = "it changes the sampled distribution, which training would not know"
-_DROPPED = f"{_DISTRIBUTION} (gateway.on_sampling_override=use_config drops it)"
 _REFUSED = {
-    _DROPPED: "frequency_penalty=0 presence_penalty=0 repetition_penalty=1",
     _DISTRIBUTION: """
-        logit_bias={} bad_words=[] typical_p=1 allowed_token_ids logits_processors=[] min_tokens=0
+        bad_words=[] typical_p=1 allowed_token_ids logits_processors=[] min_tokens=0
         ignore_eos=false watermarking=false thinking_token_budget repetition_detection vllm_xargs={}""",
     "a call has one answer": "n=1 best_of=1 use_beam_search=false length_penalty=1 fallbacks=[]",
     "an answer has only sampled text and tokens": """
@@ -455,6 +460,10 @@ class CallParameters(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1 and 0: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    logit_bias: LogitBias | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     stream: bool = False
     skip_special_tokens: bool | None = None
     """None: per task.special_tokens."""
@@ -658,10 +667,6 @@ class RequestReader:
             self.log_once(name, f"calls give `{name}`, which has no effect")
         elif value in off:
             return
-        elif why == _DROPPED and not self._is_honoured:
-            self.log_once(
-                name, f"calls ask for {name}={shown(value)}, which is dropped: {why}"
-            )
         else:
             code = "unsupported_parameter" if name in REFUSED else "unknown_parameter"
             raise invalid(
@@ -676,11 +681,22 @@ class RequestReader:
             asked.top_p = asked.top_k = asked.min_p = None
         if asked.top_k == -1:
             asked.top_k = 0
+        if fault := bias_fault(asked.logit_bias or {}, self._rules.vocab_size):
+            raise invalid(f"{fault.error}; {fault.rule}.", "logit_bias")
         for name, fixed in self._rules.sampling.parameters.items():
             value = getattr(asked, name)
             if value not in (None, fixed):
                 if self._is_honoured:
                     continue
+                # A client forbids or forces tokens with it, and could not read other
+                # answers.
+                if name == "logit_bias":
+                    raise invalid(
+                        f"logit_bias={shown(value)} is refused: training samples with that of the run; set "
+                        "gateway.on_sampling_override: honour.",
+                        name,
+                        code="unsupported_parameter",
+                    )
                 self.log_once(
                     name, f"calls ask for {name}={value} and get {name}={fixed}"
                 )

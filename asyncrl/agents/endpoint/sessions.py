@@ -258,7 +258,6 @@ class GatewaySession:
             message,
             call.name,
             is_trained=call.is_trained,
-            grammar=call.request.grammar,
         )
         call.is_delivered = True
         if call.speaker is not None:

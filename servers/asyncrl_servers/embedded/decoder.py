@@ -441,7 +441,7 @@ def sample(
 ) -> Drawn:
     """Draw a token per row, and return with it the `num_top` likeliest tokens by row.
 
-    `sampling` [N] has a field for each of SAMPLING_PARAMETERS; temperature 0 is greedy.
+    `sampling` [N] has a field for each of DRAW_PARAMETERS; temperature 0 is greedy.
     Inverts the cumulative distribution in token-id order, in float64.
     """
     device = logits_NV.device

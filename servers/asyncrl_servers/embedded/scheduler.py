@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.codec import Asked, Sampled, spans_between
-from asyncrl.messages.sampling import SAMPLING_PARAMETERS, StopWatch
+from asyncrl.messages.sampling import DRAW_PARAMETERS, StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl.messages.tokens import (
     BEHAVIOUR,
@@ -28,6 +28,7 @@ from asyncrl.messages.tokens import (
     Tokens,
     Values,
 )
+from asyncrl_servers.embedded.adjusted_logits import AdjustedIds, adjust
 from asyncrl_servers.embedded.decoder import (
     Drawn,
     EmbeddedSpec,
@@ -69,6 +70,10 @@ class Sequence(Run):
         self.matcher = matcher
         self.allowed = None if matcher is None else matcher.allowed()
         """Next tokens, bool [V]; None: all."""
+        self.adjusted: AdjustedIds | None = None
+        if (adjustment := self.request.adjustment) is not None:
+            num_sampled = self.request.num_resumed
+            self.adjusted = AdjustedIds(adjustment, token_ids, num_sampled)
         self.top: list[TopTokens] = []
         """Of the unreported tokens, like `supports`."""
         self.supports: list[npt.NDArray[np.int32]] = []
@@ -98,7 +103,7 @@ class Rows:
         self.limits = np.zeros(slots, np.int64)
         self.seeds = np.zeros(slots, np.uint64)
         self.sampling = np.zeros(
-            slots, [(name, np.float64) for name in SAMPLING_PARAMETERS]
+            slots, [(name, np.float64) for name in DRAW_PARAMETERS]
         )
         # Least recently used first. Kept rows come after the slots: a decode step needs
         # running rows 0..n-1 without a gap.
@@ -114,7 +119,7 @@ class Rows:
         self.lengths[row] = len(ids)
         self.limits[row] = sequence.limit
         self.seeds[row] = request.seed
-        self.sampling[row] = tuple(request.parameters.values())
+        self.sampling[row] = request.draw
 
     def keep(self, row: int) -> int:
         """Keep this row's tokens; return the kept row or -1."""
@@ -564,6 +569,12 @@ class Scheduler(RunQueue[Sequence]):
             for row, one in enumerate(rows.sequences)
             if one.allowed is not None
         }
+        adjusted = {
+            row: one.adjusted
+            for row, one in enumerate(rows.sequences)
+            if one.adjusted is not None
+        }
+        logits_NV = adjust(adjusted, logits_NV)
         mask(allowed, logits_NV)
         num_top = {
             row: num
@@ -593,6 +604,8 @@ class Scheduler(RunQueue[Sequence]):
                 int(token_ids[row])
             ):
                 is_stop[row] = True
+            if sequence.adjusted is not None:
+                sequence.adjusted.take(int(token_ids[row]))
             if sequence.matcher is not None:
                 try:
                     sequence.matcher.take(int(token_ids[row]))

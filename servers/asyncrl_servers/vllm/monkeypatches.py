@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi.responses import JSONResponse
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -42,11 +43,10 @@ def patch_grammars() -> None:
 
     def create_and_resume(manager: Any, request: Any) -> Any:
         grammar = create(manager, request)
-        given = request.sampling_params.extra_args or {}
         # Resumed tokens are part of the prompt for vLLM, but of the answer for the
         # grammar. From its start the grammar would ask for the beginning of the answer
         # again.
-        if num_resumed := given.get("num_resumed", 0):
+        if num_resumed := _num_resumed(request.sampling_params):
             resumed = list(request.prompt_token_ids[-num_resumed:])
             if not grammar.accept_tokens(request.request_id, resumed):
                 raise ValueError(
@@ -186,6 +186,83 @@ def _is_cut(request: Any) -> bool:
     given = request.sampling_params
     is_full = given.top_p == 1 and given.top_k <= 0 and given.min_p == 0
     return given.temperature > 0 and not is_full
+
+
+def patch_penalties() -> None:
+    """Let presence and frequency penalties count the prompt's last `num_resumed` ids
+    (`extra_args`) as sampled ones; vLLM begins after the prompt.
+    """
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    add = InputBatch.add_request
+    make = InputBatch._make_sampling_metadata
+    penalize = Sampler.apply_penalties
+    resumed_of = dict[str, list[int]]()
+
+    def add_and_keep(batch: Any, request: Any) -> Any:
+        if num_resumed := _num_resumed(request.sampling_params):
+            resumed_of[request.req_id] = request.prompt_token_ids[-num_resumed:]
+        return add(batch, request)
+
+    def make_and_tell(batch: Any) -> Any:
+        metadata = make(batch)
+        ids = batch.req_ids
+        metadata.asyncrl_resumed = [resumed_of.get(each, []) for each in ids]
+        for ended in resumed_of.keys() - {*ids}:
+            del resumed_of[ended]
+        return metadata
+
+    def penalize_all(logits: Any, metadata: Any, output_token_ids: Any) -> Any:
+        resumed = getattr(metadata, "asyncrl_resumed", ())
+        if any(resumed) and output_token_ids:
+            output_token_ids = [
+                [*begun, *(ids or ())]
+                for begun, ids in zip(resumed, output_token_ids, strict=True)
+            ]
+        return penalize(logits, metadata, output_token_ids)
+
+    InputBatch.add_request = add_and_keep
+    InputBatch._make_sampling_metadata = make_and_tell
+    Sampler.apply_penalties = staticmethod(penalize_all)
+
+
+def patch_device_penalties() -> None:
+    """Do the same in model runner V2, which needs CUDA. Not run yet."""
+    from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+
+    add = PenaltiesState.add_request
+    write = PenaltiesState.apply_staged_writes
+
+    def add_and_keep(state: Any, req_idx: int, sampling_params: Any) -> Any:
+        if not hasattr(state, "asyncrl_resumed"):
+            state.asyncrl_resumed = torch.zeros_like(state.req_states.prompt_len.gpu)
+        state.asyncrl_resumed[req_idx] = _num_resumed(sampling_params)
+        return add(state, req_idx, sampling_params)
+
+    def write_all(state: Any) -> None:
+        states = state.req_states
+        if state._new_penalties_reqs:
+            # It counts the tokens behind the prompt as sampled ones.
+            num_prompt = states.prompt_len.gpu - state.asyncrl_resumed
+            state.req_states = SimpleNamespace(
+                prefill_len=states.prefill_len,
+                all_token_ids=states.all_token_ids,
+                prompt_len=SimpleNamespace(gpu=num_prompt),
+            )
+        try:
+            write(state)
+        finally:
+            state.req_states = states
+
+    PenaltiesState.add_request = add_and_keep
+    PenaltiesState.apply_staged_writes = write_all
+
+
+def _num_resumed(sampling_params: Any) -> int:
+    given = getattr(sampling_params, "extra_args", None) or {}
+    num_resumed: int = given.get("num_resumed", 0)
+    return num_resumed
 
 
 def patch_routing() -> None:

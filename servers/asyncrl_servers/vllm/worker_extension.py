@@ -1,6 +1,6 @@
 """Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc.
 
-Importing it patches vLLM on CPU. Methods take one JSON text and return `ok` or `error`
+Importing it patches vLLM. Methods take one JSON text and return `ok` or `error`
 (plus rule and way_out). Raising would end the engine.
 """
 
@@ -40,7 +40,11 @@ from asyncrl.weights.ipc import TrainerMemory, lay_out, views
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size, dtype_name
 from asyncrl_servers.vllm.loaded_parts import Expected, LoadedParts
-from asyncrl_servers.vllm.monkeypatches import patch_worker
+from asyncrl_servers.vllm.monkeypatches import (
+    patch_device_penalties,
+    patch_penalties,
+    patch_worker,
+)
 from asyncrl_servers.weight_state import (
     PUSH_AGAIN,
     Arrived,
@@ -51,11 +55,14 @@ from asyncrl_servers.weight_state import (
     the_staged,
 )
 
+patch_penalties()
 if current_platform.is_cpu():
     patch_worker()
     # vLLM's bfloat16 attention uses AMX where the CPU has it, and Linux admits only
     # processes that have asked. Without this the worker dies of SIGILL.
     torch.cpu._init_amx()
+else:
+    patch_device_penalties()
 
 
 class Loader:
