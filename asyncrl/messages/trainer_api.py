@@ -23,6 +23,8 @@ from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
+DEMONSTRATIONS = "demonstrations"
+"""Array of a packed batch with another packed batch."""
 
 
 class BroadcastRequest(Message):
@@ -144,9 +146,11 @@ class BatchHeader(Message):
     trajectories: list[TrajectoryHeader]
 
 
-def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
+def pack_batch(
+    header: BatchHeader, tokens: Tokens, demonstrations: bytes | None = None
+) -> bytes:
     """Return a safetensors blob with the header and the grammars as JSON in its first
-    array.
+    array. `demonstrations`: a packed batch that is trained in the same steps.
     """
     tokens = tokens.kept(in_batch)
     # One grammar may hold for thousands of spans, and has up to 256 KiB.
@@ -162,7 +166,10 @@ def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     # In an array, because safetensors' own metadata is in its header, which may have
     # 100 MB at most.
     blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    body: bytes = save_safetensors({"header": blob, **tokens.arrays()})
+    arrays = {"header": blob, **tokens.arrays()}
+    if demonstrations is not None:
+        arrays[DEMONSTRATIONS] = np.frombuffer(demonstrations, dtype=np.uint8)
+    body: bytes = save_safetensors(arrays)
     return body
 
 
@@ -183,3 +190,11 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
         )
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error
+
+
+def unpack_demonstrations(body: bytes) -> tuple[BatchHeader, Tokens] | None:
+    """Return the demonstrations that are trained with a batch, if there are any. Raises
+    ValueError for an invalid body.
+    """
+    packed = load_safetensors(body).get(DEMONSTRATIONS)
+    return None if packed is None else unpack_batch(packed.tobytes())
