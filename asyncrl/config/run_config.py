@@ -202,6 +202,7 @@ class RunConfig(FrozenConfig):
             self._teacher_conflicts(),
             self._task_conflicts(),
             self._reward_conflicts(),
+            self._posted_conflicts(),
         )
         for conflict in conflicts:
             raise ValueError(conflict)
@@ -330,6 +331,12 @@ class RunConfig(FrozenConfig):
         if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
             yield "task.verifiers needs a run with one task; remove it or the other tasks"
 
+    def _posted_conflicts(self) -> Iterator[str]:
+        for name, task in self.tasks.items():
+            if self.generator.outcomes == "later" and task.reward is not None:
+                key = f"{key_of('task', name)}.reward"
+                yield f"generator.outcomes=later takes only posted rewards; remove {key}"
+
     def _reward_conflicts(self) -> Iterator[str]:
         models = self.reward_models
         if len(models) > 1:
@@ -369,7 +376,9 @@ class RunConfig(FrozenConfig):
             if not task.has_score and not has_harness:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
-            if not one.task.has_score and not (has_harness and self.evaluates_agent):
+            # Nobody posts rewards later for evaluations.
+            is_at_once = has_harness and generator.outcomes != "later"
+            if not one.task.has_score and not (is_at_once and self.evaluates_agent):
                 yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 

@@ -45,6 +45,7 @@ from asyncrl.rollouts.demonstrations import (
     read_demonstrations,
 )
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.rollout import (
@@ -164,9 +165,12 @@ async def build(
         num_batches=config.trainer.num_steps,
         on_requeued=requeued,
     )
+    late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
     if config.generator.is_harness:
-        agents = AgentRuntime(lifecycle, fleet.engines, tokenizer, fleet.supervision)
+        agents = AgentRuntime(
+            lifecycle, fleet.engines, tokenizer, fleet.supervision, late
+        )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
     for client in fleet.judges:
         generator = JudgedGenerator(generator, client.judge)
@@ -184,6 +188,7 @@ async def build(
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,
+        late=late,
         on_failed=partial(reporter.rollout_failed, tokenizer),
     )
     evaluation = None
@@ -215,6 +220,7 @@ async def build(
         ),
         evaluation=evaluation,
         agents=agents,
+        late=late,
     )
 
 
