@@ -20,6 +20,7 @@ from job_runs import (
     wait_for_steps,
     write_config,
 )
+from rank_processes import running
 from test_sft_job import write_rows
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trainer_cases import (
@@ -27,6 +28,7 @@ from trainer_cases import (
     Rows,
     batch_of,
     make_batch,
+    make_spec,
     naive,
 )
 from transformers import AutoModelForCausalLM
@@ -38,6 +40,7 @@ from asyncrl.config import AlgorithmConfig, load_config
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import (
     BatchHeader,
+    TrainResponse,
     pack_batch,
     unpack_batch,
     unpack_demonstrations,
@@ -166,6 +169,25 @@ def test_each_mini_batch_has_its_part_of_the_rows(
                 torch.testing.assert_close(
                     found[number][name], total, rtol=1e-5, atol=1e-5
                 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_two_ranks_learn_like_one(
+    num_rows: int, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """With one row, the second rank has none."""
+    values: dict[str, Any] = {"algorithm": {"sft_weight": 0.5}, "dtype": "float32"}
+    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path, **values))
+    with running(tiny_model_dir, tmp_path / "ranks", 2, **values) as group:
+        for version in range(2):
+            batch, shown = make_batch(version=version), demonstrations(num_rows)
+            shown = (shown[0].model_copy(update={"version": version}), shown[1])
+            expected = alone.train(*batch, shown)
+            body = pack_batch(*batch, pack_batch(*shown))
+            found = group.post("/train", body, TrainResponse).metrics
+            for name in ("sft/loss", "sft/rows", "sft/tokens", "policy/grad_norm"):
+                assert found[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 def test_weight_falls_to_zero() -> None:

@@ -164,7 +164,7 @@ class Pace:
         if key := PLACED.get(self._waited_for):
             yield f"Give it a faster device ({self._now(key)}), or take a smaller model."
         if self._waited_for == POSTED:
-            yield f"Raise {self._now('buffer.max_staleness')}: more groups then wait at once."
+            yield from self._more_ahead()
         if self._waited_for != "The judge":
             return
         minutes = self.wall_s / 60
