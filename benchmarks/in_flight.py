@@ -59,6 +59,7 @@ from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner, SingleTurn
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -243,6 +244,7 @@ class Controller:
             config=RolloutConfig(group_size=GROUP),
             capacity=self.num,
             journal=journal,
+            late=LateRewards(journal, timeout_s=None),
         )
         self.trainer = Trainer(StandIn(self.folder))  # type: ignore[arg-type]
         self.publisher = PushLoop(

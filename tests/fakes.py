@@ -261,6 +261,13 @@ class MemoryJournal:
         self._note("batch_taken", batch)
         self.batches[batch.version] = batch
 
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+
+    async def read_note(self, key: str) -> Any:
+        notes = {event[1]: event[2] for event in self.named("note")}
+        return notes.get(key)
+
     async def wait_failed(self) -> None:
         """Writing never fails."""
         await asyncio.Event().wait()

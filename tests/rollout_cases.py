@@ -23,6 +23,7 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.rollouts.evaluation import HeldOut
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import (
     Generator,
@@ -142,12 +143,15 @@ def make_producers(
         name: values.pop(name) for name in ("on_failed", "scorers") if name in values
     }
     capacity = values.pop("capacity", 8)
+    journal = journal or MemoryJournal()
+    late = values.pop("late", None) or LateRewards(journal, timeout_s=100.0)
     return Producers(
         sink=sink,
         source=source or FakeSource(),
         runner=RolloutRunner(generator, **limits),
         spawn=spawn,
-        journal=journal or MemoryJournal(),
+        journal=journal,
+        late=late,
         capacity=capacity,
         config=RolloutConfig(**values),
         **others,

@@ -234,6 +234,11 @@ SERVED_JUDGE = [
     "task={files: [a], reward: {judge: {model: m, prompt: '{completion}'}}}"
 ]
 REWARD_MODEL = ["task={files: [a], reward: {model: {path: a/b}}}"]
+POSTED_LATER = [
+    "task={python: 'a:B'}",
+    "generator.python=a:b",
+    "generator.outcomes=later",
+]
 TAUGHT = ["teacher.path=a/b", "algorithm.distill_weight=1"]
 STRAGGLERS = "train_s=0.4 wait_generation_s=0.1 wait_stragglers_s=0.5"
 MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
@@ -296,6 +301,12 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "rewards",
             "The teacher set the pace: 90% of the time over 20 steps. Give it a faster "
             "device (placement.teacher (now auto)), or",
+        ),
+        (
+            "wait_rewards_s=0.9",
+            POSTED_LATER,
+            "rewards",
+            "Rewards that programs post set the pace: 90% of the time over 20 steps.",
         ),
         (
             "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=1",

@@ -91,6 +91,8 @@ class RolloutQueue:
     task_seed: Callable[[Work], int]
     outcomes: Outcomes = "returned"
     give_answer: bool = False
+    late: wire.LateOutcomes | None = None
+    """Takes all posted outcomes, with outcomes="later"."""
 
     def __post_init__(self) -> None:
         self._queue = LabelledQueue[QueuedItem]()
@@ -144,7 +146,7 @@ class RolloutQueue:
             work.labels,
         )
         self._queue.add(item)
-        if item.item.outcome_key is not None:
+        if self.outcomes == "posted" and item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
         self._changed.notify()
         try:
@@ -316,13 +318,25 @@ class RolloutQueue:
 
     async def _outcome(self, request: Request) -> Response:
         key = shown_key(request)
-        self._taker_of(key)
+        if self.late is None:
+            self._taker_of(key)
+        else:
+            await self.late.check(key)
         body = await read_body(request, wire.MAX_OUTCOME_BYTES)
-        take = self._taker_of(key)  # the item may have ended
         try:
-            take(OUTCOME.validate_json(body))
+            outcome = OUTCOME.validate_json(body)
+            if self.late is None:
+                self._taker_of(key)(outcome)  # the item may have ended
         except (ValidationError, RolloutFailure) as error:
             raise invalid(f"The outcome is refused: {first_fault(error)}") from None
+        if self.late is not None:
+            # Its rollout may have ended in a killed run, which knew its turns.
+            if outcome.reward is None or outcome.turn_rewards:
+                raise invalid(
+                    "The outcome is refused: with generator.outcomes=later it has a `reward`, and no "
+                    "`turn_rewards`"
+                )
+            await self.late.post(key, outcome)
         return _as_response(wire.Accepted())
 
     # ---- inside
@@ -420,7 +434,7 @@ class RolloutQueue:
                 key=work.key,
                 outcome_key=secrets.token_hex(24)
                 if self.outcomes == "posted"
-                else None,
+                else work.outcome_key,
                 timeout_s=work.timeout_s,
             )
             # Here a wrong value fails its own prompt. In a worker's answer it would

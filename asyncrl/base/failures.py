@@ -34,6 +34,7 @@ class FailureKind(StrEnum):
     LIMIT = "limit"
     PROMPT = "prompt"
     REFUSED = "refused"
+    REWARD_MISSING = "reward_missing"
 
     @property
     def is_infrastructure(self) -> bool:
@@ -62,6 +63,7 @@ _OTHERS = frozenset(
         FailureKind.LIMIT,
         FailureKind.PROMPT,
         FailureKind.REFUSED,
+        FailureKind.REWARD_MISSING,
     )
 )
 _LOG = "read the traceback in the worker's log"
@@ -84,6 +86,7 @@ WAYS_OUT = {
     FailureKind.LIMIT: "raise that limit, or set generator.on_overflow=truncate.",
     FailureKind.PROMPT: "correct the prompt, or leave it out of the task.",
     FailureKind.REFUSED: "correct what the engine's answer names.",
+    FailureKind.REWARD_MISSING: "post rewards sooner, or raise generator.outcome_timeout_s.",
 }
 
 MAX_TEXT = 2000

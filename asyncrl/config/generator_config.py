@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 
-Outcomes = Literal["returned", "posted", "none"]
+Outcomes = Literal["returned", "posted", "later", "none"]
 OnOverflow = Literal["truncate", "fail"]
 
 
@@ -46,7 +46,7 @@ class GeneratorConfig(FrozenConfig):
     (none of these = one completion).
     """
 
-    free_keys: ClassVar = ("workers", "concurrency")
+    free_keys: ClassVar = ("workers", "concurrency", "outcome_timeout_s")
 
     python: str | None = None
     """`module:function` of an agent: async (task, session) -> reward, Outcome, or None
@@ -86,7 +86,12 @@ class GeneratorConfig(FrozenConfig):
     """Memory per process of a sandboxed command, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Source of rewards. returned: the function's result, or the command's last line.
-    posted: /v1/outcome, with a key per task. none: the task's reward function.
+    posted: /v1/outcome, with a key per task, before the rollout ends. later: /v1/outcome,
+    also hours after its end (docs/rewards.md). none: the task's reward function.
+    """
+    outcome_timeout_s: float | None = Field(default=86_400.0, gt=0)
+    """Timeout for a reward that is posted later, in seconds since the end of its rollout,
+    or since a resume. On expiry the rollout fails (none = no limit).
     """
     on_overflow: OnOverflow = "truncate"
     """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls
@@ -133,7 +138,10 @@ class GeneratorConfig(FrozenConfig):
             "args": ["python", "verifiers", "openenv"],
             "give_answer": kinds,
             "on_overflow": kinds,
-            "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,
+            "outcomes": {
+                "posted": ["command", "remote"],
+                "later": ["python", "command", "remote"],
+            }.get(self.outcomes, kinds),
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
@@ -144,6 +152,10 @@ class GeneratorConfig(FrozenConfig):
             given := self.given("sandbox_paths", "max_memory_mb")
         ):
             raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
+        if self.outcomes != "later" and self.given("outcome_timeout_s"):
+            raise ValueError(
+                f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
+            )
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
         if both := sorted(set(self.env) & set(self.pass_env)):

@@ -14,6 +14,7 @@ from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
+from asyncrl.config.demonstrations_config import DemonstrationsConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.gateway_config import GatewayConfig
@@ -69,6 +70,8 @@ class RunConfig(FrozenConfig):
     """A value model for algorithm.advantage=gae (none = off; `{}` = a copy of the
     policy).
     """
+    demonstrations: DemonstrationsConfig | None = None
+    """Demonstrations for algorithm.sft_weight (none = off)."""
     teacher: TeacherConfig | None = None
     """A model for on-policy distillation (none = off)."""
     eval: Evals | None = None
@@ -196,9 +199,11 @@ class RunConfig(FrozenConfig):
             self._checkpoint_conflicts(),
             self._eval_conflicts(),
             self._critic_conflicts(),
+            self._demonstration_conflicts(),
             self._teacher_conflicts(),
             self._task_conflicts(),
             self._reward_conflicts(),
+            self._posted_conflicts(),
         )
         for conflict in conflicts:
             raise ValueError(conflict)
@@ -288,6 +293,14 @@ class RunConfig(FrozenConfig):
                 "lower it"
             )
 
+    def _demonstration_conflicts(self) -> Iterator[str]:
+        weight = self.algorithm.sft_weight
+        if weight > 0 and self.demonstrations is None:
+            yield (
+                f"algorithm.sft_weight={weight} needs `demonstrations`; name their files, or set "
+                "algorithm.sft_weight=0"
+            )
+
     def _teacher_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
@@ -330,6 +343,12 @@ class RunConfig(FrozenConfig):
         if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
             yield "task.verifiers needs a run with one task; remove it or the other tasks"
 
+    def _posted_conflicts(self) -> Iterator[str]:
+        for name, task in self.tasks.items():
+            if self.generator.outcomes == "later" and task.reward is not None:
+                key = f"{key_of('task', name)}.reward"
+                yield f"generator.outcomes=later takes only posted rewards; remove {key}"
+
     def _reward_conflicts(self) -> Iterator[str]:
         models = self.reward_models
         if len(models) > 1:
@@ -369,7 +388,9 @@ class RunConfig(FrozenConfig):
             if not task.has_score and not has_harness:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
-            if not one.task.has_score and not (has_harness and self.evaluates_agent):
+            # Nobody posts rewards later for evaluations.
+            is_at_once = has_harness and generator.outcomes != "later"
+            if not one.task.has_score and not (is_at_once and self.evaluates_agent):
                 yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 

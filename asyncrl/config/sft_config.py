@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Collection
+from typing import ClassVar, Self
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.demonstrations_config import RowsConfig
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
@@ -33,49 +35,26 @@ mean negative log-likelihood.
 """
 
 
-class DataConfig(FrozenConfig):
+class DataConfig(RowsConfig):
     """Demonstrations of `asyncrl sft`: chats whose assistant messages are learned
     (docs/sft.md).
     """
 
-    # Their tokens are pinned by a digest, so a moved file is still the same data.
-    free_keys: ClassVar = (
-        "files",
-        "dataset",
-        "split",
-        "args",
+    section: ClassVar[str] = "data"
+    free_keys: ClassVar[Collection[str]] = (
+        *RowsConfig.free_keys,
         "eval_files",
         "eval_every",
     )
 
-    files: list[str] | None = None
-    """JSONL or parquet files. A row has `messages`, or `prompt` and `completion`."""
-    dataset: str | None = None
-    """Hugging Face dataset, instead of `files`: hub id or folder."""
-    split: str = "train"
-    """Split of `dataset`."""
-    args: dict[str, Any] = {}
-    """Settings of `datasets.load_dataset`."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the rows."""
-    shuffle: bool = True
-    """Shuffle by seed, differently each epoch (false = file order)."""
-    max_tokens: int | None = Field(default=None, ge=2)
-    """Maximum tokens of a row (none = the model's max_position_embeddings)."""
-    overlong: Literal["refuse", "skip"] = "refuse"
-    """Longer rows: refuse the data, or train without them. Rows are never cut."""
     eval_files: list[str] | None = None
     """Files with held-out rows, whose loss is measured (none = off)."""
     eval_every: PositiveInt | None = None
     """Steps between two of these measurements (none = after each epoch). The last
     weights are always measured.
     """
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.files is None) == (self.dataset is None):
-            raise ValueError("give either data.files or data.dataset")
-        return self
 
 
 class SftTrainerConfig(TrainerConfig):

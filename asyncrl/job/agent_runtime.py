@@ -30,6 +30,7 @@ from asyncrl.launch.supervise import (
 from asyncrl.messages.sampling import ADJUSTMENTS, CUTS, SamplingParameters
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.rollout import (
     Generator,
     HarnessGenerator,
@@ -81,6 +82,7 @@ def make_gateway(
     worker_key: str,
     *,
     is_for_users: bool = False,
+    late: LateRewards | None = None,
 ) -> tuple[Gateway, RolloutQueue]:
     """Build the gateway, not open yet, and the work queue."""
     from asyncrl.agents.endpoint.gateway import Gateway
@@ -103,6 +105,7 @@ def make_gateway(
         ),
         outcomes=config.generator.outcomes,
         give_answer=config.generator.give_answer,
+        late=late,
     )
     # vLLM reports supports only if its start asked for them.
     has_cuts = config.uses_supports or rollout.facts.package is None
@@ -146,7 +149,10 @@ class AgentRuntime:
         engines: EnginePool,
         tokenizer: HFChatTokenizer,
         supervision: Supervision,
+        late: LateRewards | None = None,
     ) -> None:
+        is_later = job.config.generator.outcomes == "later"
+        self.late = late if is_later else None
         path = job.run_dir / "gateway.json"
         is_remote = job.config.generator.remote
         saved = (
@@ -160,7 +166,7 @@ class AgentRuntime:
         # and reward them.
         self.worker_key = env_key or saved.get("worker_key") or secrets.token_hex(24)
         self.gateway, self.queue = make_gateway(
-            job, engines, tokenizer, self.worker_key
+            job, engines, tokenizer, self.worker_key, late=self.late
         )
         self.url = self.gateway.bind()
         address = {"url": self.url} | (
@@ -274,7 +280,11 @@ def make_generator(
     """Return the generator of a run; `sampling` None: its own parameters."""
     if agents is not None:
         return HarnessGenerator(
-            agents.gateway, agents.queue, scorers, config.generator.on_overflow
+            agents.gateway,
+            agents.queue,
+            scorers,
+            config.generator.on_overflow,
+            agents.late,
         )
     return SingleTurn(
         engines,

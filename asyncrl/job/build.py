@@ -35,11 +35,17 @@ from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
+from asyncrl.messages.records import Batch
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
+from asyncrl.rollouts.demonstrations import (
+    DemonstrationFeed,
+    read_demonstrations,
+)
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.rollout import (
@@ -56,6 +62,7 @@ from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer.trainer_client import Demonstrate
 
 if TYPE_CHECKING:
     from asyncrl.job.reporter import Reporter
@@ -83,14 +90,17 @@ async def build(
     digests = {
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
-    data_pin = DataPin(
-        lifecycle.run_dir, digests, is_free=point is not None and point.may_change_data
-    )
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     is_free = point is not None and point.may_change_model
     model_pin = ModelPin(lifecycle.run_dir, config.model.source, is_free=is_free)
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
+    )
+    demonstrate, of_rows = await _read_demonstrations(lifecycle, tokenizer)
+    data_pin = DataPin(
+        lifecycle.run_dir,
+        digests | of_rows,
+        is_free=point is not None and point.may_change_data,
     )
 
     # A closure, because scheduler and trainer need each other. It is called only when a
@@ -115,7 +125,13 @@ async def build(
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
     fleet = Fleet(
-        lifecycle, servers, staging_dir, journal, checkpoints, wait_for_devices
+        lifecycle,
+        servers,
+        staging_dir,
+        journal,
+        checkpoints,
+        wait_for_devices,
+        demonstrate,
     )
     scorer = Scorers(
         tasks,
@@ -150,9 +166,12 @@ async def build(
         num_batches=config.trainer.num_steps,
         on_requeued=requeued,
     )
+    late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
     if config.generator.is_harness:
-        agents = AgentRuntime(lifecycle, fleet.engines, tokenizer, fleet.supervision)
+        agents = AgentRuntime(
+            lifecycle, fleet.engines, tokenizer, fleet.supervision, late
+        )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
     for client in fleet.judges:
         generator = JudgedGenerator(generator, client.judge)
@@ -170,6 +189,7 @@ async def build(
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,
+        late=late,
         on_failed=partial(reporter.rollout_failed, tokenizer),
     )
     evaluation = None
@@ -201,6 +221,7 @@ async def build(
         ),
         evaluation=evaluation,
         agents=agents,
+        late=late,
     )
 
 
@@ -242,6 +263,33 @@ async def prepare_model(
         parse_special_tokens=lifecycle.config.gateway.parse_special_tokens,
     )
     return folder, tokenizer
+
+
+async def _read_demonstrations(
+    lifecycle: Lifecycle, tokenizer: HFChatTokenizer
+) -> tuple[Demonstrate | None, dict[str, str]]:
+    """Return the function that gives each version its rows, and the digest of all rows;
+    nothing without algorithm.sft_weight. Raises ConfigError.
+    """
+    config = lifecycle.config
+    settings = config.demonstrations
+    if settings is None or config.algorithm.sft_weight == 0:
+        return None, {}
+    lifecycle.log.activity("reading the demonstrations")
+    found = await asyncio.to_thread(
+        read_demonstrations, settings, tokenizer, config.rollout.max_length
+    )
+    for text in found.warnings(tokenizer):
+        lifecycle.log.warn(text)
+    feed = DemonstrationFeed(
+        found.rows, settings.num_rows, config.seed, is_shuffled=settings.shuffle
+    )
+
+    def of_version(version: int) -> Batch | None:
+        is_mixed = config.algorithm.sft_weight_at(version) > 0
+        return feed.batch(version) if is_mixed else None
+
+    return of_version, {"demonstrations/rows": found.digest}
 
 
 def _make_evaluation(

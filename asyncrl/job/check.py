@@ -108,6 +108,12 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
+    shown = config.demonstrations
+    is_mixed = config.algorithm.sft_weight > 0
+    if shown is not None and is_mixed and found.tokenizer is not None:
+        longest = config.rollout.max_length
+        rows = read_demonstrations(shown, found.tokenizer, longest)
+        yield f"demonstrations: {rows.summary}"
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
@@ -144,11 +150,7 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         for key in keys:
             rows = read_demonstrations(config.data, tokenizer, positions, key)
             longest = max(longest, rows.longest)
-            num_learned = sum(row.num_sampled for row in rows.rows)
-            yield (
-                f"data.{key}: {len(rows.rows)} rows, {num_learned} tokens of answers, at most "
-                f"{rows.longest} tokens a row, {rows.num_skipped} skipped"
-            )
+            yield f"data.{key}: {rows.summary}"
         # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
         # plan counts it.
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)

@@ -15,6 +15,7 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.journal import Journal
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.evaluation import Evaluation
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource
@@ -41,6 +42,7 @@ class Components:
     checkpointer: Checkpointer
     evaluation: Evaluation | None
     agents: AgentRuntime | None
+    late: LateRewards
 
     def write_pins(self) -> None:
         for pin in self.pins:

@@ -273,6 +273,8 @@ class Job:
             # One group per loop iteration: a resume of thousands must not hold up
             # heartbeats.
             await asyncio.sleep(0)
+        # Only now the run knows all rewards that the killed one awaited.
+        run.late.is_open = True
         self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.lifecycle.spawn(run.scale.follow(), name="scale")
@@ -334,6 +336,7 @@ class Job:
 
     async def _end(self, run: Components) -> None:
         is_interrupted = self.lifecycle.signal is not None
+        run.late.is_open = False  # a resume takes the rewards that are posted from here
         # `stop` is looked at only in the train loop, which is over.
         self.lifecycle.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted

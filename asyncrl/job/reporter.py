@@ -355,8 +355,11 @@ class Reporter:
         missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
-        # the first batch fills
-        if self._slots_at is None and self.log.current_activity == "training":
+        # the first batch fills, or a later one lacks rewards of people
+        is_filling = self._slots_at is None
+        if run.late.num_awaited and run.buffer.rule.waits_for is not None:
+            is_filling = True
+        if is_filling and self.log.current_activity == "training":
             self._console.show_filling(run.producers.filling())
         self._write_running(run.trainer.policy_version, waits, status_of(run, now))
 
@@ -545,6 +548,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         run.scheduler,
         run.scorer,
         run.trainer,
+        run.late,
     ]
     sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
     if agents is not None:
@@ -597,11 +601,12 @@ def reported(run: Components) -> Reported:
         and not isinstance(value, Mapping)
     }
     supervisors = (run.trainer, *run.fleet.supervisors.values())
-    return Reported(
-        marks,
-        tuple(run.producers.oldest()),
-        any(one.is_starting for one in supervisors),
-    )
+    oldest = tuple(run.producers.oldest())
+    num_awaited = run.late.num_awaited
+    awaited = ""
+    if num_awaited and not oldest and run.buffer.rule.waits_for is not None:
+        awaited = f"{several(num_awaited, 'rollout')} wait for a reward from outside (/v1/outcome)"
+    return Reported(marks, oldest, any(one.is_starting for one in supervisors), awaited)
 
 
 def _engine_state(run: Components, name: str, version: int) -> str:
@@ -622,6 +627,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "buffer": {name: now[f"buffer/{name}"] for name in buffer},
         "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
+        "rewards_awaited": now.get("reward/awaited"),
         "weight_sync": {
             "version": now["publish/version"],
             "skipped": now["weight_sync/skipped"],

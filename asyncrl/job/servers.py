@@ -50,7 +50,7 @@ from asyncrl.sync.push import NodeFiles
 from asyncrl.tasks.judge import AskJudge
 from asyncrl.tasks.scorer import AskModel
 from asyncrl.trainer.model_folder import load_limit_s
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
+from asyncrl.trainer.trainer_client import RENDEZVOUS, Demonstrate, TrainerSpec
 
 MEET_FRACTION = 0.8
 """Fraction of supervision.start_timeout_s that ranks wait for each other."""
@@ -403,6 +403,7 @@ class Fleet:
         journal: Journal,
         checkpoints: Checkpoints,
         wait_for_devices: Callable[[], Awaitable[None]],
+        demonstrations: Demonstrate | None,
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
@@ -438,6 +439,7 @@ class Fleet:
                 checkpoints=checkpoints,
                 num_batches=num_steps,
             ),
+            demonstrations=demonstrations,
         )
         if config.weight_sync.facts.is_collective:
             servers.group = BroadcastGroup(

@@ -52,7 +52,6 @@ from asyncrl.observe.run_dir import (
     read_evaluations,
     read_object,
 )
-from asyncrl.observe.run_numbers import several
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.demonstrations import (
@@ -151,17 +150,8 @@ class SftJob:
         lifecycle.stack.callback(self.reporter.close_console)
         for text in () if self.point is None else self.point.notes:
             lifecycle.log.warn(text)
-        if num := data.train.num_endless:
-            ends = data.tokenizer.decode(
-                sorted(data.tokenizer.end_ids), skip_special_tokens=False
-            )
-            lifecycle.log.warn(
-                f"the last answers of {several(num, 'row')} end with no token at which generation stops "
-                f"({ends}): set eos_token_id in the model's generation_config.json to "
-                "the token that the template writes after an answer"
-            )
-        if num := data.train.num_skipped:
-            lifecycle.log.warn(f"{num} rows are too long, and are skipped")
+        for text in data.train.warnings(data.tokenizer):
+            lifecycle.log.warn(text)
         trainer, checkpointer = await self._start_trainer(data, feed)
         lifecycle.stack.enter_context(rare_collections())
         lifecycle.spawn(trainer.run(), name="watch trainer")

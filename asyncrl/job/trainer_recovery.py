@@ -16,7 +16,7 @@ from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainerPart
-from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.trainer.trainer_client import Demonstrate, TrainerClient
 
 T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.trainer_recovery")
@@ -42,13 +42,16 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         timeout_s: float | None = None,
         before_start: Callable[[], Awaitable[None]],
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
+        demonstrations: Demonstrate | None = None,
     ) -> None:
         """Supervise ranks that are not started yet; the first takes the calls.
         `before_start` returns when new ranks may start; `bring_back` catches up to a
         version.
         """
         Supervisor.__init__(self, ranks, supervision)
-        TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
+        TrainerClient.__init__(
+            self, ranks[0].caller, timeout_s=timeout_s, demonstrations=demonstrations
+        )
         self._catches_up = bring_back
         self._may_start = before_start
         self._over: ComponentError | None = None
@@ -128,7 +131,10 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         # method. A plain client raises TrainerLost at once, and the supervisor starts
         # over.
         client = TrainerClient(
-            self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s
+            self._caller,
+            policy_version=self.policy_version,
+            timeout_s=self._timeout_s,
+            demonstrations=self._demonstrations,
         )
         await self._catches_up(client, self.policy_version)
         self._reached(client.policy_version)

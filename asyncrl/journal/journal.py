@@ -24,7 +24,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.waits import waiting
-from asyncrl.journal.read import ResumeState, read_resume
+from asyncrl.journal.read import ResumeState, read_note, read_resume
 from asyncrl.journal.schema import (
     DISK_ERRORS,
     EPOCH,
@@ -471,6 +471,10 @@ class Journal:
             # In its own connection and snapshot, so that the writer can
             # commit during the read.
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
+
+    async def read_note(self, key: str) -> Any:
+        """Return the durable value of a note, or None."""
+        return await asyncio.to_thread(read_note, self.path, key)
 
     async def compact(self, before_version: int) -> None:
         """Delete tokens before the oldest kept checkpoint, and of older untrained

@@ -168,6 +168,14 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         )
 
 
+def read_note(path: Path, key: str) -> Any:
+    """Return the value of a note, or None. Raises JournalError."""
+    with reading(path) as connection:
+        query = "SELECT value FROM meta WHERE key = ?"
+        row = connection.execute(query, (key,)).fetchone()
+    return None if row is None else json.loads(row[0])
+
+
 def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     """Return a batch. Raises TypeError if it is missing, JournalError if its tokens
     were deleted.

@@ -305,6 +305,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         },
         "credits": [astuple(credit) for credit in trajectory.credits],
         "unscored": trajectory.unscored,
+        "awaits": trajectory.awaits,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)

@@ -202,7 +202,8 @@ class Trajectory:
     too. A harness that edits its history makes several branches; each sampled token has
     loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
     text that the reward of the whole group has yet to score (docs/decisions/0033); on
-    the first branch only, and `reward` is 0 until then.
+    the first branch only, and `reward` is 0 until then. `awaits`: likewise, the digest of
+    the key with which the reward will be posted (rollouts/late_rewards.py).
     """
 
     sample_index: int
@@ -214,6 +215,11 @@ class Trajectory:
     branch: int = 0
     credits: tuple[Credit, ...] = ()
     unscored: str | None = None
+    awaits: str | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        return self.unscored is None and self.awaits is None
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -318,3 +324,5 @@ class Work:
     key: str
     timeout_s: float | None
     labels: frozenset[str] = frozenset()
+    outcome_key: str | None = None
+    """With which the reward is posted later."""

@@ -24,6 +24,8 @@ from asyncrl.messages.records import CallSpan, Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
+DEMONSTRATIONS = "demonstrations"
+"""Array of a packed batch with another packed batch."""
 
 
 class BroadcastRequest(Message):
@@ -145,9 +147,11 @@ class BatchHeader(Message):
     trajectories: list[TrajectoryHeader]
 
 
-def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
+def pack_batch(
+    header: BatchHeader, tokens: Tokens, demonstrations: bytes | None = None
+) -> bytes:
     """Return a safetensors blob with the header and the calls as JSON in its first
-    array.
+    array. `demonstrations`: a packed batch that is trained in the same steps.
     """
     tokens = tokens.kept(in_batch)
     # One grammar may hold for thousands of spans, and has up to 256 KiB.
@@ -165,7 +169,10 @@ def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     # In an array, because safetensors' own metadata is in its header, which may have
     # 100 MB at most.
     blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    body: bytes = save_safetensors({"header": blob, **tokens.arrays()})
+    arrays = {"header": blob, **tokens.arrays()}
+    if demonstrations is not None:
+        arrays[DEMONSTRATIONS] = np.frombuffer(demonstrations, dtype=np.uint8)
+    body: bytes = save_safetensors(arrays)
     return body
 
 
@@ -189,3 +196,11 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
         )
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error
+
+
+def unpack_demonstrations(body: bytes) -> tuple[BatchHeader, Tokens] | None:
+    """Return the demonstrations that are trained with a batch, if there are any. Raises
+    ValueError for an invalid body.
+    """
+    packed = load_safetensors(body).get(DEMONSTRATIONS)
+    return None if packed is None else unpack_batch(packed.tobytes())

@@ -179,6 +179,18 @@ class SessionHost(Protocol):
         ...
 
 
+class LateOutcomes(Protocol):
+    async def check(self, key: str) -> None:
+        """Raise Refused for an unknown key (404), or while the run starts or ends (503)."""
+        ...
+
+    async def post(self, key: str, outcome: Outcome) -> None:
+        """Take the outcome of a rollout. Raises Refused: 409 for another reward than
+        before, 410 if none is needed any more.
+        """
+        ...
+
+
 class WorkQueue(Protocol):
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it; `started` is called once it is taken. Raises

@@ -81,6 +81,7 @@ class Console:
         self._sample_at_s = -math.inf
         self._line_at_s = -math.inf
         self._num_unshown = 0
+        self._filling = ""
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -136,14 +137,16 @@ class Console:
             )
 
     def show_filling(self, text: str) -> None:
-        """Show how full the first batch is."""
+        """Show how full a batch is: in a plain line only what has changed."""
         self._activity = text
         now_s = time.monotonic()
         if (
             self.kind == "plain"
+            and text != self._filling
             and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S
         ):
             self.say(text)
+            self._filling = text
             self._line_at_s = now_s
 
     def show_activity(self, text: str) -> None:
@@ -210,8 +213,12 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
     elif (loss := steps.mean("policy/loss", part)) is not None:
         parts.append(f"loss {loss:.4f}")
+    if shown := demonstrations_text(steps, part):
+        parts.append(f"demonstrations {shown}")
     if age := staleness_text(steps, part, max_staleness):
         parts.append(f"staleness {age}")
+    if num_awaited := steps.last.get("reward/awaited"):
+        parts.append(f"{num_awaited:.0f} await rewards")
     if skipped := steps.total("trainer/skipped_steps", part):
         parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
@@ -234,6 +241,7 @@ def metric_rows(
         ("reward", curve_text(steps, "reward/mean")),
         ("loss", "" if has_reward else curve_text(steps, "policy/loss")),
         ("by task", tasks_text(steps, part)),
+        ("demonstrations", demonstrations_text(steps, part)),
         (
             "time",
             numbers.shares_text(shares).append(
@@ -263,6 +271,13 @@ def tasks_text(steps: Steps, part: slice) -> str:
         f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}"
         for name in names
     )
+
+
+def demonstrations_text(steps: Steps, part: slice) -> str:
+    """Format as `loss 0.413, 8 rows a step`; '' without demonstrations."""
+    loss = steps.mean("sft/loss", part)
+    num_rows = steps.mean("sft/rows", part) or 0.0
+    return "" if loss is None else f"loss {loss:.3f}, {num_rows:.0f} rows a step"
 
 
 def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:

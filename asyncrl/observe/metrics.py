@@ -58,7 +58,7 @@ PROGRESS = frozenset(
     """
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
-    judge/requests policy_version publish/version reward/texts rollout/failed
+    judge/requests policy_version publish/version reward/posted reward/texts rollout/failed
     rollout/finished teacher/tokens trainer/down trainer/restarts trainer/version turns/phases
     """.split()
 )

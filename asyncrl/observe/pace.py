@@ -26,6 +26,7 @@ BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
 PLACED = {"The reward model": "placement.reward", "The teacher": "placement.teacher"}
 """Settings of what sampled rollouts wait for."""
+POSTED = "Rewards that programs post"
 PARTS = {
     "perf/request_s": "requests to the trainer",
     "perf/export_s": "exports of the weights",
@@ -99,6 +100,8 @@ class Pace:
     @property
     def _waited_for(self) -> str:
         """Return what sampled rollouts waited for most."""
+        if self.config.generator.outcomes == "later":
+            return POSTED
         totals = defaultdict[str, float](float)
         for name, task in self.config.tasks.items():
             by = "The judge" if task.judge is not None else "Rewards"
@@ -160,6 +163,8 @@ class Pace:
     def _scorer_cures(self) -> Iterator[str]:
         if key := PLACED.get(self._waited_for):
             yield f"Give it a faster device ({self._now(key)}), or take a smaller model."
+        if self._waited_for == POSTED:
+            yield from self._more_ahead()
         if self._waited_for != "The judge":
             return
         minutes = self.wall_s / 60

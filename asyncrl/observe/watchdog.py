@@ -34,6 +34,8 @@ class Reported:
     marks: Mapping[str, float]
     oldest: tuple[tuple[str, float], ...] = ()
     is_starting: bool = False
+    awaited: str = ""
+    """What the whole run waits for outside of it, within its own limit."""
 
 
 @dataclass
@@ -148,9 +150,12 @@ class Watchdog:
         if self._delay_s == self.settings.watchdog_s:  # it has moved
             return
         reported = self.report()
-        policy = self.settings.on_stuck
+        # No restart brings a person's reward, and its limit ends the wait.
+        policy = "warn" if reported.awaited else self.settings.on_stuck
         seconds = self._now() - self._moved_s
         headline = f"nothing has moved for {seconds:.0f} s"
+        if reported.awaited:
+            headline += f", because {reported.awaited}"
         places = {
             name: f"{wait.where} on {wait.on}"
             for name, wait in waits_of_tasks().items()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import message_of
-from asyncrl.config import DataConfig
+from asyncrl.config import RowsConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
 from asyncrl.messages.tokens import Tokens, spans_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -64,6 +64,27 @@ class Demonstrations:
         return max(map(len, self.rows))
 
     @property
+    def summary(self) -> str:
+        num_learned = sum(row.num_sampled for row in self.rows)
+        return (
+            f"{len(self.rows)} rows, {num_learned} tokens of answers, at most {self.longest} tokens a row, "
+            f"{self.num_skipped} skipped"
+        )
+
+    def warnings(self, tokenizer: HFChatTokenizer) -> Iterator[str]:
+        if self.num_endless:
+            ends = tokenizer.decode(
+                sorted(tokenizer.end_ids), skip_special_tokens=False
+            )
+            yield (
+                f"the last answers of {self.num_endless} rows end with no token at which generation stops "
+                f"({ends}): set eos_token_id in the model's generation_config.json to "
+                "the token that the template writes after an answer"
+            )
+        if self.num_skipped:
+            yield f"{self.num_skipped} rows are too long, and are skipped"
+
+    @property
     def digest(self) -> str:
         """Of all ids and answers, in order. It changes with the template, too."""
         digest = xxhash.xxh3_128()
@@ -74,23 +95,24 @@ class Demonstrations:
 
 
 def read_demonstrations(
-    data: DataConfig,
+    data: RowsConfig,
     tokenizer: HFChatTokenizer,
     positions: int | None,
     key: Literal["files", "eval_files"] = "files",
 ) -> Demonstrations:
-    """Read data.files or data.dataset, or data.eval_files.
+    """Read the `files` or the `dataset` of a section, or data.eval_files.
     `positions`: of the model. Raises ConfigError.
     """
+    section = data.section
     paths = getattr(data, key)
-    source = f"data.{key}={paths}"
+    source = f"{section}.{key}={paths}"
     if paths is None:
-        source = f"data.dataset={data.dataset}"
+        source = f"{section}.dataset={data.dataset}"
         assert data.dataset is not None
-        rows, place_of = read_dataset(data.dataset, data.split, data.args, "data")
+        rows, place_of = read_dataset(data.dataset, data.split, data.args, section)
     else:
         args = data.args if key == "files" else {}
-        rows, place_of = read_files(paths, args, f"data.{key}")
+        rows, place_of = read_files(paths, args, f"{section}.{key}")
     limit = data.max_tokens or positions
     found = list[Tokens]()
     num_skipped = 0
@@ -106,8 +128,8 @@ def read_demonstrations(
             else:
                 raise ConfigError(
                     f"{place} has {len(tokens)} tokens, and {limit} are allowed",
-                    rule="a row is never cut; the limit is data.max_tokens, or the model's positions",
-                    way_out="shorten the row, raise data.max_tokens, or set data.overlong=skip.",
+                    rule=f"a row is never cut; the limit is {section}.max_tokens, or the model's positions",
+                    way_out=f"shorten the row, raise {section}.max_tokens, or set {section}.overlong=skip.",
                 )
             # A dataset decodes the next row in the head of this loop.
             place = f"the row after {place}"
@@ -122,7 +144,7 @@ def read_demonstrations(
         raise ConfigError(
             f"{source} has no rows to train on{skipped if num_skipped else ''}",
             rule=FORM,
-            way_out="give other files, or raise data.max_tokens.",
+            way_out=f"give other files, or raise {section}.max_tokens.",
         )
     num_endless = sum(int(row.ids[-1]) not in tokenizer.end_ids for row in found)
     return Demonstrations(tuple(found), num_skipped, num_endless)

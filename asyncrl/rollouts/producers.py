@@ -7,13 +7,13 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
-from asyncrl.base.errors import TaskError, WouldWait
+from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.journal.journal import Journal
@@ -26,6 +26,7 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
     by_task,
 )
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.rollout import (
     FailedRollout,
     Phase,
@@ -34,6 +35,7 @@ from asyncrl.rollouts.rollout import (
     Slots,
     how_failed,
     score_group,
+    with_outcome,
 )
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
@@ -80,10 +82,14 @@ class RunningGroup:
 
     @property
     def is_unscored(self) -> bool:
-        """Whether the reward of the whole group is not known yet."""
-        return any(
-            rollout[0].unscored is not None for rollout in self.rollouts.values()
-        )
+        """Whether a reward is not known yet."""
+        return any(not rollout[0].is_scored for rollout in self.rollouts.values())
+
+    @property
+    def awaited(self) -> dict[int, str]:
+        """Digests of rewards that are posted later, by sample_index."""
+        found = {index: one[0].awaits for index, one in self.rollouts.items()}
+        return {index: digest for index, digest in found.items() if digest is not None}
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
@@ -136,6 +142,7 @@ class Producers:
     config: RolloutConfig
     capacity: InitVar[int]
     journal: Journal
+    late: LateRewards
     on_failed: OnFailed = lambda *_: None
     last_failure: str = field(default="", init=False)
     _groups: dict[GroupId, RunningGroup] = field(default_factory=dict, init=False)
@@ -173,9 +180,11 @@ class Producers:
             size
         ] * rule.num_ready
         num = sum(sorted(ended)[-rule.num_groups :])
-        return (
+        text = (
             f"rollouts {num} of {rule.num_groups * size} for step {rule.next_batch + 1}"
         )
+        num_awaited = self.late.num_awaited
+        return f"{text}, {num_awaited} wait for rewards" if num_awaited else text
 
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)
@@ -245,6 +254,8 @@ class Producers:
             # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
+        for index, digest in group.awaited.items():
+            self._await_nowait(group, index, digest)
         if not group.to_run:  # killed before its end was journaled
             self._sampled(group)
 
@@ -265,6 +276,7 @@ class Producers:
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
             unused.cancel()
+            self._withdraw(unused, f"its group was requeued ({reason})")
         self._counts["dropped"] += 1
         again = self._end_unused(
             group_id, "requeued", unused.prompt, reason, may_succeed=True
@@ -316,9 +328,16 @@ class Producers:
                 group_id, index, outcome.num_attempts, self.last_failure
             )
         else:
-            self._counts["finished"] += outcome[0].unscored is None
+            digest = outcome[0].awaits
+            early = None if digest is None else self.late.early_nowait(digest)
+            if early is not None:
+                outcome = with_outcome(outcome, early)
+                self.runner.failures.ended_nowait(None, group.prompt.prompt_id)
+            self._counts["finished"] += outcome[0].is_scored
             group.rollouts[index] = outcome
             self.journal.rollout_finished_nowait(group_id, outcome)
+            if digest is not None and early is None:
+                self._await_nowait(group, index, digest)
         if not group.to_run:
             self._sampled(group)
         elif isinstance(outcome, FailedRollout):
@@ -327,37 +346,77 @@ class Producers:
 
     def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
         self._failed[group.prompt.task] += 1
+        name = f"g{group.ticket.group_id}/r{failed.sample_index}"
+        self.late.withdraw_nowait(name, f"it has failed: {failed.failure.what}")
         self.last_failure = f"[{failed.failure.kind}] {failed.failure}"
         group.failures[failed.sample_index] = (failed.num_attempts, self.last_failure)
         self.on_failed(group.ticket.group_id, group.prompt, failed)
         self.runner.failures.check(failed.failure, self.name)
 
     def _sampled(self, group: RunningGroup) -> None:
-        """Complete a group whose rollouts have all ended, after its reward if the task
-        scores whole groups.
+        """Complete a group whose rollouts have all ended, after the rewards that it
+        lacks: of whole groups, or posted later.
         """
         if not (group.is_unscored and group.is_usable):
             self._complete(group)
             return
         group_id = group.ticket.group_id
         self.sink.sampled_nowait(group_id)
-        task = self.spawn(self._score(group), name=f"reward g{group_id}")
+        if not group.awaited:
+            task = self.spawn(self._score(group), name=f"reward g{group_id}")
+            group.tasks.append(task)
+
+    def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
+        name = f"g{group.ticket.group_id}/r{index}"
+        self.late.await_nowait(name, digest)
+        waiting = self._await_reward(group, index, digest)
+        task = self.spawn(waiting, name=f"reward {name}")
         group.tasks.append(task)
+
+    async def _await_reward(self, group: RunningGroup, index: int, digest: str) -> None:
+        """Complete a rollout once its reward is posted, or fail it at the limit."""
+        # The journal holds the rollout without its reward, so a run that is killed here
+        # awaits it again.
+        group_id = group.ticket.group_id
+        try:
+            outcome = await self.late.wait(f"g{group_id}/r{index}", digest)
+        except RewardFailure as failure:
+            if self._groups.get(group_id) is not group:  # revoked, or has failed
+                return
+            self._rewarded(group, {}, {index: failure})
+        else:
+            rollout = with_outcome(group.rollouts[index], outcome)
+            self._rewarded(group, {index: rollout}, {})
+            await self.late.settle(digest)
+        # The reward of a sibling may have completed the group while this one was
+        # written.
+        if self._groups.get(group_id) is group and not group.to_run:
+            self._sampled(group)
 
     async def _score(self, group: RunningGroup) -> None:
         # The journal holds the rollouts without rewards. A run that is killed here
         # scores the group again; once group_scored is written, no more.
         group_id = group.ticket.group_id
         prompt = group.prompt
-        rollouts = group.rollouts
         scored, failed = await score_group(
-            self.scorers.of(prompt), prompt, rollouts, group.size
+            self.scorers.of(prompt), prompt, group.rollouts, group.size
         )
         if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
             return
+        self._rewarded(group, scored, failed)
+        self._complete(group)
+
+    def _rewarded(
+        self,
+        group: RunningGroup,
+        scored: Mapping[int, Rollout],
+        failed: Mapping[int, RolloutFailure],
+    ) -> None:
+        """Count and journal the rewards of ended rollouts, and why others have none."""
+        rollouts = group.rollouts
         rollouts.update(scored)
         self._counts["finished"] += len(scored)
-        prompt_id = prompt.prompt_id
+        prompt_id = group.prompt.prompt_id
         for _ in scored:
             self.runner.failures.ended_nowait(None, prompt_id)
         # One call scored the group, so it has failed once.
@@ -367,14 +426,15 @@ class Producers:
             seen = functools.partial(tuple, rollouts.pop(index))
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
+        group_id = group.ticket.group_id
         self.journal.group_scored_nowait(group_id, [*scored.values()], whys)
-        self._complete(group)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id
         start_version = running.ticket.start_version
         prompt = running.prompt
         del self._groups[group_id]  # first: the buffer may revoke the group now
+        self._withdraw(running, "too few rollouts of its group have rewards")
         group = running.group()
         if group is not None:
             # Another prompt succeeds, so the model and the reward work: the prompts
@@ -409,6 +469,10 @@ class Producers:
             way_out = "correct what the last failure names, then start again."
             raise TaskError(self.name, what, rule=rule, way_out=way_out)
         self.sink.fail_nowait(group_id)
+
+    def _withdraw(self, group: RunningGroup, why: str) -> None:
+        for index in {*range(group.size), *group.rollouts}:
+            self.late.withdraw_nowait(f"g{group.ticket.group_id}/r{index}", why)
 
     def _end_unused(
         self,

@@ -45,6 +45,7 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
@@ -330,7 +331,7 @@ class RolloutRunner:
                     attempt.count_lost(outcome)
                 if not isinstance(outcome, RolloutFailure):
                     # Producers count it once its group has its rewards.
-                    if outcome[0].unscored is None:
+                    if outcome[0].is_scored:
                         self.failures.ended_nowait(None, attempt.prompt.prompt_id)
                     return outcome
                 if attempt.has_asked():
@@ -508,6 +509,8 @@ class HarnessGenerator:
     queue: WorkQueue
     scorers: Scorers
     on_overflow: OnOverflow = "truncate"
+    late: LateRewards | None = None
+    """Set if rewards are posted later."""
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Let a worker run the harness, and end the session. Raises RolloutFailure if
@@ -528,6 +531,9 @@ class HarnessGenerator:
         attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
         attempt.num_spent = lambda: session.num_spent
         attempt.has_asked = lambda: session.num_calls > 0
+        outcome_key = digest = None
+        if self.late is not None:
+            outcome_key, digest = self.late.expect_nowait(name)
         ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
         try:
             attempt.clock.hold()
@@ -539,6 +545,7 @@ class HarnessGenerator:
                 session.key,
                 attempt.clock.left_s,
                 scorer.labels,
+                outcome_key,
             )
             outcome, is_cut = await self._outcome(session, work, attempt)
             ends = "its harness has finished"  # leftover work would keep sampling
@@ -551,7 +558,11 @@ class HarnessGenerator:
             session.end_nowait(ends)
 
         async def score() -> Rollout:
-            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
+            if digest is not None and not is_cut:
+                first, *others = rollout(0.0)
+                return (replace(first, awaits=digest), *others)
+            has_score = scorer.has_score and digest is None
+            reward = 0.0 if is_cut and not has_score else own_reward(outcome)
             if reward is not None:
                 return rollout(reward)
             completion = session.last_completion()
@@ -682,6 +693,20 @@ async def score_group(
             replace(branch, reward=result, unscored=None) for branch in rollouts[index]
         )
     return scored, failed
+
+
+def with_outcome(rollout: Rollout, outcome: Outcome) -> Rollout:
+    """Give a rollout the reward that was posted later."""
+    assert outcome.reward is not None, "a posted outcome has a reward"
+    return tuple(
+        replace(
+            branch,
+            reward=outcome.reward,
+            metrics={**branch.metrics, **outcome.metrics},
+            awaits=None,
+        )
+        for branch in rollout
+    )
 
 
 def own_reward(outcome: Outcome) -> float | None:

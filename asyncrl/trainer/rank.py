@@ -128,8 +128,14 @@ class TrainerRank(TrainedModel):
 
     # ---- training
 
-    def train(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
+    def train(
+        self,
+        header: api.BatchHeader,
+        arrays: Tokens,
+        demonstrations: tuple[api.BatchHeader, Tokens] | None = None,
+    ) -> dict[str, float]:
         """Train on a batch: a gradient and a step for each mini-batch of each epoch.
+        `demonstrations`: rows that are mixed in, cut into as many parts.
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
@@ -141,10 +147,20 @@ class TrainerRank(TrainedModel):
         # these.
         parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
         version = VersionSums(num_epochs=loop.epochs, batches=[batch])
+        shown_parts = list[BoolN]()
+        # A version that trains only the critic learns no demonstrations either.
+        if demonstrations is not None and not self._is_warming_up:
+            shown = version.demonstrations = self._read(*demonstrations)
+            shown_parts = packing.mini_batches(
+                shown.header, shown.has_loss, loop.mini_batches
+            )
         with self._dropped_on_error(version):
             for epoch in range(loop.epochs):
                 for number, chosen in enumerate(parts):
                     self._add_gradient(version, batch, chosen)
+                    if version.demonstrations is not None:
+                        part = shown_parts[number % len(shown_parts)]
+                        self._add_demonstrations(version, version.demonstrations, part)
                     # Masked parts and skipped steps count too, so that the schedule
                     # ends.
                     index = epoch * loop.mini_batches + number
@@ -406,6 +422,36 @@ class TrainerRank(TrainedModel):
             self.critic.add_gradient(batch, chosen)
         return part
 
+    def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
+        """Check demonstrations. Raises Refused."""
+        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        return BatchNumbers(header, arrays, objective.loss_tokens(header, arrays))
+
+    def _add_demonstrations(
+        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
+    ) -> None:
+        """Add the gradient of the mean negative log-likelihood of the chosen tokens,
+        times algorithm.sft_weight. The other parts of the loss do not see them.
+        """
+        weight = self.spec.algorithm.sft_weight_at(self.policy_version)
+        num_tokens = int(chosen.sum())
+        losses = list[MicroLoss]()
+        for micro, counts in self._micro_batches(batch, chosen):
+            self._meter.enter("forward")
+            # Of the model itself, as in `asyncrl sft`: nobody sampled these tokens at
+            # the run's temperature.
+            logprob_M = self.policy(micro, 1.0).logprob_M
+            self._meter.enter("backward")
+            loss = -logprob_M.sum() / num_tokens
+            # See _add_gradient() for the pass without sequences.
+            (loss * (weight if counts else 0.0)).backward()
+            if counts:
+                losses.append((loss.detach(), {}))
+                flops = self.policy.costs.flops(*micro.size, has_backward=True)
+                self._meter.count(flops, micro.layout.num_tokens)
+        self._meter.enter("")
+        version.open_step.sft_loss, _ = gather_losses(losses, self.ranks)
+
     def _take_step(self, version: VersionSums, index: int) -> None:
         """Apply the open gradient, or skip it if it is not finite. `index`: of the step
         in its version.
@@ -424,6 +470,8 @@ class TrainerRank(TrainedModel):
         # weights.
         grad_norm = float(self.ranks.gather(norm)[0])
         needed = {"loss": step.loss, "gradient norm": grad_norm}
+        if version.demonstrations is not None:
+            needed["loss of demonstrations"] = step.sft_loss
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
             needed |= self.critic.clip(number)

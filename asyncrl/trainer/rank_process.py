@@ -189,7 +189,8 @@ class TrainerService:
 
     def train(self, batch: bytes) -> api.TrainResponse:
         header, arrays = api.unpack_batch(batch)
-        metrics = self.rank.train(header, arrays)
+        demonstrations = api.unpack_demonstrations(batch)
+        metrics = self.rank.train(header, arrays, demonstrations)
         return self._trained(metrics)
 
     def forward_backward(self, batch: bytes) -> api.TrainResponse:

@@ -20,6 +20,7 @@ from asyncrl.messages.tokens import Tokens
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
+Demonstrate = Callable[[int], Batch | None]
 OnStep = Callable[[Batch, api.TrainResponse], None]
 
 LOST_STATUS = 503
@@ -86,9 +87,16 @@ class TrainerClient:
     """
 
     def __init__(
-        self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None
+        self,
+        caller: Caller,
+        *,
+        policy_version: int = 0,
+        timeout_s: float | None = None,
+        demonstrations: Demonstrate | None = None,
     ) -> None:
+        """`demonstrations`: returns the rows that are trained with the batch of a version."""
         self._caller = caller
+        self._demonstrations = demonstrations
         self._timeout_s = timeout_s
         self.policy_version = policy_version
         self._version_changed = Signal()
@@ -264,12 +272,21 @@ class TrainerClient:
     async def _train(self, batch: Batch) -> api.TrainResponse:
         # In a thread: packing a large batch would hold up every rollout on the event
         # loop.
-        body = await computed(lambda: api.pack_batch(*pack_groups(batch)))
+        body = await computed(lambda: self._pack(batch))
         report = await self._post("/train", body, api.TrainResponse)
         # Version v + 1 is batch v, trained once. Anything else would break staleness
         # and resume silently.
         assert report.policy_version == batch.version + 1, report
         return report
+
+    def _pack(self, batch: Batch) -> bytes:
+        # A function of the version, so a batch that is trained again, after a restart
+        # or a resume, has the same rows.
+        packed = None
+        if self._demonstrations is not None:
+            rows = self._demonstrations(batch.version)
+            packed = None if rows is None else api.pack_batch(*pack_groups(rows))
+        return api.pack_batch(*pack_groups(batch), packed)
 
     def _reached(self, version: int) -> None:
         self.policy_version = version

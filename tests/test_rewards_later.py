@@ -1,0 +1,495 @@
+"""Rewards that programs post for finished rollouts, hours later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeSource, MemoryJournal
+from job_runs import ROOT, read_lines, start, variant, wait_until, write_config
+from journal_cases import admit, make_rollout, with_journal
+from rollout_cases import FakeSink, make_producers, one_token, virtual
+from test_gateway_work_queue import Desk
+from test_observe_watchdog import watched
+from test_producers_rollout import FakeHost
+
+from asyncrl.base.errors import ConfigError, RewardFailure
+from asyncrl.base.http import Refused
+from asyncrl.base.waits import open_waits
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.config import BufferConfig, load_config
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import read_resume
+from asyncrl.messages.records import (
+    GroupId,
+    Outcome,
+    Prompt,
+    Ticket,
+    UnfinishedGroup,
+)
+from asyncrl.observe.console import plain_line
+from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.watchdog import Reported
+from asyncrl.rollouts.late_rewards import LateRewards
+from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.rollout import HarnessGenerator
+from asyncrl.testing.virtual_time import all_blocked
+from examples import thumbs
+
+HOUR_S = 3600.0
+
+
+class Application:
+    """Producers whose agents end without a reward, and a program that posts rewards by
+    the route of the work queue.
+    """
+
+    def __init__(self, *, sink: Any = None, **settings: Any) -> None:
+        self.tasks = asyncio.TaskGroup()
+        self.sink = sink or FakeSink(settings.pop("num_tickets", 1))
+        self.journal = MemoryJournal()
+        timeout_s = settings.pop("outcome_timeout_s", 24 * HOUR_S)
+        self.late = LateRewards(self.journal, timeout_s=timeout_s)  # type: ignore[arg-type]
+        self.late.is_open = True
+        self.desk = Desk(outcomes="later", late=self.late)
+        self.host = FakeHost(
+            Outcome(metrics={"turns": 2.0}), **settings.pop("host", {})
+        )
+        generator = HarnessGenerator(self.host, self.host, self.host, late=self.late)  # type: ignore[arg-type]
+        values = {"group_size": 3, "capacity": 3, "timeout_s": 10.0} | settings
+        self.producers: Producers = make_producers(
+            self.sink,
+            self.tasks.create_task,
+            generator,
+            source=FakeSource(),
+            journal=self.journal,
+            late=self.late,
+            **values,
+        )
+
+    @property
+    def keys(self) -> list[str]:
+        return [work.outcome_key or "" for work in self.host.works]
+
+    async def post(self, key: str, reward: float = 1.0) -> tuple[int, str]:
+        body = json.dumps({"reward": reward}).encode()
+        status, answer = await self.desk.call("/v1/outcome", body, key)
+        return status, getattr(answer, "error", "")
+
+
+@contextlib.asynccontextmanager
+async def application(**settings: Any) -> AsyncIterator[Application]:
+    app = Application(**settings)
+    async with app.tasks:
+        running = app.tasks.create_task(app.producers.run(), name="producers")
+        yield app
+        running.cancel()
+        await app.producers.aclose()
+
+
+# ---- rollouts that wait
+
+
+@virtual
+async def test_rollouts_wait_for_hours_without_a_slot_or_a_limit() -> None:
+    async with application(num_tickets=2) as app:
+        await asyncio.sleep(5 * HOUR_S)  # rollout.timeout_s is 10
+        # The second group was sampled although the first holds its admission.
+        assert len(app.keys) == 6
+        assert app.late.gauges() == {"reward/awaited": 6, "reward/posted": 0}
+        assert app.sink.finished == []
+        waits = [str(wait) for wait, _ in open_waits()]
+        assert "rewards to be posted" in waits
+        for reward, key in enumerate(app.keys[:3]):
+            assert await app.post(key, reward) == (200, "")
+        await all_blocked()
+        (group,) = app.sink.finished
+        found = [(one.reward, one.awaits, one.metrics) for one in group.trajectories]
+        assert found == [(reward, None, {"turns": 2.0}) for reward in (0, 1, 2)]
+        assert app.late.gauges() == {"reward/awaited": 3, "reward/posted": 3}
+    # Each reward is in the journal before its group has ended.
+    events = [event[0] for event in app.journal.events]
+    assert events.index("group_ended") > events.index("group_scored")
+    assert events.count("group_scored") == 3
+
+
+@virtual
+async def test_reward_posted_before_the_end_is_journaled_with_it() -> None:
+    async with application(group_size=1, host={"run_s": 5.0}) as app:
+        await asyncio.sleep(1.0)
+        assert await app.post(app.keys[0], 0.5) == (200, "")
+        assert await app.post(app.keys[0], 0.5) == (200, "")
+        status, error = await app.post(app.keys[0], 0.25)
+        assert (status, "has the reward 0.5 already" in error) == (409, True)
+        await asyncio.sleep(5.0)
+        (group,) = app.sink.finished
+        assert [branch.reward for branch in group.trajectories] == [0.5]
+        assert app.journal.named("group_scored") == []
+        ((_, _, rollout),) = app.journal.named("rollout_finished")
+        assert (rollout[0].reward, rollout[0].awaits) == (0.5, None)
+        assert await app.post(app.keys[0], 0.5) == (200, "")
+
+
+@virtual
+async def test_repeated_post_is_accepted_and_another_reward_refused() -> None:
+    async with application() as app:
+        await asyncio.sleep(HOUR_S)
+        first = app.keys[0]
+        # At the same time: neither is answered before the journal has the reward.
+        statuses = await asyncio.gather(*(app.post(first) for _ in range(3)))
+        assert statuses == [(200, "")] * 3
+        assert await app.post(first) == (200, "")
+        status, error = await app.post(first, 0.0)
+        assert (status, error.startswith("g0/r0 has the reward 1.0")) == (409, True)
+        assert app.late.gauges()["reward/posted"] == 1
+
+
+@virtual
+async def test_post_waits_for_the_journal() -> None:
+    async with application() as app:
+        await asyncio.sleep(1.0)
+        written = asyncio.Event()
+        app.journal.flush = written.wait  # type: ignore[assignment, method-assign]
+        posting = [asyncio.create_task(app.post(app.keys[0])) for _ in range(2)]
+        await asyncio.sleep(HOUR_S)
+        assert not any(task.done() for task in posting)
+        written.set()
+        assert [await task for task in posting] == [(200, "")] * 2
+
+
+@virtual
+async def test_unknown_key_and_wrong_body_are_refused_with_the_reason() -> None:
+    async with application() as app:
+        await asyncio.sleep(1.0)
+        status, error = await app.post("0" * 48)
+        assert (status, error) == (404, "no rollout of this run has this key")
+        for body in (
+            {},
+            {"metrics": {"a": 1}},
+            {"reward": 1, "turn_rewards": {"a": 1}},
+        ):
+            status, answer = await app.desk.call(
+                "/v1/outcome", json.dumps(body).encode(), app.keys[0]
+            )
+            assert status == 400
+            assert "it has a `reward`, and no `turn_rewards`" in answer["message"]
+        assert (await app.post(app.keys[0], float("nan")))[0] == 400
+        app.late.is_open = False  # it starts, or ends
+        status, error = await app.post(app.keys[0])
+        assert (status, error) == (503, "the run is starting or ending")
+        app.late.is_open = True
+        assert await app.post(app.keys[0]) == (200, "")
+
+
+@virtual
+async def test_run_that_ends_refuses_a_post_as_unavailable() -> None:
+    async with application() as app:
+        await asyncio.sleep(1.0)
+        app.journal.flush = asyncio.Event().wait  # type: ignore[assignment, method-assign]
+        posting = asyncio.create_task(app.post(app.keys[0]))
+        await all_blocked()
+        app.late.is_open = False
+        await app.producers.aclose()
+        del app.journal.flush
+        await all_blocked()
+    # The journal has taken the reward, so a repetition is accepted.
+    assert await posting == (200, "")
+    with pytest.raises(Refused) as refused:
+        await app.late.post(app.keys[1], Outcome(1.0))
+    assert refused.value.status == 503
+
+
+@virtual
+async def test_missing_reward_fails_its_rollout_by_kind() -> None:
+    async with application(outcome_timeout_s=2 * HOUR_S, num_tickets=2) as app:
+        await asyncio.sleep(HOUR_S)
+        for key in app.keys[:2]:
+            await app.post(key, 1.0)
+        await asyncio.sleep(2 * HOUR_S)
+        # The first group trains without its third rollout, the second has failed.
+        (group,) = app.sink.finished
+        found = [(branch.sample_index, branch.reward) for branch in group.trajectories]
+        assert found == [(0, 1.0), (1, 1.0)]
+        assert app.sink.failed == [1]
+        said = app.producers.last_failure
+        assert said.startswith("[reward_missing] g")
+        assert "no reward within generator.outcome_timeout_s=7200 s" in said
+        gauges = app.producers.gauges()
+        # Of two missing rewards, the second group has too few rollouts left.
+        assert gauges["rollout/failed"] == 3
+        assert gauges["failure/infrastructure"] == 0
+        status, error = await app.post(app.keys[2])
+        assert (status, "g0/r2 needs no reward any more: it has failed" in error) == (
+            410,
+            True,
+        )
+
+
+@virtual
+async def test_requeued_group_needs_no_rewards() -> None:
+    async with application() as app:
+        await asyncio.sleep(HOUR_S)
+        assert await app.post(app.keys[0]) == (200, "")
+        app.producers.requeued(GroupId(0), None, "dropped")
+        assert await app.post(app.keys[0]) == (200, ""), "it was accepted before"
+        status, error = await app.post(app.keys[1])
+        why = "g0/r1 needs no reward any more: its group was requeued (dropped)"
+        assert (status, error) == (410, why)
+        assert app.late.num_awaited == 0
+
+
+@virtual
+async def test_failed_attempt_has_another_key() -> None:
+    async with application(group_size=1, retries=1, host={"run_s": 20.0}) as app:
+        await asyncio.sleep(15.0)
+        # The first attempt had 10 s; what is posted for it does not count for a retry.
+        assert [work.attempt for work in app.host.works] == [0]
+        status, error = await app.post(app.keys[0])
+        assert (status, "g0/r0 needs no reward any more" in error) == (410, True)
+
+
+@virtual
+async def test_masked_group_is_given_up_while_it_waits() -> None:
+    def requeued(*group: Any) -> None:
+        app.producers.requeued(*group)
+
+    buffer = Buffer(
+        BufferConfig(max_staleness=1, look_ahead=1),
+        num_groups=1,
+        num_batches=9,
+        on_requeued=requeued,
+    )
+    async with application(sink=buffer, group_size=1) as app:
+        app.host.rollout = lambda index, outcome, reward: (  # type: ignore[method-assign]
+            one_token(index, version=buffer.rule.served, reward=reward),
+        )
+        await asyncio.sleep(HOUR_S)
+        assert len(app.keys) == 2, "(look_ahead + 1) * num_groups are admitted"
+        assert buffer.rule.waits_for == "rewards"
+        for version in range(2):
+            # Always the newest answer: the first is never rated.
+            assert await app.post(app.keys[-1]) == (200, "")
+            await all_blocked()
+            batch = await buffer.wait_batch()
+            assert batch.version == version
+            buffer.set_served_nowait(version + 1)
+            await asyncio.sleep(HOUR_S)
+        status, error = await app.post(app.keys[0])
+        assert (status, "requeued (all_masked)" in error) == (410, True)
+
+
+# ---- resumes
+
+
+@virtual
+async def test_resumed_group_awaits_only_what_the_journal_lacks() -> None:
+    async with application(num_tickets=0, group_size=2) as app:
+        key, digest = app.late.expect_nowait("g7/r1")
+        app.late = app.producers.late = LateRewards(app.journal, timeout_s=9.0)  # type: ignore[arg-type]
+        app.desk.queue.late = app.late
+        waits = replace(one_token(1, reward=0.0), awaits=digest)
+        whole = {0: (one_token(0),), 1: (waits,)}
+        app.journal.states[GroupId(7)] = "running"
+        ticket, prompt = Ticket(GroupId(7), 0), Prompt("p", ())
+        assert (await app.post(key))[0] == 503, "its rollout is not read yet"
+        app.producers.resume_nowait(UnfinishedGroup(ticket, prompt, whole))
+        app.late.is_open = True
+        await asyncio.sleep(8.0)
+        assert await app.post(key, 0.25) == (200, "")
+        await all_blocked()
+        (group,) = app.sink.finished
+        assert [branch.reward for branch in group.trajectories] == [0.5, 0.25]
+        assert app.host.works == [], "nothing is sampled again"
+
+
+def test_journal_keeps_what_waits_and_what_was_posted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    keys = dict[int, str]()
+
+    def awaited(index: int, digest: str) -> Any:
+        first, *others = make_rollout(0, index)
+        return (replace(first, reward=0.0, awaits=digest), *others)
+
+    async def before(journal: Journal) -> None:
+        late = LateRewards(journal, timeout_s=60.0)
+        late.is_open = True
+        admit(journal, 0)
+        for index in range(2):
+            keys[index], digest = late.expect_nowait(f"g0/r{index}")
+            journal.rollout_finished_nowait(GroupId(0), awaited(index, digest))
+        digest = digest_of(late, "g0/r0")
+        late.await_nowait("g0/r0", digest)
+        posting = asyncio.create_task(late.post(keys[0], Outcome(0.75)))
+        assert await late.wait("g0/r0", digest) == Outcome(0.75)
+        await late.settle(digest)
+        await posting
+
+    async def after(journal: Journal) -> None:
+        late = LateRewards(journal, timeout_s=60.0)
+        late.is_open = True
+        await late.post(keys[0], Outcome(0.75))
+        with pytest.raises(Refused, match=r"g0/r0 has the reward 0\.75 already"):
+            await late.post(keys[0], Outcome(0.5))
+        (group,) = read_resume(path, 0).running
+        digests = [group.rollouts[index][0].awaits for index in range(2)]
+        assert keys[1] not in digests, "a reader of the journal cannot post"
+        limit = LateRewards(journal, timeout_s=0.01)
+        limit.await_nowait("g0/r1", digests[1] or "")
+        with pytest.raises(RewardFailure, match="got no reward within"):
+            await limit.wait("g0/r1", digests[1] or "")
+
+    with_journal(path, before)
+    with_journal(path, after)
+
+
+def digest_of(late: LateRewards, rollout_id: str) -> str:
+    return late._digests[rollout_id]
+
+
+# ---- settings, and what is shown
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"generator": {"outcomes": "later"}}, "outcomes is for python or command or"),
+        (
+            {"generator": {"python": "a:b", "outcome_timeout_s": 9.0}},
+            "outcome_timeout_s has no effect with outcomes=returned",
+        ),
+        (
+            {
+                "generator": {"python": "a:b", "outcomes": "later"},
+                "task": {"python": None, "files": ["a.jsonl"], "reward": "math"},
+            },
+            "generator.outcomes=later takes only posted rewards; remove task.reward",
+        ),
+    ],
+)
+def test_settings_that_disagree_are_refused(
+    sections: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(write_config(tmp_path, **sections))
+
+
+def test_evaluation_needs_its_own_reward(tmp_path: Path) -> None:
+    rows = {"files": ["a.jsonl"]}
+    generator = {"python": "a:b", "outcomes": "later"}
+    path = write_config(tmp_path, generator=generator, eval={"task": rows, "every": 5})
+    with pytest.raises(ConfigError, match=r"eval\.task\.reward is missing"):
+        load_config(path)
+
+
+def test_watchdog_names_the_rewards_and_restarts_nothing(tmp_path: Path) -> None:
+    awaited = "16 rollouts wait for a reward from outside (/v1/outcome)"
+    told, notes = watched(
+        tmp_path / "controller.log",
+        200.0,
+        on_stuck="restart",
+        report=lambda _: Reported({"steps": 3.0}, awaited=awaited),
+    )
+    assert all(
+        text.startswith("nothing has moved for") and awaited in text for _, text in told
+    )
+    assert told
+    assert "restart" not in [what for what, _ in notes]
+
+
+def test_console_counts_them() -> None:
+    line = {"step": 1, "reward/mean": 0.5, "reward/awaited": 12.0}
+    assert "12 await rewards" in plain_line(Steps([line]), 1, 9, 0)
+
+
+# ---- the recipe of docs/rewards.md, in a real run
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+    return port
+
+
+def rows_of(path: Path) -> list[tuple[str, ...]]:
+    with thumbs.opened(str(path)) as answers:
+        return answers.execute("SELECT * FROM answers").fetchall()
+
+
+def is_good(question: str, text: str) -> bool:
+    """The application's user likes the letter of the question."""
+    return question[:1] in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_run_awaits_thumbs_and_trains_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thumbs, "PAUSE_S", 0.2)
+    path = tmp_path / "thumbs.sqlite"
+    config = variant(
+        ROOT / "examples" / "thumbs.yaml",
+        tmp_path,
+        generator={"args": {"path": str(path)}},
+        gateway={"port": free_port()},
+        rollout={"threads": 1},
+        buffer={"max_staleness": 0},
+        trainer={"num_steps": 3, "threads": 1},
+        observe={"console": "plain", "trackers": []},
+    )
+    run_dir = tmp_path / "run"
+    status = run_dir / "status.json"
+
+    def awaited() -> int:
+        if not status.exists():
+            return 0
+        return int(json.loads(status.read_text()).get("rewards_awaited") or 0)
+
+    process = start(config, run_dir)
+    wait_until(lambda: awaited() == 16, process)
+    first = rows_of(path)
+    assert len(first) == 16
+    process.kill()
+    process.communicate()
+    # A thumb during the downtime is repeated until the resumed run takes it.
+    (key, url, question, text, _), *_ = first
+    said = list[str]()
+    early = threading.Thread(
+        target=lambda: said.append(
+            thumbs.post(url, key, float(is_good(question, text)))
+        )
+    )
+    early.start()
+    status.unlink()
+    process = start(config, run_dir)
+    wait_until(lambda: said == ["accepted"] and awaited() == 15, process)
+    early.join()
+    assert rows_of(path) == first, "no rollout is repeated"
+
+    def has_rated_all() -> bool:
+        thumbs.rate(str(path), is_good)
+        return process.poll() is not None
+
+    wait_until(has_rated_all, process)
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    rows = rows_of(path)
+    assert [row[4] for row in rows] == ["accepted"] * 48
+    trained = [
+        trajectory["reward"]
+        for line in read_lines(run_dir / "trained.jsonl")
+        for trajectory in line["trajectories"]
+    ]
+    given = [float(is_good(question, text)) for _, _, question, text, _ in rows]
+    assert sorted(trained) == sorted(given)
+    last = read_lines(run_dir / "metrics.jsonl")[-1]
+    assert (last["reward/posted"], last["rollout/failed"]) == (48, 0)
