@@ -194,6 +194,7 @@ class RunConfig(FrozenConfig):
             self._engine_conflicts(),
             self._checkpoint_conflicts(),
             self._eval_conflicts(),
+            self._turn_conflicts(),
             self._critic_conflicts(),
             self._teacher_conflicts(),
             self._task_conflicts(),
@@ -268,6 +269,15 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
+
+    def _turn_conflicts(self) -> Iterator[str]:
+        if self.algorithm.turn_discount is None:
+            return
+        if not self.generator.is_harness:
+            yield "algorithm.turn_discount is for agents, and this run has no `generator`; remove it"
+        # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
+        if self.buffer.filter == "equal_rewards":
+            yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
 
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage

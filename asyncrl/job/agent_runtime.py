@@ -273,7 +273,11 @@ def make_generator(
     """Return the generator of a run; `sampling` None: its own parameters."""
     if agents is not None:
         return HarnessGenerator(
-            agents.gateway, agents.queue, scorers, config.generator.on_overflow
+            agents.gateway,
+            agents.queue,
+            scorers,
+            config.generator.on_overflow,
+            by_turn=config.algorithm.turn_discount is not None,
         )
     return SingleTurn(
         engines,

@@ -27,6 +27,9 @@ Number = Annotated[
     float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
 ]
 
+State = Annotated[str, Field(min_length=1, max_length=256)]
+"""Key of an environment's state. A longer one can be hashed."""
+
 GroupId = NewType("GroupId", int)
 """In order of admission, from 0; never reused."""
 
@@ -138,12 +141,17 @@ class Completion:
 class Credit:
     """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their
     rollout, one sample of the advantage.
+
+    With algorithm.turn_discount, units are turns and ascend in the order of the calls,
+    and a turn without trained tokens is empty. `state`: equal for turns that started
+    from the same state ('' = unknown).
     """
 
     start: int
     end: int
     reward: float
     unit: int
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +204,8 @@ class Outcome:
 
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
     maps all completion ids (chatcmpl-0, ...) to rewards: each completion is a separate
-    sample of the advantage.
+    sample of the advantage. `turn_states` maps completion ids to the state before the
+    turn, for algorithm.turn_discount; of the others, equal prompt ids are equal states.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is
@@ -209,6 +218,7 @@ class Outcome:
         default_factory=dict
     )
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
+    turn_states: Mapping[str, State] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,17 @@ class RolloutSession(Protocol):
         """
         ...
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all sampled tokens by branch. Raises RolloutFailure."""
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
+        """Return all sampled tokens by branch, `by_turn` with a credit for each turn.
+        Raises RolloutFailure.
+        """
         ...
 
 

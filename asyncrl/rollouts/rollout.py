@@ -502,12 +502,14 @@ class HarnessGenerator:
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
     limit is truncated or failed, by `on_overflow`; truncated without reward gets 0.
+    `by_turn`: give each turn a credit (algorithm.turn_discount).
     """
 
     host: SessionHost
     queue: WorkQueue
     scorers: Scorers
     on_overflow: OnOverflow = "truncate"
+    by_turn: bool = False
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Let a worker run the harness, and end the session. Raises RolloutFailure if
@@ -551,7 +553,9 @@ class HarnessGenerator:
             completion = session.last_completion()
             return await score_completion(scorer, attempt, completion, rollout)
 
-        rollout = functools.partial(session.rollout, index, outcome)
+        rollout = functools.partial(
+            session.rollout, index, outcome, by_turn=self.by_turn
+        )
         return score
 
     async def _outcome(
@@ -672,10 +676,24 @@ async def score_group(
         if isinstance(result, RolloutFailure):
             failed[index] = result
             continue
-        scored[index] = tuple(
-            replace(branch, reward=result, unscored=None) for branch in rollouts[index]
-        )
+        scored[index] = _paid(rollouts[index], result)
     return scored, failed
+
+
+def _paid(rollout: Rollout, reward: float) -> Rollout:
+    """Return a scored rollout. Of its turns, if it has credits, the last one earns."""
+    credits = [credit for branch in rollout for credit in branch.credits]
+    last = max((credit.unit for credit in credits), default=0)
+    paid = list[Trajectory]()
+    for branch in rollout:
+        of_branch = [
+            replace(credit, reward=reward) if credit.unit == last else credit
+            for credit in branch.credits
+        ]
+        paid.append(
+            replace(branch, reward=reward, unscored=None, credits=tuple(of_branch))
+        )
+    return tuple(paid)
 
 
 def own_reward(outcome: Outcome) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import (
+    Turns,
     checked_advantages,
     gae,
+    gigpo,
     overlong_penalty,
+    rewards_to_go,
+    turn_rloo,
     whitened,
 )
 from asyncrl.algorithms.registry import (
@@ -31,6 +35,7 @@ from asyncrl.algorithms.registry import (
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
+from asyncrl.config.algorithm_config import TURN_ADVANTAGES
 from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
@@ -114,14 +119,53 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
         )
 
 
-def find_units(
-    header: BatchHeader, num_tokens: int
-) -> tuple[list[float], list[int], IntN]:
-    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or
-    the units of their credits. `unit_N` int64 [N]: each token's unit, or -1.
+class Units(NamedTuple):
+    """The B units of the advantage: rollouts, or the units of their credits.
+
+    `unit_N` int64 [N]: each token's unit, or -1. `keys`: (group, sample, credit unit).
     """
+
+    rewards: list[float]
+    groups: list[int]
+    unit_N: IntN
+    keys: list[tuple[int, int, int]]
+    states: list[str]
+
+    def turns(self) -> Turns:
+        rollouts: dict[tuple[int, int], int] = {}
+        next_turns = list[int]()
+        groups = list[int]()
+        rollout_B, turn_B = np.zeros((2, len(self.keys)), np.int64)
+        # In order of the calls. Branches are in the order of their ids.
+        for number in sorted(range(len(self.keys)), key=self.keys.__getitem__):
+            group, sample, _ = self.keys[number]
+            rollout = rollouts.setdefault((group, sample), len(rollouts))
+            if rollout == len(groups):
+                groups.append(group)
+                next_turns.append(0)
+            rollout_B[number] = rollout
+            turn_B[number] = next_turns[rollout]
+            next_turns[rollout] += 1
+        numbers: dict[tuple[int, object], int] = {}
+        states = list[int]()
+        for number, (group, state) in enumerate(
+            zip(self.groups, self.states, strict=True)
+        ):
+            # Nothing is known to be equal to an unknown state.
+            key = (group, state or number)
+            states.append(numbers.setdefault(key, len(numbers)))
+        return Turns(
+            torch.from_numpy(rollout_B),
+            torch.from_numpy(turn_B),
+            torch.tensor(groups),
+            torch.tensor(states),
+        )
+
+
+def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards = list[float]()
     groups = list[int]()
+    states = list[str]()
     unit_N = np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -141,10 +185,11 @@ def find_units(
                 numbers[key] = len(rewards)
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
+                states.append(credit.state)
             start = entry.start + credit.start
             end = entry.start + credit.end
             unit_N[start:end] = numbers[key]
-    return rewards, groups, unit_N
+    return Units(rewards, groups, unit_N, [*numbers], states)
 
 
 @dataclass
@@ -188,7 +233,7 @@ class Objective:
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
         self._cap = importance_cap(spec.algorithm, self._recipe)
-        if not self.settings.needs_critic:
+        if self.settings.advantage not in ("gae", "gigpo"):
             self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
@@ -214,11 +259,12 @@ class Objective:
         """Return advantages, float32 [N]. With a critic, set the batch's returns."""
         settings = self.settings
         has_loss = batch.has_loss
-        rewards, groups, unit_N = find_units(batch.header, len(has_loss))
+        units = find_units(batch.header, len(has_loss))
+        unit_N = units.unit_N
         assert (unit_N[batch.arrays.is_sampled] >= 0).all(), (
             "credits cover every sampled token"
         )
-        reward_B = torch.tensor(rewards, dtype=torch.float32)
+        reward_B = torch.tensor(units.rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
@@ -242,14 +288,27 @@ class Objective:
                 batch, batch.value_N, reward_B.numpy(), unit_N
             )
         else:
-            group_B = torch.tensor(groups, dtype=torch.int64)
-            given = self._advantage(reward_B, group_B)
-            advantage_B = checked_advantages(given, reward_B, settings)
+            advantage_B = self._compared(units, reward_B)
             # Tokens without a unit (-1) take the last unit's number. None has a loss.
             advantage_N = advantage_B.numpy()[unit_N]
         if settings.distill_weight == 0:
             return advantage_N
         return self._taught(batch, advantage_N)
+
+    def _compared(self, units: Units, reward_B: Tensor) -> Tensor:
+        """Return the advantage of each unit, float32 [B]."""
+        settings = self.settings
+        if settings.turn_discount is not None:
+            turns = units.turns()
+            to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
+            if settings.advantage == "gigpo":
+                return gigpo(reward_B, to_go_B, turns, settings.state_weight)
+            if settings.advantage in TURN_ADVANTAGES:
+                return turn_rloo(to_go_B, turns)
+            reward_B = to_go_B
+        group_B = torch.tensor(units.groups, dtype=torch.int64)
+        given = self._advantage(reward_B, group_B)
+        return checked_advantages(given, reward_B, settings)
 
     def _estimate(
         self, batch: BatchNumbers, value_N: Float32N, reward_B: Float32N, unit_N: IntN

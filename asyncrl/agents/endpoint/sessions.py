@@ -309,9 +309,17 @@ class GatewaySession:
         """
         return self.capture.last_completion()
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
         """Return all branches, truncated if a limit stopped them. `turn_rewards` are of
-        answers, or of speakers with all their answers. Raises RolloutFailure.
+        answers, or of speakers with all their answers. `by_turn`: see Capture.rollout.
+        Raises RolloutFailure.
         """
         if self._failure is not None:
             raise self._failure
@@ -319,13 +327,21 @@ class GatewaySession:
         # A client sets the header: the name of a completion is never a speaker's.
         speakers = set(self._speakers.values()) - self.capture.names
         if rewards.keys() & speakers:
+            # A turn earns what follows it, and what follows may be another agent's.
+            if by_turn:
+                raise RolloutFailure(
+                    f"its rewards are of agents: {', '.join(sorted(speakers)[:5])}",
+                    rule="algorithm.turn_discount adds the rewards of one agent's turns",
+                    way_out="name completions in turn_rewards, or remove the setting.",
+                    kind=FailureKind.CORRUPT_RESULT,
+                )
             rewards = {
                 name: rewards[speaker]
                 for name, speaker in self._speakers.items()
                 if speaker in rewards
             }
             outcome = replace(outcome, turn_rewards=rewards)
-        rollout = self.capture.rollout(sample_index, outcome, reward)
+        rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout
         return tuple(replace(branch, is_truncated=True) for branch in rollout)
