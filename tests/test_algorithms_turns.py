@@ -305,7 +305,7 @@ def test_settings_without_effect_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generator": {}}, "turn_discount is for agents, and this run has no"),
+        ({"generator": {}}, "turn_discount is for agents, and task has no"),
         ({"buffer": {"filter": "equal_rewards"}}, "equal_rewards compares no sums"),
     ],
 )

@@ -36,7 +36,7 @@ from asyncrl.agents.endpoint.sessions import (
     Written,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, SessionRules, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
@@ -463,7 +463,7 @@ async def test_agent_gets_the_special_tokens_of_its_task(
             "route_key": "r",
         }
         session = world.gateway.open_nowait(
-            "g1/r0", shows_special=shows_special, **about
+            "g1/r0", rules=SessionRules(shows_special=shows_special), **about
         )
         status, answer = await world.ask_other(session)
         message = answer["choices"][0]["message"]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
-from asyncrl.config import RunConfig
+from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
@@ -31,6 +32,7 @@ from asyncrl.messages.sampling import CUTS, SamplingParameters
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import (
+    ByTask,
     Generator,
     HarnessGenerator,
     SingleTurn,
@@ -101,8 +103,7 @@ def make_gateway(
         task_seed=lambda work: derive_seed(
             seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt
         ),
-        outcomes=config.generator.outcomes,
-        give_answer=config.generator.give_answer,
+        harnesses=config.harnesses or (config.generator,),
     )
     rules = CallRules(
         model_name=model_name(config),
@@ -197,7 +198,7 @@ class AgentRuntime:
             "name": name,
             "url": self.url,
             "slots": -(-num_slots // config.generator.workers),
-            "harness": config.generator.model_dump(mode="json"),
+            "harnesses": [each.model_dump(mode="json") for each in config.harnesses],
         }
         # The agent's code runs in the worker and can read what the worker knows. The
         # run's secret would open the engines and the trainer to it.
@@ -268,17 +269,39 @@ def make_generator(
     tokenizer: HFChatTokenizer,
     scorers: Scorers,
     agents: AgentRuntime | None,
-    sampling: SamplingParameters | None = None,
 ) -> Generator:
-    """Return the generator of a run; `sampling` None: its own parameters."""
-    if agents is not None:
-        return HarnessGenerator(
+    """Return the generator of a run, which has a generator for each task."""
+    generators = dict[str, Generator]()
+    for name, settings in config.generators.items():
+        limits = config.tasks[name].limits
+        if not settings.is_harness:
+            alone = single_turn(config, engines, tokenizer, scorers, settings)
+            most = limits.max_tokens or config.rollout.max_tokens
+            generators[name] = replace(alone, max_tokens=most)
+            continue
+        assert agents is not None
+        algorithm = config.algorithms.get(name, config.algorithm)
+        generators[name] = HarnessGenerator(
             agents.gateway,
             agents.queue,
             scorers,
-            config.generator.on_overflow,
-            by_turn=config.algorithm.turn_discount is not None,
+            settings.on_overflow,
+            by_turn=algorithm.turn_discount is not None,
+            harness=config.harnesses.index(settings),
+            rules=limits.rules_of_session,
         )
+    return ByTask(generators)
+
+
+def single_turn(
+    config: RunConfig,
+    engines: EnginePool,
+    tokenizer: HFChatTokenizer,
+    scorers: Scorers,
+    generator: GeneratorConfig,
+    sampling: SamplingParameters | None = None,
+) -> SingleTurn:
+    """`sampling` None: the run's parameters."""
     return SingleTurn(
         engines,
         tokenizer,
@@ -287,5 +310,5 @@ def make_generator(
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sampling=sampling or config.rollout.sampling,
-        stop=tuple(config.generator.stop),
+        stop=tuple(generator.stop),
     )

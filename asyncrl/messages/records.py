@@ -270,10 +270,28 @@ class UnfinishedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRules:
+    """Rules of one rollout's calls. Limits of None are the run's. `shows_special`:
+    answers show special tokens.
+    """
+
+    max_tokens: int | None = None
+    max_calls: int | None = None
+    max_rollout_tokens: int | None = None
+    shows_special: bool = True
+
+
+RUN_RULES = SessionRules()
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
+    """`harness`: place in RunConfig.harnesses."""
+
     rollout_id: str
     prompt: Prompt
     sample_index: int
     attempt: int
     key: str
     timeout_s: float | None
+    harness: int = 0

@@ -34,12 +34,14 @@ from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
+    RUN_RULES,
     Completion,
     Credit,
     GroupId,
     Outcome,
     Prompt,
     Rollout,
+    SessionRules,
     Trajectory,
     Work,
 )
@@ -291,9 +293,12 @@ class RolloutRunner:
         timeout_s: float | None,
         retries: int,
         failures: RecentFailures | None = None,
+        task_timeouts_s: Mapping[str, float] | None = None,
     ) -> None:
+        """`task_timeouts_s`: of tasks with another limit (task.limits.timeout_s)."""
         self._generator = generator
         self.timeout_s = timeout_s
+        self._task_timeouts_s = task_timeouts_s or {}
         self.retries = retries
         self.num_retried = 0
         self.failures = failures or RecentFailures()
@@ -310,7 +315,7 @@ class RolloutRunner:
         """`on_phase` is called after sampling, and before a retry samples again. A
         resumed rollout gets a new time budget.
         """
-        attempt.clock = RolloutClock(self.timeout_s)
+        attempt.clock = RolloutClock(self._timeout_of(attempt.prompt))
         try:
             while True:
                 # Producers have asked for a first attempt; evaluations and retries do
@@ -360,6 +365,9 @@ class RolloutRunner:
         finally:
             self.started_s.pop(attempt.rollout_id, None)
 
+    def _timeout_of(self, prompt: Prompt) -> float | None:
+        return self._task_timeouts_s.get(prompt.task, self.timeout_s)
+
     async def _run_attempt(
         self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
     ) -> Rollout | RolloutFailure:
@@ -388,9 +396,7 @@ class RolloutRunner:
         except Exception as error:
             # User code raises TimeoutError too. Only our limit has expired.
             if isinstance(error, TimeoutError) and limit.expired():
-                what = (
-                    f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
-                )
+                what = f"{name} is not finished after rollout.timeout_s={self._timeout_of(attempt.prompt)} s"
                 way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
                 return RolloutTimeout(
                     f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out
@@ -502,7 +508,8 @@ class HarnessGenerator:
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
     limit is truncated or failed, by `on_overflow`; truncated without reward gets 0.
-    `by_turn`: give each turn a credit (algorithm.turn_discount).
+    `by_turn`: give each turn a credit (algorithm.turn_discount). `harness`: see Work.
+    `rules`: of the task's sessions.
     """
 
     host: SessionHost
@@ -510,6 +517,8 @@ class HarnessGenerator:
     scorers: Scorers
     on_overflow: OnOverflow = "truncate"
     by_turn: bool = False
+    harness: int = 0
+    rules: SessionRules = RUN_RULES
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Let a worker run the harness, and end the session. Raises RolloutFailure if
@@ -525,7 +534,7 @@ class HarnessGenerator:
             # The calls of an agent extend each other, so they prefer the engine that
             # has their prefix. Siblings may use other engines.
             route_key=name,
-            shows_special=scorer.shows_special,
+            rules=replace(self.rules, shows_special=scorer.shows_special),
         )
         attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
         attempt.num_spent = lambda: session.num_spent
@@ -534,7 +543,13 @@ class HarnessGenerator:
         try:
             attempt.clock.hold()
             work = Work(
-                name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s
+                name,
+                prompt,
+                index,
+                attempt.attempt,
+                session.key,
+                attempt.clock.left_s,
+                self.harness,
             )
             outcome, is_cut = await self._outcome(session, work, attempt)
             ends = "its harness has finished"  # leftover work would keep sampling
@@ -704,6 +719,16 @@ def own_reward(outcome: Outcome) -> float | None:
     return (
         sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ByTask:
+    """Sample each prompt with its task's generator."""
+
+    generators: Mapping[str, Generator]
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        return await self.generators[attempt.prompt.task].sample(attempt)
 
 
 @dataclass(frozen=True, slots=True)

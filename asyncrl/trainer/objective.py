@@ -35,8 +35,8 @@ from asyncrl.algorithms.registry import (
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config.algorithm_config import TURN_ADVANTAGES
-from asyncrl.messages.records import Credit
+from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
+from asyncrl.messages.records import Credit, task_of
 from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
@@ -122,7 +122,8 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
 class Units(NamedTuple):
     """The B units of the advantage: rollouts, or the units of their credits.
 
-    `unit_N` int64 [N]: each token's unit, or -1. `keys`: (group, sample, credit unit).
+    `unit_N` int64 [N]: each token's unit, or -1. `groups`: 0 to num_groups - 1. `keys`:
+    (group, sample, credit unit).
     """
 
     rewards: list[float]
@@ -130,6 +131,19 @@ class Units(NamedTuple):
     unit_N: IntN
     keys: list[tuple[int, int, int]]
     states: list[str]
+    tasks: list[str]
+
+    def take(self, place_U: IntN) -> Units:
+        """Return these units, without tokens, in groups from 0."""
+        _, group_U = np.unique(np.array(self.groups)[place_U], return_inverse=True)
+        return Units(
+            [self.rewards[place] for place in place_U],
+            group_U.tolist(),
+            np.zeros(0, np.int64),
+            [self.keys[place] for place in place_U],
+            [self.states[place] for place in place_U],
+            [self.tasks[place] for place in place_U],
+        )
 
     def turns(self) -> Turns:
         rollouts: dict[tuple[int, int], int] = {}
@@ -138,10 +152,9 @@ class Units(NamedTuple):
         rollout_B, turn_B = np.zeros((2, len(self.keys)), np.int64)
         # In order of the calls. Branches are in the order of their ids.
         for number in sorted(range(len(self.keys)), key=self.keys.__getitem__):
-            group, sample, _ = self.keys[number]
-            rollout = rollouts.setdefault((group, sample), len(rollouts))
+            rollout = rollouts.setdefault(self.keys[number][:2], len(rollouts))
             if rollout == len(groups):
-                groups.append(group)
+                groups.append(self.groups[number])
                 next_turns.append(0)
             rollout_B[number] = rollout
             turn_B[number] = next_turns[rollout]
@@ -166,6 +179,7 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards = list[float]()
     groups = list[int]()
     states = list[str]()
+    tasks = list[str]()
     unit_N = np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -186,10 +200,11 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
                 states.append(credit.state)
+                tasks.append(task_of(entry.prompt_id))
             start = entry.start + credit.start
             end = entry.start + credit.end
             unit_N[start:end] = numbers[key]
-    return Units(rewards, groups, unit_N, [*numbers], states)
+    return Units(rewards, groups, unit_N, [*numbers], states, tasks)
 
 
 @dataclass
@@ -227,14 +242,41 @@ class StepNumbers:
     mask_N: Float32N | None
 
 
+class Compare:
+    """The advantages of algorithm.advantage."""
+
+    def __init__(self, settings: AlgorithmConfig) -> None:
+        self.settings = settings
+        if settings.advantage not in ("gae", "gigpo"):
+            self._function = load_advantage(resolve(settings).advantage)
+
+    def __call__(self, units: Units, reward_B: Tensor) -> Tensor:
+        """Return the advantage of each unit, float32 [B]."""
+        settings = self.settings
+        if settings.turn_discount is not None:
+            turns = units.turns()
+            to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
+            if settings.advantage == "gigpo":
+                return gigpo(reward_B, to_go_B, turns, settings.state_weight)
+            if settings.advantage in TURN_ADVANTAGES:
+                return turn_rloo(to_go_B, turns)
+            reward_B = to_go_B
+        group_B = torch.tensor(units.groups, dtype=torch.int64)
+        given = self._function(reward_B, group_B)
+        return checked_advantages(given, reward_B, settings)
+
+
 class Objective:
     def __init__(self, spec: TrainerSpec) -> None:
         self.spec = spec
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
         self._cap = importance_cap(spec.algorithm, self._recipe)
-        if self.settings.advantage not in ("gae", "gigpo"):
-            self._advantage = load_advantage(self._recipe.advantage)
+        # Without settings of tasks, all samples of a batch are compared.
+        self._advantages = {
+            name: Compare(settings)
+            for name, settings in (spec.algorithms or {"": spec.algorithm}).items()
+        }
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
         self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
@@ -297,18 +339,14 @@ class Objective:
 
     def _compared(self, units: Units, reward_B: Tensor) -> Tensor:
         """Return the advantage of each unit, float32 [B]."""
-        settings = self.settings
-        if settings.turn_discount is not None:
-            turns = units.turns()
-            to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
-            if settings.advantage == "gigpo":
-                return gigpo(reward_B, to_go_B, turns, settings.state_weight)
-            if settings.advantage in TURN_ADVANTAGES:
-                return turn_rloo(to_go_B, turns)
-            reward_B = to_go_B
-        group_B = torch.tensor(units.groups, dtype=torch.int64)
-        given = self._advantage(reward_B, group_B)
-        return checked_advantages(given, reward_B, settings)
+        if not self.spec.algorithms:
+            return self._advantages[""](units, reward_B)
+        advantage_B = torch.zeros_like(reward_B)
+        for name in dict.fromkeys(units.tasks):
+            place_U = np.flatnonzero(np.array(units.tasks) == name)
+            of_task = self._advantages[name](units.take(place_U), reward_B[place_U])
+            advantage_B[place_U] = of_task * self.spec.weights[name]
+        return advantage_B
 
     def _estimate(
         self, batch: BatchNumbers, value_N: Float32N, reward_B: Float32N, unit_N: IntN

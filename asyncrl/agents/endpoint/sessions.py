@@ -19,7 +19,14 @@ from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import (
+    RUN_RULES,
+    Completion,
+    Outcome,
+    Rollout,
+    SessionRules,
+    VersionSpan,
+)
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -155,11 +162,19 @@ class GatewaySession:
     route_key: str
     user_key: str | None = None
     """Key of a user (`asyncrl serve gateway`)."""
-    shows_special: bool = True
+    rules: SessionRules = RUN_RULES
 
     def __post_init__(self) -> None:
         self.key = self.user_key or secrets.token_hex(24)
-        self.limits = self.sessions.limits
+        limits = self.sessions.limits
+        own = self.rules
+        self.limits = limits.model_copy(
+            update={
+                "max_calls": own.max_calls or limits.max_calls,
+                "max_rollout_tokens": own.max_rollout_tokens
+                or limits.max_rollout_tokens,
+            }
+        )
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.kept = KeptAnswers(self.limits.max_calls)
         self.retries = Retries()
