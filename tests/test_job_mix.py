@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from gateway_cases import gateway_world, in_loop
 from harness_gateway import make_work, open_gateway, working
 from job_runs import ROOT, read_lines, run, variant
@@ -18,7 +19,9 @@ from rollout_cases import one_token, virtual
 from test_producers_rollout import HARNESS_PROMPT
 from trainer_cases import batch_of, make_spec
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig, load_config
+from asyncrl.job.check import validate
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import GroupId, SessionRules, Trajectory, task_of
 from asyncrl.rollouts.rollout import (
@@ -114,6 +117,22 @@ def test_what_cannot_differ_between_tasks_is_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         mixed(agent, plain, **sections)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        ("grop", "algorithm.advantage=grop is not known"),
+        ("asyncrl.algorithms.advantages:gae", r"cannot be called as advantage\(reward"),
+    ],
+)
+def test_advantages_of_tasks_are_checked_before_a_run(
+    advantage: str, message: str
+) -> None:
+    values = yaml.safe_load(MIX.read_text())
+    values["task"][1]["algorithm"] = {"advantage": advantage}
+    with pytest.raises(ConfigError, match=message):
+        validate(RunConfig.model_validate(values))
 
 
 def test_shipped_mix_is_a_config() -> None:

@@ -266,7 +266,9 @@ def validate(
     read. `needs_weights`: False accepts a model folder with only config.json. Raises
     ConfigError.
     """
-    resolve(config.algorithm)
+    algorithms = [config.algorithm, *config.algorithms.values()]
+    for algorithm in algorithms:
+        resolve(algorithm)
     found = Found()
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
@@ -283,12 +285,11 @@ def validate(
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
         find_models(config, tokenizer, find_on_disk)
-    for setting, load in (
-        (config.algorithm.loss, load_loss),
-        (config.algorithm.advantage, load_advantage),
-    ):
-        if ":" in setting:
-            load(setting)
+    if ":" in config.algorithm.loss:
+        load_loss(config.algorithm.loss)
+    for algorithm in algorithms:
+        if ":" in algorithm.advantage:
+            load_advantage(algorithm.advantage)
     for harness in config.harnesses:
         if harness.python or harness.command:
             build_harness(harness, is_worker=False)
