@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,22 @@ def test_advantages_of_tasks_are_checked_before_a_run(
     values["task"][1]["algorithm"] = {"advantage": advantage}
     with pytest.raises(ConfigError, match=message):
         validate(RunConfig.model_validate(values))
+
+
+def test_each_task_has_its_own_verifiers_environment() -> None:
+    values = yaml.safe_load(MIX.read_text())
+    environments = ("guessing_env_for_test", "letters_env_for_test")
+    values["model"]["scratch"]["characters"] = string.printable[:95]
+    values["task"] = [
+        {"name": name, "verifiers": True, "generator": {"verifiers": environment}}
+        for name, environment in zip("ab", environments, strict=True)
+    ]
+    found = validate(RunConfig.model_validate(values), reads_all=True)
+    lines = "\n".join(found.lines)
+    assert "task.a: verifiers GuessingTaskset" in lines
+    assert "task.b: verifiers LettersTaskset" in lines
+    assert all(f"verifiers {environment}" in lines for environment in environments)
+    assert set(found.tasks) == {"a", "b"}
 
 
 def test_shipped_mix_is_a_config() -> None:
