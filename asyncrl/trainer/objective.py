@@ -146,33 +146,26 @@ class Units(NamedTuple):
         )
 
     def turns(self) -> Turns:
-        rollouts: dict[tuple[int, int], int] = {}
-        next_turns = list[int]()
-        groups = list[int]()
-        rollout_B, turn_B = np.zeros((2, len(self.keys)), np.int64)
+        keys_B3 = np.array(self.keys)
+        _, inverse = np.unique(keys_B3[:, :2], axis=0, return_inverse=True)
+        rollout_B = inverse.reshape(-1)
+        group_R = np.zeros(rollout_B.max() + 1, np.int64)
+        group_R[rollout_B] = self.groups
         # In order of the calls. Branches are in the order of their ids.
-        for number in sorted(range(len(self.keys)), key=self.keys.__getitem__):
-            rollout = rollouts.setdefault(self.keys[number][:2], len(rollouts))
-            if rollout == len(groups):
-                groups.append(self.groups[number])
-                next_turns.append(0)
-            rollout_B[number] = rollout
-            turn_B[number] = next_turns[rollout]
-            next_turns[rollout] += 1
-        numbers: dict[tuple[int, object], int] = {}
-        states = list[int]()
-        for number, (group, state) in enumerate(
-            zip(self.groups, self.states, strict=True)
-        ):
-            # Nothing is known to be equal to an unknown state.
-            key = (group, state or number)
-            states.append(numbers.setdefault(key, len(numbers)))
-        return Turns(
-            torch.from_numpy(rollout_B),
-            torch.from_numpy(turn_B),
-            torch.tensor(groups),
-            torch.tensor(states),
-        )
+        order_B = np.lexsort((keys_B3[:, 2], rollout_B))
+        _, first_R = np.unique(rollout_B[order_B], return_index=True)
+        turn_B = np.zeros_like(rollout_B)
+        turn_B[order_B] = np.arange(len(order_B)) - first_R[rollout_B[order_B]]
+        # Nothing is known to be equal to an unknown state.
+        names = [
+            f"{group}/{state}" if state else f"unknown {number}"
+            for number, (group, state) in enumerate(
+                zip(self.groups, self.states, strict=True)
+            )
+        ]
+        _, state_B = np.unique(names, return_inverse=True)
+        numbers = (rollout_B, turn_B, group_R, state_B)
+        return Turns(*map(torch.from_numpy, numbers))
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> Units:
