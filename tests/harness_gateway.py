@@ -24,6 +24,7 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.agents.worker import Worker
 from asyncrl.base.http import Caller
+from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome, Prompt, Work
 
 WORKER_KEY = "worker-key"
@@ -68,13 +69,18 @@ async def open_gateway(
     lease_timeout_s: float = 60.0,
     port: int | None = None,
     give_answer: bool = True,
+    outcomes: Any = "returned",
+    num_harnesses: int = 1,
     **more: Any,
 ) -> AsyncIterator[TestGateway]:
     """`limits`: of the gateway."""
     limits = more.pop("limits", {})
     more |= {
         "lease_timeout_s": lease_timeout_s,
-        "give_answer": give_answer,
+        "harnesses": [
+            GeneratorConfig(remote=True, give_answer=give_answer, outcomes=outcomes)
+        ]
+        * num_harnesses,
         "model": "policy",
     }
     queue = RolloutQueue(
@@ -135,10 +141,10 @@ def need_bubblewrap() -> None:
 
 @asynccontextmanager
 async def working(
-    gateway: TestGateway, harness: Harness, *, slots: int = 2, key: str = WORKER_KEY
+    gateway: TestGateway, *harnesses: Harness, slots: int = 2, key: str = WORKER_KEY
 ) -> AsyncIterator[Worker]:
     caller = gateway.worker(key=key)
-    worker = Worker(harness, caller, name="w", slots=slots)
+    worker = Worker(harnesses, caller, name="w", slots=slots)
     running = asyncio.ensure_future(worker.run())
     try:
         yield worker

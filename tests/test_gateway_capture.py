@@ -11,7 +11,16 @@ from functools import partial
 from typing import Any
 
 import pytest
-from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
+from gateway_capture_cases import (
+    END,
+    CharRenderer,
+    Message,
+    Play,
+    assistant,
+    completion,
+    plan,
+    user,
+)
 from gateway_cases import gateway_world, in_loop
 from template_renderers import Renderers, renderers
 
@@ -19,7 +28,7 @@ from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, Rollout
 
 TOOL = {
     "type": "function",
@@ -509,8 +518,64 @@ def test_rewards_that_do_not_fit_fail_the_rollout(names: list[str]) -> None:
         )
 
 
+def turns_of(rollout: Rollout) -> list[tuple[float, str, int, str]]:
+    """(reward, tokens, unit, state) of each credit."""
+    renderer = CharRenderer()
+    return [
+        (
+            credit.reward,
+            renderer.decode(branch.token_ids[credit.start : credit.end].tolist()),
+            credit.unit,
+            credit.state,
+        )
+        for branch in rollout
+        for credit in branch.credits
+    ]
+
+
+def test_each_turn_has_a_credit_and_the_last_one_earns_the_reward() -> None:
+    capture = conversation(True, False, True).capture
+    states = {"chatcmpl-0": "hall", "chatcmpl-2": "hall"}
+    rollout = capture.rollout(0, Outcome(turn_states=states), 0.75, by_turn=True)
+    first, third, second = turns_of(rollout)
+    assert first[0::2] == (0.0, 0)
+    assert "1" in first[1]
+    assert third[0::2] == (0.75, 2)
+    assert first[3] == third[3] == "hall"
+    # It has no loss, and its reward would count for the first turn.
+    assert second[:3] == (0.0, "", 1)
+    assert second[3]
+    rewards = {f"chatcmpl-{number}": 0.5 + number for number in range(3)}
+    rollout = capture.rollout(0, Outcome(turn_rewards=rewards), 9.0, by_turn=True)
+    assert [turn[0] for turn in turns_of(rollout)] == [0.5, 2.5, 1.5]
+    outcome = Outcome(turn_states={"chatcmpl-9": "hall"})
+    with pytest.raises(RolloutFailure, match="its turn_states name"):
+        capture.rollout(0, outcome, 1.0, by_turn=True)
+
+
+def test_turns_of_rewritten_histories_are_in_the_order_of_the_calls() -> None:
+    play = Play()
+    for question in ("z", "a", "z"):
+        play.ask([user(question)], f"x{END}")
+    (_, _, last_unit, of_a), *of_z = turns_of(
+        play.capture.rollout(0, Outcome(), 1.0, by_turn=True)
+    )
+    assert last_unit == 1, "branches are ordered by their ids"
+    assert {unit: reward for reward, _, unit, _ in of_z} == {0: 0.0, 2: 1.0}
+    states = {state for *_, state in of_z}
+    assert len(states) == 1, "equal prompts are equal states"
+    assert of_a not in states
+    again = Play()
+    again.ask([user("z")], f"other{END}")
+    ((*_, of_other_rollout),) = turns_of(
+        again.capture.rollout(1, Outcome(), 1.0, by_turn=True)
+    )
+    assert {of_other_rollout} == states
+
+
 def test_outcome_has_finite_numbers() -> None:
     for outcome in (
+        Outcome(turn_states={"chatcmpl-0": "a" * 257}),
         Outcome(turn_rewards={"chatcmpl-0": math.nan}),
         Outcome(1e39),  # infinite in float32
         Outcome(metrics={"steps": 1e308}),  # the mean of two overflows

@@ -36,7 +36,7 @@ from asyncrl.agents.endpoint.sessions import (
     Written,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, SessionRules, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
@@ -463,7 +463,7 @@ async def test_agent_gets_the_special_tokens_of_its_task(
             "route_key": "r",
         }
         session = world.gateway.open_nowait(
-            "g1/r0", shows_special=shows_special, **about
+            "g1/r0", rules=SessionRules(shows_special=shows_special), **about
         )
         status, answer = await world.ask_other(session)
         message = answer["choices"][0]["message"]
@@ -494,3 +494,14 @@ async def test_name_of_a_completion_is_no_speaker() -> None:
         rollout = world.session.rollout(0, Outcome(turn_rewards=rewards), 0.5)
         found = [credit.reward for branch in rollout for credit in branch.credits]
         assert sorted(found) == [0.0, 1.0]
+
+
+@in_loop
+async def test_rewards_of_speakers_are_not_added_over_turns() -> None:
+    async with gateway_world() as world:
+        for speaker in ("white", "black"):
+            await world.post({"messages": HI}, headers={"X-Session-ID": speaker})
+        outcome = Outcome(turn_rewards={"white": 1.0, "black": -1.0})
+        world.session.rollout(0, outcome, 0.0)
+        with pytest.raises(RolloutFailure, match="its rewards are of agents: black"):
+            world.session.rollout(0, outcome, 0.0, by_turn=True)

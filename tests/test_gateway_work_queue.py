@@ -24,7 +24,7 @@ from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
-from asyncrl.config import Outcomes
+from asyncrl.config import GeneratorConfig, Outcomes
 from asyncrl.messages import worker_api as shapes
 from asyncrl.messages.records import Outcome
 from asyncrl.testing.virtual_time import all_blocked, stand_still
@@ -353,7 +353,7 @@ async def test_rewards_come_only_from_the_configured_source() -> None:
         ("posted", said, Outcome(0.5, {"b": 2.0})),
     ]
     for outcomes, returned, counted in sources:
-        desk = Desk(outcomes=outcomes)
+        desk = Desk(harnesses=[GeneratorConfig(remote=True, outcomes=outcomes)])
         running = desk.run()
         (item,) = await desk.take()
         if outcomes == "posted":
@@ -470,7 +470,7 @@ async def test_withdrawn_item_is_cancelled_and_its_result_refused() -> None:
 
 @in_virtual_time
 async def test_last_posted_outcome_counts() -> None:
-    desk = Desk(outcomes="posted")
+    desk = Desk(harnesses=[GeneratorConfig(remote=True, outcomes="posted")])
     running = desk.run(3)
     (item,) = await desk.take()
     key = item.outcome_key or ""
@@ -490,7 +490,7 @@ async def test_last_posted_outcome_counts() -> None:
 
 @in_virtual_time
 async def test_larger_messages_are_refused_unread() -> None:
-    desk = Desk(outcomes="posted")
+    desk = Desk(harnesses=[GeneratorConfig(remote=True, outcomes="posted")])
     running = desk.run()
     (item,) = await desk.take()
     most = shapes.MAX_MESSAGE_BYTES
@@ -510,7 +510,7 @@ async def test_larger_messages_are_refused_unread() -> None:
 @in_virtual_time
 async def test_answer_goes_to_workers_that_may_have_it() -> None:
     for is_given, answer in ((False, None), (True, "42")):
-        desk = Desk(give_answer=is_given)
+        desk = Desk(harnesses=[GeneratorConfig(remote=True, give_answer=is_given)])
         running = desk.run()
         (item,) = await desk.take()
         assert item.answer == answer

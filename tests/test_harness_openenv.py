@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,13 @@ def play(
     task: Task = TASK,
     num_rollouts: int = 1,
     gateway: Mapping[str, Any] = {},
+    seen: list[Mapping[str, str]] | None = None,
     **args: Any,
 ) -> list[tuple[Outcome, list[str]]]:
-    """Return the outcome of each rollout, and the prompts that the engine saw."""
+    """Return the outcome of each rollout without its states, which are added to `seen`,
+    and the prompts that the engine saw.
+    """
+    seen = [] if seen is None else seen
     harness = build_harness(GeneratorConfig(openenv=url, args=args))
 
     async def one() -> tuple[Outcome, list[str]]:
@@ -99,6 +104,9 @@ def play(
             async with session.client:
                 outcome = await harness.run(task, session)
             world.session.rollout(0, outcome, outcome.reward or 0.0)
+            world.session.rollout(0, outcome, outcome.reward or 0.0, by_turn=True)
+            seen.append(outcome.turn_states)
+            outcome = replace(outcome, turn_states={})
             return outcome, [text_of(each) for each in engine.requests]
 
     async def all_at_once() -> list[tuple[Outcome, list[str]]]:
@@ -158,6 +166,22 @@ def test_rewards_are_the_last_one_or_one_per_answer(
 ) -> None:
     ((outcome, _),) = play(servers["text"].url, longer, rewards=rewards)
     assert outcome == expected
+
+
+def test_state_of_a_turn_is_what_the_environment_said(
+    servers: dict[str, Server],
+) -> None:
+    seen: list[Mapping[str, str]] = []
+    answers = iter(["ab", "abcd", "ab", "ab", "ab", "abcd"])
+    for _ in range(2):
+        play(servers["text"].url, lambda _: next(answers), seen=seen)
+    first, second = (
+        [states[f"chatcmpl-{turn}"] for turn in range(3)] for states in seen
+    )
+    assert first[0] == second[0]
+    assert first[1] == second[1]
+    assert first[2] != second[2], "the texts before differ"
+    assert len({*first}) == 3
 
 
 def test_episode_ends_after_max_turns(servers: dict[str, Server]) -> None:

@@ -114,16 +114,16 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     async with open_gateway() as gateway:
         caller = gateway.worker()
         running = asyncio.ensure_future(
-            Worker(Steps(), caller, name="w", slots=2, give_up_s=60.0).run()
+            Worker([Steps()], caller, name="w", slots=2, give_up_s=60.0).run()
         )
         own = gateway.worker()
-        owned = asyncio.ensure_future(Worker(Steps(), own, name="own", slots=2).run())
+        owned = asyncio.ensure_future(Worker([Steps()], own, name="own", slots=2).run())
         await until(lambda: gateway.queue.gauges()["harness/workers"] == 2)
         gateway.queue.is_over = True
         await gateway.queue.aclose()
         await running
         late = gateway.worker()
-        await Worker(Steps(), late, name="late", slots=1, give_up_s=60.0).run()
+        await Worker([Steps()], late, name="late", slots=1, give_up_s=60.0).run()
         assert not owned.done(), "the run ends its own"
         owned.cancel()
         await asyncio.wait({owned})
@@ -133,7 +133,7 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     with pytest.raises(
         ComponentError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"
     ):
-        await Worker(Steps(), gone, name="w", slots=1, give_up_s=0.0).run()
+        await Worker([Steps()], gone, name="w", slots=1, give_up_s=0.0).run()
     await gone.aclose()
 
 
@@ -227,7 +227,7 @@ async def test_wrong_key_or_broken_harness_ends_the_worker() -> None:
         ):
             caller = gateway.worker(key=key)
             with pytest.raises(ConfigError, match=said):
-                await Worker(Needs(), caller, name="w", slots=1).run()
+                await Worker([Needs()], caller, name="w", slots=1).run()
             await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running
@@ -238,7 +238,7 @@ async def started(
     gateway: TestGateway, run_dir: Path, harness: GeneratorConfig, **more: str
 ) -> AsyncIterator[tuple[ChildProcess, Caller]]:
     spec = WorkerSpec(
-        name="worker-0", url=gateway.url, slots=2, harness=harness
+        name="worker-0", url=gateway.url, slots=2, harnesses=[harness]
     ).model_dump_json()
     env = {"PYTHONPATH": str(Path(__file__).parent)} | more
     keys = {WORKER_KEY_ENV: WORKER_KEY}

@@ -351,7 +351,9 @@ async def test_worker_that_leaves_has_its_name() -> None:
     async with open_gateway() as gateway:
         caller = gateway.worker()
         harness = build(agent("hangs", after_answer=True))
-        worker = asyncio.ensure_future(Worker(harness, caller, name="w", slots=1).run())
+        worker = asyncio.ensure_future(
+            Worker([harness], caller, name="w", slots=1).run()
+        )
         running = asyncio.ensure_future(run(gateway))
         await gateway.engine.started.wait()
         worker.cancel()

@@ -293,9 +293,17 @@ class FakeHost:
     def last_completion(self) -> Completion:
         return completion_of([*map(ord, self._text or "")])
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
         if self._text is None:
             raise RolloutFailure("nothing was sampled")
+        self.by_turn = by_turn
         return (
             replace(one_token(sample_index, reward=reward), metrics=outcome.metrics),
         )
@@ -357,6 +365,13 @@ def test_session_ends_before_the_task_scores_it(
         ]
     )
     assert host.works == [Work("g4/r2", HARNESS_PROMPT, 2, 0, "key-0", 10.0)]
+
+
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_rollouts_have_credits_by_turn_if_the_run_wants_them(by_turn: bool) -> None:
+    host = FakeHost(Outcome(1.0))
+    run_harness(host, by_turn=by_turn)
+    assert host.by_turn == by_turn
 
 
 def test_each_attempt_has_its_own_session() -> None:

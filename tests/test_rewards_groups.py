@@ -31,6 +31,7 @@ from asyncrl.job.check import try_reward
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import group_story, read_resume
 from asyncrl.messages.records import (
+    Credit,
     GroupId,
     Outcome,
     Prompt,
@@ -38,6 +39,7 @@ from asyncrl.messages.records import (
     Ticket,
     UnfinishedGroup,
 )
+from asyncrl.rollouts.rollout import score_group
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_rewards
 
@@ -258,6 +260,20 @@ async def test_evaluation_scores_the_samples_of_each_prompt() -> None:
 
 
 # ---- the journal
+
+
+@virtual
+async def test_last_turn_earns_what_the_group_reward_gives() -> None:
+    groups = Groups(lambda texts: [float(len(text)) for text in texts])
+    first, other = (
+        replace(one_token(0, reward=0.0), branch=branch, credits=(credit,))
+        for branch, credit in enumerate((Credit(1, 2, 0.0, 8), Credit(1, 2, 0.0, 3)))
+    )
+    rollouts = {0: (replace(first, unscored="four"), other)}
+    scored, failed = await score_group(groups.scorer, PROMPT, rollouts, 1)
+    assert failed == {}
+    assert [branch.reward for branch in scored[0]] == [4.0, 4.0]
+    assert [branch.credits[0].reward for branch in scored[0]] == [4.0, 0.0]
 
 
 def unscored(group_id: int, index: int) -> Rollout:

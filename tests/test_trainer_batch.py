@@ -216,7 +216,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
 ) -> None:
     header, arrays = make_branch_batch(seed, credits=credits)
     sampled, expected = arrays.is_sampled, plain_units(header)
-    rewards, groups, unit_N = find_units(header, len(sampled))
+    rewards, groups, unit_N, *_ = find_units(header, len(sampled))
     assert rewards == [reward for reward, _ in expected.values()]
     assert groups == [key[0] - 10 for key in expected]
     for number, (_, places) in enumerate(expected.values()):

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -113,13 +114,15 @@ class OpenEnvHarness:
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         messages: list[Any] = [dict(message) for message in task.messages]
         given: list[tuple[str, float | None]] = []
+        states: dict[str, str] = {}
         is_done = False
         async with self._started(task) as (client, first):
             shape = await self._shape()
             options: dict[str, Any] = {}
             if shape.action is None:
                 options["tools"] = await self._tools(client)
-            _add_text(messages, self._text_of(first.observation))
+            state = self._text_of(first.observation)
+            _add_text(messages, state)
             while not is_done and len(given) < self._args.max_turns:
                 try:
                     answer = await session.client.chat.completions.create(
@@ -139,10 +142,13 @@ class OpenEnvHarness:
                     action = {shape.action: said.content or ""}
                     step = await self._step_text(client, action)
                 given.append((answer.id, step.reward))
+                states[answer.id] = _digest(state)
+                state = "\n".join(message["content"] for message in step.shown)
                 messages += step.shown
                 is_done = step.is_done
         metrics = {"turns": float(len(given)), "done": float(is_done)}
-        return self._outcome(given, metrics)
+        outcome = self._outcome(given, metrics)
+        return replace(outcome, turn_states=states)
 
     def _outcome(
         self, given: Sequence[tuple[str, float | None]], metrics: dict[str, float]
@@ -350,6 +356,10 @@ class OpenEnvHarness:
             if name not in ALWAYS_THERE and value is not None
         }
         return _as_text(next(iter(seen.values())) if len(seen) == 1 else seen or "")
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _client_class(said: str) -> Any:

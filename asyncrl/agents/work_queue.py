@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import Signal, waiting
-from asyncrl.config import Outcomes
+from asyncrl.config import GeneratorConfig
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome, Work
 
@@ -89,8 +89,8 @@ class RolloutQueue:
     model: str
     lease_timeout_s: float
     task_seed: Callable[[Work], int]
-    outcomes: Outcomes = "returned"
-    give_answer: bool = False
+    harnesses: Sequence[GeneratorConfig] = (GeneratorConfig(),)
+    """By Work.harness: the source of their rewards, and whether they get answers."""
     late: wire.LateOutcomes | None = None
     """Takes all posted outcomes, with outcomes="later"."""
 
@@ -146,7 +146,8 @@ class RolloutQueue:
             work.labels,
         )
         self._queue.add(item)
-        if self.outcomes == "posted" and item.item.outcome_key is not None:
+        is_posted = self.harnesses[work.harness].outcomes == "posted"
+        if is_posted and item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
         self._changed.notify()
         try:
@@ -405,7 +406,7 @@ class RolloutQueue:
             item.done.set_result(result)
 
     def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome:
-        if self.outcomes == "returned":
+        if self.harnesses[item.item.harness].outcomes == "returned":
             return returned
         return replace(item.posted, metrics={**item.posted.metrics, **returned.metrics})
 
@@ -413,12 +414,14 @@ class RolloutQueue:
         """Return the receiver of outcomes posted with a key. Raises ApiError (401)."""
         if (take := self._takers.get(key)) is None:
             why = "This key sets no reward: it is unknown, its rollout has ended, or it only samples"
-            source = f"generator.outcomes={self.outcomes} says where rewards come from"
+            sources = dict.fromkeys(each.outcomes for each in self.harnesses)
+            source = f"generator.outcomes={' or '.join(sources)} says where rewards come from"
             raise ApiError(401, f"{why} ({source}).", code="invalid_api_key")
         return take
 
     def _make_item(self, work: Work) -> wire.WorkItem:
         prompt = work.prompt
+        harness = self.harnesses[work.harness]
         try:
             item = wire.WorkItem(
                 item_id=f"{self._run_id}-{next(self._numbers)}",
@@ -426,16 +429,17 @@ class RolloutQueue:
                 prompt_id=prompt.prompt_id,
                 messages=[dict(each) for each in prompt.messages],
                 info=dict(prompt.info),
-                answer=prompt.answer if self.give_answer else None,
-                has_answer=self.give_answer,
+                answer=prompt.answer if harness.give_answer else None,
+                has_answer=harness.give_answer,
                 sample_index=work.sample_index,
                 attempt=work.attempt,
                 seed=self.task_seed(work),
                 key=work.key,
                 outcome_key=secrets.token_hex(24)
-                if self.outcomes == "posted"
+                if harness.outcomes == "posted"
                 else work.outcome_key,
                 timeout_s=work.timeout_s,
+                harness=work.harness,
             )
             # Here a wrong value fails its own prompt. In a worker's answer it would
             # fail the other items, too.

@@ -117,7 +117,7 @@ class Worker:
 
     def __init__(
         self,
-        harness: Harness,
+        harnesses: Sequence[Harness],
         caller: Caller,
         *,
         name: str,
@@ -137,7 +137,7 @@ class Worker:
         self._drain_s = drain_s
         self._drain = asyncio.Event()
         self.running: dict[str, asyncio.Task[None]] = {}
-        self._harness = harness
+        self._harnesses = harnesses
         self._caller = caller
         self._give_up_s = give_up_s
         self._identity = {"worker": name, "instance": secrets.token_hex(8)}
@@ -281,7 +281,7 @@ class Worker:
             url, item.key, model, item.outcome_key, http_client=self._http_client
         )
         try:
-            outcome = await run_item(self._harness, item, session)
+            outcome = await run_item(self._harnesses[item.harness], item, session)
             field = "outcome" if isinstance(outcome, Outcome) else "failure"
             result = wire.ResultRequest(
                 **self._identity, item_id=item.item_id, **{field: outcome}
@@ -376,12 +376,15 @@ class WorkerSpec(Message):
     labels: tuple[Name, ...] = ()
     room: Room = Room()
     drain_s: float = Field(default=0.0, ge=0)
-    harness: GeneratorConfig
+    harnesses: list[GeneratorConfig] = Field(min_length=1)
     give_up_s: float | None = Field(default=None, ge=0)
 
 
 def work(
-    harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = None
+    harnesses: Sequence[Harness],
+    spec: WorkerSpec,
+    key: str,
+    health_fd: int | None = None,
 ) -> int:
     """Return 0 when the run is done or the worker has drained, 143 after SIGTERM with
     rollouts left, 130 after Ctrl-C. A second signal cuts the harnesses' cleanup.
@@ -393,9 +396,9 @@ def work(
         caller = Caller("gateway", spec.url, key)
         try:
             if health_fd is not None:
-                await _serve_health(harness, health_fd)
+                await _serve_health(harnesses, health_fd)
             worker = Worker(
-                harness,
+                harnesses,
                 caller,
                 name=spec.name,
                 slots=spec.slots,
@@ -430,21 +433,22 @@ def work(
 def main() -> None:
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)
-    harness: Harness | None = None
+    harnesses = list[Harness]()
 
     def kill_commands() -> None:
-        getattr(harness, "kill_all_nowait", lambda: None)()
+        for harness in harnesses:
+            getattr(harness, "kill_all_nowait", lambda: None)()
 
-    # Before user code is imported, which may take long. `harness` is read when the run
-    # has died, not here.
+    # Before user code is imported, which may take long. `harnesses` is read when the
+    # run has died, not here.
     die_with_parent(kill_commands)
     _log_to_stderr()
     hide_memory()
     key = secret_of(WORKER_KEY_ENV)
     code = 0
     try:
-        harness = build_harness(spec.harness)
-        work(harness, spec, key, fd)
+        harnesses += [build_harness(config) for config in spec.harnesses]
+        work(harnesses, spec, key, fd)
     except ConfigError as error:
         code = 1
         body = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
@@ -455,14 +459,14 @@ def main() -> None:
     os._exit(code)  # hanging threads do not delay it
 
 
-async def _serve_health(harness: Harness, fd: int) -> None:
+async def _serve_health(harnesses: Sequence[Harness], fd: int) -> None:
     """Answer GET /health on the harnesses' event loop: a worker that blocks it is
     restarted.
     """
 
     async def health() -> wire.WorkerHealth:
-        calls = getattr(harness, "calls", None)
-        num_abandoned = getattr(calls, "num_abandoned", 0)
+        all_calls = [getattr(harness, "calls", None) for harness in harnesses]
+        num_abandoned = sum(getattr(calls, "num_abandoned", 0) for calls in all_calls)
         return wire.WorkerHealth(num_abandoned=num_abandoned, cpu_s=time.process_time())
 
     app = make_app(secret_of(SECRET_ENV))
@@ -521,7 +525,7 @@ def run_worker(
             labels=tuple(labels),
             room=Room(memory_mb=min_memory_mb, disk_mb=min_disk_mb),
             drain_s=drain_s,
-            harness=config,
+            harnesses=[config],
             give_up_s=give_up_s,
         )
     except ValueError as error:
@@ -537,7 +541,7 @@ def run_worker(
     _log_to_stderr()
     hide_memory()
     log.info("worker %s: %d slots, gateway %s", spec.name, slots, spec.url)
-    return work(build_harness(config), spec, key)
+    return work([build_harness(config)], spec, key)
 
 
 def _worker_key(key_file: Path | None) -> str:

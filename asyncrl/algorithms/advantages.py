@@ -1,14 +1,15 @@
 """Advantages from the rewards of a batch: one number per sample, shared by its tokens.
 gae has one per token.
 
-All functions but checked_advantages, gae and whitened take `reward_B` float32, finite, and `group_B`
-int64 (0 to num_groups - 1), and return float32 [B]. If all compared rewards are equal,
-the advantage is exactly 0. Standard deviations are of the population, except in
-grpo_sample and lite_ppo.
+All functions but checked_advantages, gae, whitened, gigpo and turn_rloo take `reward_B`
+float32, finite, and `group_B` int64 (0 to num_groups - 1), and return float32 [B]. If
+all compared rewards are equal, the advantage is exactly 0. Standard deviations are of
+the population, except in grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,6 +121,87 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
     # their standard deviation.
     centred_B = dr_grpo(reward_B, group_B)
     return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The B turns of R rollouts, all int64.
+
+    `rollout_B`: 0 to R - 1. `turn_B`: place in the rollout, from 0, without gaps.
+    `group_R`: group of each rollout. `state_B`: equal for turns of a group that started
+    from the same state.
+    """
+
+    rollout_B: Tensor
+    turn_B: Tensor
+    group_R: Tensor
+    state_B: Tensor
+
+    def table(self, value_B: Tensor) -> Tensor:
+        """Return float64 [R, T]: the values by rollout and turn, 0 after its end."""
+        num_turns = int(self.turn_B.max()) + 1
+        value_RT = value_B.new_zeros(len(self.group_R), num_turns).double()
+        value_RT[self.rollout_B, self.turn_B] = value_B.double()
+        return value_RT
+
+
+def rewards_to_go(reward_B: Tensor, turns: Turns, discount: float) -> Tensor:
+    """Return G_t = reward_t + discount * G_t+1 of each turn, float32 [B].
+
+    A turn cannot change the rewards before it, so leaving them out takes variance from
+    the policy gradient and no part of its mean. Sutton and Barto, Reinforcement
+    Learning, second edition, section 13.3.
+    """
+    to_go_RT = turns.table(reward_B)
+    for turn in reversed(range(to_go_RT.shape[1] - 1)):
+        to_go_RT[:, turn] += discount * to_go_RT[:, turn + 1]
+    return to_go_RT[turns.rollout_B, turns.turn_B].float()
+
+
+def turn_rloo(to_go_B: Tensor, turns: Turns) -> Tensor:
+    """Subtract the mean of the group's other rollouts at the same turn, float32 [B].
+
+        advantage_i,t = G_i,t - mean over j != i of G_j,min(t, last turn of j)
+
+    The baseline has no action of rollout i in it, so it takes nothing from the mean of
+    the gradient, however the histories differ. The mean over the rollouts that have a
+    turn t, i among them, does: it shrinks the gradient of turn t by 1 - 1/n_t, and late
+    turns, which few rollouts reach, more than early ones. A group of one rollout gets
+    0. With one reward at the end and discount 1, this is rloo.
+
+    REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740, for each turn.
+    """
+    to_go_RT = turns.table(to_go_B)
+    last_R = torch.zeros_like(turns.group_R).scatter_reduce(
+        0, turns.rollout_B, turns.turn_B, "amax"
+    )
+    column_T = torch.arange(to_go_RT.shape[1])
+    held_RT = to_go_RT.gather(1, torch.minimum(column_T, last_R[:, None]))
+    size_R = turns.group_R.bincount()[turns.group_R]
+    # From the lowest of the group: equal rewards then give exactly 0, see _centred().
+    index_RT = turns.group_R[:, None].expand_as(held_RT)
+    lowest_RT = torch.zeros_like(held_RT).scatter_reduce(
+        0, index_RT, held_RT, "amin", include_self=False
+    )[turns.group_R]
+    above_RT = held_RT - lowest_RT
+    sum_RT = torch.zeros_like(held_RT).index_add(0, turns.group_R, above_RT)
+    others_RT = sum_RT[turns.group_R] - above_RT
+    advantage_RT = above_RT - others_RT / (size_R - 1).clamp(min=1)[:, None]
+    return advantage_RT[turns.rollout_B, turns.turn_B].float()
+
+
+def gigpo(
+    reward_B: Tensor, to_go_B: Tensor, turns: Turns, state_weight: float
+) -> Tensor:
+    """Return grpo of the rollouts' sums of rewards, plus state_weight * grpo of the
+    rewards to go of turns from the same state, float32 [B].
+
+    A state that no other turn of the group shares adds 0. GiGPO,
+    https://arxiv.org/abs/2505.10978, with the standard deviation as its F_norm.
+    """
+    sum_R = turns.table(reward_B).sum(1).float()
+    of_rollout_B = grpo(sum_R, turns.group_R)[turns.rollout_B]
+    return of_rollout_B + state_weight * grpo(to_go_B, turns.state_B)
 
 
 def gae(

@@ -14,7 +14,11 @@ _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.los
 BUILT_IN_ADVANTAGES = {
     name: _ADVANTAGES + name
     for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
-} | {"leave_one_out": _ADVANTAGES + "rloo", "gae": _ADVANTAGES + "gae"}
+} | {
+    "leave_one_out": _ADVANTAGES + "rloo",
+    "gigpo": _ADVANTAGES + "gigpo",
+    "gae": _ADVANTAGES + "gae",
+}
 
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that need all tokens of an optimizer step."""

@@ -16,7 +16,10 @@ GROUP_ADVANTAGES = (
     "rloo",
     "leave_one_out",
     "reinforce_pp_baseline",
+    "gigpo",
 )
+TURN_ADVANTAGES = ("rloo", "leave_one_out", "gigpo")
+"""Built-in advantages that credit turns with what follows them."""
 
 
 class AlgorithmConfig(FrozenConfig):
@@ -24,7 +27,8 @@ class AlgorithmConfig(FrozenConfig):
 
     advantage: str = "grpo"
     """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out,
-    reinforce_pp, reinforce_pp_baseline, gae) or `module:function`. gae needs `critic`.
+    reinforce_pp, reinforce_pp_baseline, gigpo, gae) or `module:function`. gae needs
+    `critic`, gigpo needs `turn_discount`.
     """
     loss: str = "ppo_clip"
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo,
@@ -106,6 +110,13 @@ class AlgorithmConfig(FrozenConfig):
     whiten_advantages: bool = True
     """Give the advantages of gae mean 0 and deviation 1 over the batch's loss tokens.
     """
+    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    """Credit each turn of an agent with its own and all later rewards, discounted by
+    this per turn. For rloo, gigpo and `module:function` (none = one reward per rollout,
+    or a turn's own).
+    """
+    state_weight: float = Field(default=1.0, ge=0)
+    """Weight in gigpo of the comparison of turns that started from the same state."""
 
     @property
     def needs_critic(self) -> bool:
@@ -152,5 +163,21 @@ class AlgorithmConfig(FrozenConfig):
         if self.needs_critic and self.reward_weight == 0:
             raise ValueError(
                 "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_agree(self) -> Self:
+        is_known = self.advantage in TURN_ADVANTAGES or ":" in self.advantage
+        if self.turn_discount is not None and not is_known:
+            raise ValueError(
+                f"turn_discount is for advantage={', '.join(TURN_ADVANTAGES)} or module:function: "
+                f"{self.advantage} would compare a turn with other turns of its rollout"
+            )
+        if self.advantage == "gigpo" and self.turn_discount is None:
+            raise ValueError("advantage=gigpo needs turn_discount; the paper's is 0.95")
+        if self.given("state_weight") and self.advantage != "gigpo":
+            raise ValueError(
+                f"state_weight has no effect with advantage={self.advantage}; remove it"
             )
         return self

@@ -14,6 +14,9 @@ EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
 
 
+NOT_EVALUATED = ("name", "share", "sampling", "generator", "limits", "algorithm")
+
+
 class EvalConfig(FrozenConfig):
     """A held-out task, sampled at one version. A list of sections gives several
     evaluations.
@@ -57,7 +60,7 @@ class EvalConfig(FrozenConfig):
     def _can_be_evaluated(self) -> Self:
         # Each evaluation samples the same prompts, the first ones in file order, or its
         # curve would mean nothing. Its name is eval.name.
-        if given := self.task.given("name", "share", "sampling"):
+        if given := self.task.given(*NOT_EVALUATED):
             raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
         if self.called == "task":  # a task reports eval/task/NAME
             raise ValueError(

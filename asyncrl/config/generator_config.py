@@ -114,6 +114,14 @@ class GeneratorConfig(FrozenConfig):
     """
 
     @property
+    def called(self) -> str:
+        """Example: python my_agent:run."""
+        for name in HARNESSES:
+            if value := getattr(self, name):
+                return f"{name} {shlex.join(value) if name == 'command' else value}"
+        return "remote" if self.remote else "one completion"
+
+    @property
     def is_harness(self) -> bool:
         return self.remote or kind_of(self) is not None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
@@ -97,6 +97,36 @@ class RunConfig(FrozenConfig):
         )
 
     @property
+    def generators(self) -> Mapping[str, GeneratorConfig]:
+        """Return the generator of each task, by name."""
+        return {
+            name: task.generator or self.generator for name, task in self.tasks.items()
+        }
+
+    @property
+    def algorithms(self) -> Mapping[str, AlgorithmConfig]:
+        """Return the algorithm of each task, by name; empty if all have the run's.
+        Raises ValueError if a task's does not fit.
+        """
+        found = dict[str, AlgorithmConfig]()
+        for name, task in self.tasks.items():
+            own = task.algorithm.model_dump(exclude={"weight"}, exclude_none=True)
+            values = self.algorithm.model_dump() | own
+            found[name] = AlgorithmConfig.model_validate(values)
+        weights = [task.algorithm.weight for task in self.tasks.values()]
+        is_same = all(each == self.algorithm for each in found.values())
+        return {} if is_same and set(weights) == {1.0} else found
+
+    @property
+    def harnesses(self) -> list[GeneratorConfig]:
+        """Return the distinct generators with a harness. Work names them by place."""
+        found = list[GeneratorConfig]()
+        for one in (self.generator, *self.generators.values()):
+            if one.is_harness and one not in found:
+                found.append(one)
+        return found
+
+    @property
     def evals(self) -> Mapping[str, EvalConfig]:
         """Return evaluations by name; a single evaluation may be ''."""
         given = [] if self.eval is None else self.eval
@@ -165,7 +195,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def keeps_turns(self) -> bool:
-        return self.rollout.facts.keeps_turns and self.generator.is_harness
+        return self.rollout.facts.keeps_turns and bool(self.harnesses)
 
     def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
         """Return True if an engine's tokens do not depend on concurrent work."""
@@ -198,12 +228,15 @@ class RunConfig(FrozenConfig):
             self._engine_conflicts(),
             self._checkpoint_conflicts(),
             self._eval_conflicts(),
+            self._algorithm_conflicts(),
+            self._limit_conflicts(),
             self._critic_conflicts(),
             self._demonstration_conflicts(),
             self._teacher_conflicts(),
             self._task_conflicts(),
             self._reward_conflicts(),
             self._posted_conflicts(),
+            self._generator_conflicts(),
         )
         for conflict in conflicts:
             raise ValueError(conflict)
@@ -275,6 +308,47 @@ class RunConfig(FrozenConfig):
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
 
+    def _algorithm_conflicts(self) -> Iterator[str]:
+        for name, task in self.tasks.items():
+            key = f"{key_of('task', name)}.algorithm"
+            own = task.algorithm
+            given = own.given("advantage", "turn_discount", "state_weight", "weight")
+            if given and (self.algorithm.needs_critic or own.advantage == "gae"):
+                yield f"{key}.{given[0]} does not go with gae: one critic values all tasks; remove it"
+                return
+        try:
+            algorithms = self.algorithms
+        except ValidationError as error:
+            yield f"task.algorithm does not fit `algorithm`: {error.errors()[0]['msg']}"
+            return
+        for name, generator in self.generators.items():
+            algorithm = algorithms.get(name, self.algorithm)
+            is_compared = algorithm.advantage in GROUP_ADVANTAGES
+            has_reward = self.algorithm.reward_weight > 0
+            if is_compared and has_reward and self.rollout.group_size == 1:
+                yield f"task.algorithm.advantage={algorithm.advantage} needs rollout.group_size=2 or more"
+            if algorithm.turn_discount is None:
+                continue
+            if not generator.is_harness:
+                yield f"turn_discount is for agents, and {key_of('task', name)} has no `generator`; remove it"
+            # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
+            if self.buffer.filter == "equal_rewards":
+                yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
+
+    def _limit_conflicts(self) -> Iterator[str]:
+        for name, task in self.tasks.items():
+            key = f"{key_of('task', name)}.limits"
+            limits = task.limits
+            num_tokens = limits.max_tokens or self.rollout.max_tokens
+            if num_tokens > self.rollout.max_tokens:
+                yield f"{key}.max_tokens={num_tokens} is above rollout.max_tokens={self.rollout.max_tokens}"
+            # The penalty begins below one length, and would begin too late for the task.
+            if limits.max_tokens is not None and self.algorithm.overlong_tokens > 0:
+                yield f"{key}.max_tokens does not go with algorithm.overlong_tokens; remove one of the two"
+            of_calls = limits.given("max_calls", "max_rollout_tokens")
+            if of_calls and not self.generators[name].is_harness:
+                yield f"{key}.{of_calls[0]} is for agents, and the task has no `generator`; remove it"
+
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
         if self.algorithm.needs_critic and self.critic is None:
@@ -340,12 +414,17 @@ class RunConfig(FrozenConfig):
                 "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
                 "remove them"
             )
-        if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
-            yield "task.verifiers needs a run with one task; remove it or the other tasks"
 
     def _posted_conflicts(self) -> Iterator[str]:
+        harnesses = self.harnesses
+        is_later = self.generator.outcomes == "later"
+        if any(each.outcomes == "later" for each in harnesses) and (
+            len(harnesses) > 1 or not is_later
+        ):
+            yield "outcomes=later is for one program; set it in `generator`, and no other task.generator"
         for name, task in self.tasks.items():
-            if self.generator.outcomes == "later" and task.reward is not None:
+            is_later = self.generators[name].outcomes == "later"
+            if is_later and task.reward is not None:
                 key = f"{key_of('task', name)}.reward"
                 yield f"generator.outcomes=later takes only posted rewards; remove {key}"
 
@@ -373,11 +452,19 @@ class RunConfig(FrozenConfig):
             yield "placement.judge is for a judge without base_url; remove one of the two"
         if not models and self.placement.reward != "auto":
             yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"
+
+    def _generator_conflicts(self) -> Iterator[str]:
         generator = self.generator
-        if any(task.verifiers for task in self.tasks.values()) != (
-            generator.verifiers is not None
-        ):
-            yield "set both generator.verifiers and task.verifiers, or none"
+        # A remote worker has one harness, and runs every item that it gets.
+        if generator.remote and len(self.harnesses) > 1:
+            yield "generator.remote runs one harness; remove task.generator, or let the run start its workers"
+        is_used = any(task.generator is None for task in self.tasks.values())
+        if generator.is_harness and not is_used and self.eval is None:
+            yield "every task has its `generator`, so that of the run has no use; remove it"
+        generators = self.generators
+        for name, task in self.tasks.items():
+            if task.verifiers != (generators[name].verifiers is not None):
+                yield f"set both generator.verifiers and {key_of('task', name)}.verifiers, or none"
         num_played = sum(one.task.verifiers for one in self.evals.values())
         num_evals = 0 if generator.verifiers is None else len(self.evals)
         if num_played not in (0, num_evals):
@@ -385,7 +472,9 @@ class RunConfig(FrozenConfig):
         # A harness may bring the reward itself; with outcomes=none the task must.
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
-            if not task.has_score and not has_harness:
+            own = generators[name]
+            is_paid = own.is_harness and own.outcomes != "none"
+            if not task.has_score and not is_paid:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
             # Nobody posts rewards later for evaluations.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
+from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.judge_config import JudgeConfig, JudgedReward
 from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
+from asyncrl.messages.records import SessionRules
+from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 
 
 def _form_of(reward: Any) -> str:
@@ -27,6 +32,68 @@ RewardSource = Annotated[
     | Annotated[ModelledReward, Tag("[model]")],
     Discriminator(_form_of),
 ]
+
+
+class _PartOfTask(FrozenConfig):
+    shared: ClassVar[Mapping[str, str]] = {}
+    """Reasons why tasks have one value of other settings, by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_shared(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            if reason := cls.shared.get(name):
+                raise ValueError(f"{name} cannot differ between tasks: {reason}")
+        return values
+
+
+_ONE_POLICY = (
+    "the trainer computes logprobs with one set of sampling parameters; set rollout.{}"
+)
+_ONE_STEP = "an optimizer step has one loss; set algorithm.{}"
+
+
+class TaskLimits(_PartOfTask):
+    """Limits of a task's rollouts (none = the run's)."""
+
+    shared: ClassVar = {
+        name: _ONE_POLICY.format(name) for name in SAMPLING_PARAMETERS
+    } | {
+        "group_size": "batches have equal groups; set rollout.group_size",
+        "max_prompt_tokens": "engines have one length; set rollout.max_prompt_tokens",
+    }
+
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Instead of rollout.timeout_s."""
+    max_tokens: PositiveInt | None = None
+    """Instead of rollout.max_tokens, and not above it."""
+    max_calls: PositiveInt | None = None
+    """Instead of gateway.max_calls."""
+    max_rollout_tokens: PositiveInt | None = None
+    """Instead of gateway.max_rollout_tokens."""
+
+    @property
+    def rules_of_session(self) -> SessionRules:
+        return SessionRules(self.max_tokens, self.max_calls, self.max_rollout_tokens)
+
+
+class TaskAlgorithm(_PartOfTask):
+    """Advantages of a task's rollouts (none = as in `algorithm`)."""
+
+    shared: ClassVar = {
+        name: _ONE_STEP.format(name)
+        for name in AlgorithmConfig.model_fields
+        if name not in ("advantage", "turn_discount", "state_weight")
+    }
+
+    advantage: str | None = None
+    """Instead of algorithm.advantage; over this task's samples in the batch."""
+    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    """Instead of algorithm.turn_discount."""
+    state_weight: float | None = Field(default=None, ge=0)
+    """Instead of algorithm.state_weight."""
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+    """Factor of this task's advantages in the loss."""
 
 
 class TaskConfig(FrozenConfig):
@@ -58,6 +125,14 @@ class TaskConfig(FrozenConfig):
     """
     verifiers: bool = False
     """Tasks and rewards of the environment in generator.verifiers."""
+    generator: GeneratorConfig | None = None
+    """Program of this task's rollouts, on the run's workers (none = `generator` of the
+    run; `{}` = one completion).
+    """
+    limits: TaskLimits = TaskLimits()
+    """Limits of this task's rollouts."""
+    algorithm: TaskAlgorithm = TaskAlgorithm()
+    """Advantages of this task's rollouts."""
     size: int = Field(default=1000, ge=1, le=10**7)
     """Number of prompts of a generated task (python, reasoning_gym, endless verifiers
     environments).
@@ -140,6 +215,17 @@ class TaskConfig(FrozenConfig):
         # The name becomes part of prompt ids and metrics, where / separates parts.
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
         return name if name[:1].isalpha() else f"task-{name}"
+
+    @model_validator(mode="after")
+    def _workers_are_shared(self) -> Self:
+        generator = self.generator
+        given = generator and generator.given("remote", "workers", "concurrency")
+        if given:
+            raise ValueError(
+                f"generator.{given[0]} cannot differ between tasks, which share the run's workers; write it "
+                "in `generator` of the run"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

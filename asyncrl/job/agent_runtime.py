@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
-from asyncrl.config import RunConfig
+from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
@@ -32,6 +33,7 @@ from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.rollout import (
+    ByTask,
     Generator,
     HarnessGenerator,
     SingleTurn,
@@ -103,8 +105,7 @@ def make_gateway(
         task_seed=lambda work: derive_seed(
             seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt
         ),
-        outcomes=config.generator.outcomes,
-        give_answer=config.generator.give_answer,
+        harnesses=config.harnesses or (config.generator,),
         late=late,
     )
     # vLLM reports supports only if its start asked for them.
@@ -204,7 +205,7 @@ class AgentRuntime:
             "name": name,
             "url": self.url,
             "slots": -(-num_slots // config.generator.workers),
-            "harness": config.generator.model_dump(mode="json"),
+            "harnesses": [each.model_dump(mode="json") for each in config.harnesses],
         }
         # The agent's code runs in the worker and can read what the worker knows. The
         # run's secret would open the engines and the trainer to it.
@@ -275,17 +276,40 @@ def make_generator(
     tokenizer: HFChatTokenizer,
     scorers: Scorers,
     agents: AgentRuntime | None,
-    sampling: SamplingParameters | None = None,
 ) -> Generator:
-    """Return the generator of a run; `sampling` None: its own parameters."""
-    if agents is not None:
-        return HarnessGenerator(
+    """Return the generator of a run, which has a generator for each task."""
+    generators = dict[str, Generator]()
+    for name, settings in config.generators.items():
+        limits = config.tasks[name].limits
+        if not settings.is_harness:
+            alone = single_turn(config, engines, tokenizer, scorers, settings)
+            most = limits.max_tokens or config.rollout.max_tokens
+            generators[name] = replace(alone, max_tokens=most)
+            continue
+        assert agents is not None
+        algorithm = config.algorithms.get(name, config.algorithm)
+        generators[name] = HarnessGenerator(
             agents.gateway,
             agents.queue,
             scorers,
-            config.generator.on_overflow,
+            settings.on_overflow,
             agents.late,
+            by_turn=algorithm.turn_discount is not None,
+            harness=config.harnesses.index(settings),
+            rules=limits.rules_of_session,
         )
+    return ByTask(generators)
+
+
+def single_turn(
+    config: RunConfig,
+    engines: EnginePool,
+    tokenizer: HFChatTokenizer,
+    scorers: Scorers,
+    generator: GeneratorConfig,
+    sampling: SamplingParameters | None = None,
+) -> SingleTurn:
+    """`sampling` None: the run's parameters."""
     return SingleTurn(
         engines,
         tokenizer,
@@ -294,5 +318,5 @@ def make_generator(
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         sampling=sampling or config.rollout.sampling,
-        stop=tuple(config.generator.stop),
+        stop=tuple(generator.stop),
     )

@@ -20,6 +20,7 @@ from asyncrl.job.agent_runtime import (
     AgentRuntime,
     make_generator,
     num_rollouts,
+    single_turn,
     special_tokens,
 )
 from asyncrl.job.check import check_bias, check_everything, find_models
@@ -168,7 +169,7 @@ async def build(
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
-    if config.generator.is_harness:
+    if config.harnesses:
         agents = AgentRuntime(
             lifecycle, fleet.engines, tokenizer, fleet.supervision, late
         )
@@ -181,6 +182,11 @@ async def build(
         runner=RolloutRunner(
             generator,
             timeout_s=rollout.timeout_s,
+            task_timeouts_s={
+                name: task.limits.timeout_s
+                for name, task in config.tasks.items()
+                if task.limits.timeout_s is not None
+            },
             retries=rollout.retries,
             failures=RecentFailures(config.supervision.max_infrastructure_failures),
         ),
@@ -322,7 +328,9 @@ def _make_evaluation(
             # The same draws at every version and in every run: evaluations then differ
             # by their weights only.
             seeded = config.model_copy(update={"seed": EVAL_SEED})
-            return make_generator(seeded, engine, tokenizer, scorers, None, sampling)
+            return single_turn(
+                seeded, engine, tokenizer, scorers, config.generator, sampling
+            )
         # A separate route, with other sampling and seeds. An engine that breaks here
         # must fail this evaluation; the main route ends the run.
         host = agents.gateway.add_route(

@@ -19,7 +19,14 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config import ModelConfig, RolloutConfig, RunConfig, SftConfig, TaskConfig
+from asyncrl.config import (
+    GeneratorConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    TaskConfig,
+)
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
@@ -170,7 +177,7 @@ def _try_prompt(
     settings = config.tasks[name]
     if found.tokenizer is not None:
         yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
-    if config.generator.is_harness or not settings.has_score:
+    if config.generators[name].is_harness or not settings.has_score:
         return
     if settings.judge or settings.reward_model:
         return
@@ -262,7 +269,9 @@ def validate(
     read. `needs_weights`: False accepts a model folder with only config.json. Raises
     ConfigError.
     """
-    resolve(config.algorithm)
+    algorithms = [config.algorithm, *config.algorithms.values()]
+    for algorithm in algorithms:
+        resolve(algorithm)
     found = Found()
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
@@ -280,43 +289,47 @@ def validate(
     if tokenizer is not None:
         check_bias(config, tokenizer)
         find_models(config, tokenizer, find_on_disk)
-    for setting, load in (
-        (config.algorithm.loss, load_loss),
-        (config.algorithm.advantage, load_advantage),
-    ):
-        if ":" in setting:
-            load(setting)
-    if config.generator.python or config.generator.command:
-        build_harness(config.generator, is_worker=False)
-    if config.generator.openenv:
-        found.lines.append(OpenEnvHarness(config.generator).check_server())
+    if ":" in config.algorithm.loss:
+        load_loss(config.algorithm.loss)
+    for algorithm in algorithms:
+        if ":" in algorithm.advantage:
+            load_advantage(algorithm.advantage)
+    for harness in config.harnesses:
+        if harness.python or harness.command:
+            build_harness(harness, is_worker=False)
+        if harness.openenv:
+            found.lines.append(OpenEnvHarness(harness).check_server())
     return found
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(
-        key: str, settings: TaskConfig, seed: int, more: str = ""
+        key: str,
+        settings: TaskConfig,
+        seed: int,
+        generator: GeneratorConfig,
+        more: str = "",
     ) -> PromptTask | None:
+        taskset = partial(load_taskset, generator.verifiers or "", generator.args)
         task, text = look_at_task(settings, seed, load_taskset=taskset)
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
             return build_task(settings, seed, load_taskset=taskset)
         return task
 
-    taskset = partial(
-        load_taskset, config.generator.verifiers or "", config.generator.args
-    )
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
-        share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
-        if (
-            task := load(key_of("task", name), settings, config.seed, share)
-        ) is not None:
+        generator = config.generators[name]
+        more = ""
+        if name:
+            more = f" ({config.shares[name] / total:.1%} of the prompts), {generator.called}"
+        key = key_of("task", name)
+        if (task := load(key, settings, config.seed, generator, more)) is not None:
             found.tasks[name] = task
     for name, eval_settings in config.evals.items():
-        if (
-            task := load(key_of("eval", name), eval_settings.task, EVAL_SEED)
-        ) is not None:
+        key = key_of("eval", name)
+        held_out = eval_settings.task
+        if (task := load(key, held_out, EVAL_SEED, config.generator)) is not None:
             found.evals[name] = take_prompts(eval_settings, task, name)
 
 
@@ -474,11 +487,16 @@ def _check_prompts(
         _refuse_outside_alphabet(by_task, config.model.scratch.characters)
     if tokenizer is None:
         return
-    agents = {"task": config.generator.is_harness, "eval": config.evaluates_agent}
+    agents = {f"eval task {name}".rstrip() for name in config.evals}
+    if not config.evaluates_agent:
+        agents.clear()
+    for name, generator in config.generators.items():
+        if generator.is_harness:
+            agents.add(f"task {name}".rstrip())
     rendered = {
-        name: prompts for name, prompts in by_task.items() if not agents[name[:4]]
+        name: prompts for name, prompts in by_task.items() if name not in agents
     }
-    if any(agents.values()):  # an agent writes its own prompts
+    if agents:  # an agent writes its own prompts
         rendered["simplest chat"] = [
             Prompt("", ({"role": "user", "content": "Hello"},))
         ]

@@ -420,7 +420,7 @@ def refuse_few_files(config: RunConfig) -> None:
     if config.generator.concurrency != "auto":
         num_rollouts = config.generator.concurrency
     # An agent has its own connection to the endpoint.
-    needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
+    needed = FEW_FILES + num_rollouts * (2 if config.harnesses else 1)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",

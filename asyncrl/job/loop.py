@@ -90,7 +90,7 @@ def run_job(
     """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises
     AsyncrlError, leaving no child process and no shared memory.
     """
-    if config.generator.is_harness:
+    if config.harnesses:
         hide_memory()  # protect keys and answers
     check_trackers(config.observe)  # refuse before creating anything
     refuse_few_files(config)

@@ -298,7 +298,7 @@ async def _try_agent(
     )
     lifecycle.closes("rewards", scorer.aclose)
     agents = None
-    if config.generator.is_harness:
+    if config.harnesses:
         heartbeat_s = config.observe.heartbeat_s
         supervision = Supervision(
             config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None

@@ -179,6 +179,10 @@ class Servers:
             weights_store=self.weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
+            algorithms=dict(config.algorithms),
+            weights={
+                name: task.algorithm.weight for name, task in config.tasks.items()
+            },
             critic=config.critic,
             critic_path=str(self.role_models.get("critic", "")),
             temperature=config.rollout.temperature,

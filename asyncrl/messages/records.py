@@ -27,6 +27,9 @@ Number = Annotated[
     float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
 ]
 
+State = Annotated[str, Field(min_length=1, max_length=256)]
+"""Key of an environment's state. A longer one can be hashed."""
+
 GroupId = NewType("GroupId", int)
 """In order of admission, from 0; never reused."""
 
@@ -186,12 +189,17 @@ class Completion:
 class Credit:
     """Tokens [start, end) of a trajectory earn `reward` as part `unit` of their
     rollout, one sample of the advantage.
+
+    With algorithm.turn_discount, units are turns and ascend in the order of the calls,
+    and a turn without trained tokens is empty. `state`: equal for turns that started
+    from the same state ('' = unknown).
     """
 
     start: int
     end: int
     reward: float
     unit: int
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +258,8 @@ class Outcome:
 
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
     maps all completion ids (chatcmpl-0, ...) to rewards: each completion is a separate
-    sample of the advantage.
+    sample of the advantage. `turn_states` maps completion ids to the state before the
+    turn, for algorithm.turn_discount; of the others, equal prompt ids are equal states.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is
@@ -263,6 +272,7 @@ class Outcome:
         default_factory=dict
     )
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
+    turn_states: Mapping[str, State] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +324,25 @@ class UnfinishedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRules:
+    """Rules of one rollout's calls. Limits of None are the run's. `shows_special`:
+    answers show special tokens.
+    """
+
+    max_tokens: int | None = None
+    max_calls: int | None = None
+    max_rollout_tokens: int | None = None
+    shows_special: bool = True
+
+
+RUN_RULES = SessionRules()
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """`labels`: what a worker must have to run it."""
+    """`labels`: what a worker must have to run it. `harness`: place in
+    RunConfig.harnesses.
+    """
 
     rollout_id: str
     prompt: Prompt
@@ -324,5 +351,6 @@ class Work:
     key: str
     timeout_s: float | None
     labels: frozenset[str] = frozenset()
+    harness: int = 0
     outcome_key: str | None = None
     """With which the reward is posted later."""

@@ -22,7 +22,14 @@ from pydantic import ConfigDict, Field, field_validator
 
 from asyncrl.base.errors import ErrorBody, Message
 from asyncrl.base.failures import FailureKind
-from asyncrl.messages.records import Completion, Outcome, Rollout, Work
+from asyncrl.messages.records import (
+    RUN_RULES,
+    Completion,
+    Outcome,
+    Rollout,
+    SessionRules,
+    Work,
+)
 
 MAX_WAIT_S = 20.0
 
@@ -40,7 +47,7 @@ class WorkItem(Message):
 
     `key` opens only the session of this attempt. `answer` is withheld unless
     `has_answer`. `outcome_key` (None: nothing is posted) is for the harness, never for
-    programs that the model runs.
+    programs that the model runs. `harness`: place in the worker's list.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -58,6 +65,7 @@ class WorkItem(Message):
     key: str
     outcome_key: str | None = None
     timeout_s: float | None
+    harness: int = 0
 
 
 class WorkerMessage(Message):
@@ -157,8 +165,17 @@ class RolloutSession(Protocol):
         """
         ...
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all sampled tokens by branch. Raises RolloutFailure."""
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
+        """Return all sampled tokens by branch, `by_turn` with a credit for each turn.
+        Raises RolloutFailure.
+        """
         ...
 
 
@@ -171,7 +188,7 @@ class SessionHost(Protocol):
         sample_index: int,
         attempt: int,
         route_key: str,
-        shows_special: bool = True,
+        rules: SessionRules = RUN_RULES,
     ) -> RolloutSession:
         """Open a session; the caller ends it. Seeds derive from `prompt_id`
         (Prompt.seed_id), sample, attempt and call.

@@ -205,7 +205,11 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             part["versions"] = [
                 (start, starts[start]) for start in starts if 0 <= start < len(ids)
             ]
-        inside = [each for each in branch.credits if first <= each.start < end]
+        inside = [
+            each
+            for each in branch.credits
+            if first <= each.start < end and each.start < each.end
+        ]
         if inside:
             earned = sum(each.reward * (each.end - each.start) for each in inside)
             part["reward"] = earned / sum(each.end - each.start for each in inside)

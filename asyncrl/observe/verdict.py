@@ -283,12 +283,12 @@ def _answer_findings(
 
     if (truncated := mean("sample/truncated_fraction")) > 0.5:
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
-        if config.generator.is_harness:
+        if config.harnesses:
             limit += " of a call, or a limit of the conversation"
         clause = f"{truncated:.0%} of the answers were cut off at a limit ({limit})"
         advice = "raise the limit, or have the reward punish answers that do not end"
         # an agent continues after a cut call
-        is_alarm = truncated >= ALL and not config.generator.is_harness
+        is_alarm = truncated >= ALL and not config.harnesses
         yield _Finding(clause, advice, is_alarm=is_alarm)
     elif (unfinished := mean("sample/unfinished_fraction")) > 0.5:
         yield _Finding(

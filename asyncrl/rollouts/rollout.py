@@ -34,12 +34,14 @@ from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
+    RUN_RULES,
     Completion,
     Credit,
     GroupId,
     Outcome,
     Prompt,
     Rollout,
+    SessionRules,
     Trajectory,
     Work,
 )
@@ -292,9 +294,12 @@ class RolloutRunner:
         timeout_s: float | None,
         retries: int,
         failures: RecentFailures | None = None,
+        task_timeouts_s: Mapping[str, float] | None = None,
     ) -> None:
+        """`task_timeouts_s`: of tasks with another limit (task.limits.timeout_s)."""
         self._generator = generator
         self.timeout_s = timeout_s
+        self._task_timeouts_s = task_timeouts_s or {}
         self.retries = retries
         self.num_retried = 0
         self.failures = failures or RecentFailures()
@@ -311,7 +316,7 @@ class RolloutRunner:
         """`on_phase` is called after sampling, and before a retry samples again. A
         resumed rollout gets a new time budget.
         """
-        attempt.clock = RolloutClock(self.timeout_s)
+        attempt.clock = RolloutClock(self._timeout_of(attempt.prompt))
         try:
             while True:
                 # Producers have asked for a first attempt; evaluations and retries do
@@ -361,6 +366,9 @@ class RolloutRunner:
         finally:
             self.started_s.pop(attempt.rollout_id, None)
 
+    def _timeout_of(self, prompt: Prompt) -> float | None:
+        return self._task_timeouts_s.get(prompt.task, self.timeout_s)
+
     async def _run_attempt(
         self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
     ) -> Rollout | RolloutFailure:
@@ -389,9 +397,7 @@ class RolloutRunner:
         except Exception as error:
             # User code raises TimeoutError too. Only our limit has expired.
             if isinstance(error, TimeoutError) and limit.expired():
-                what = (
-                    f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
-                )
+                what = f"{name} is not finished after rollout.timeout_s={self._timeout_of(attempt.prompt)} s"
                 way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
                 return RolloutTimeout(
                     f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out
@@ -503,6 +509,8 @@ class HarnessGenerator:
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
     limit is truncated or failed, by `on_overflow`; truncated without reward gets 0.
+    `by_turn`: give each turn a credit (algorithm.turn_discount). `harness`: see Work.
+    `rules`: of the task's sessions.
     """
 
     host: SessionHost
@@ -511,6 +519,9 @@ class HarnessGenerator:
     on_overflow: OnOverflow = "truncate"
     late: LateRewards | None = None
     """Set if rewards are posted later."""
+    by_turn: bool = False
+    harness: int = 0
+    rules: SessionRules = RUN_RULES
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Let a worker run the harness, and end the session. Raises RolloutFailure if
@@ -526,7 +537,7 @@ class HarnessGenerator:
             # The calls of an agent extend each other, so they prefer the engine that
             # has their prefix. Siblings may use other engines.
             route_key=name,
-            shows_special=scorer.shows_special,
+            rules=replace(self.rules, shows_special=scorer.shows_special),
         )
         attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
         attempt.num_spent = lambda: session.num_spent
@@ -545,6 +556,7 @@ class HarnessGenerator:
                 session.key,
                 attempt.clock.left_s,
                 scorer.labels,
+                self.harness,
                 outcome_key,
             )
             outcome, is_cut = await self._outcome(session, work, attempt)
@@ -568,7 +580,9 @@ class HarnessGenerator:
             completion = session.last_completion()
             return await score_completion(scorer, attempt, completion, rollout)
 
-        rollout = functools.partial(session.rollout, index, outcome)
+        rollout = functools.partial(
+            session.rollout, index, outcome, by_turn=self.by_turn
+        )
         return score
 
     async def _outcome(
@@ -689,9 +703,7 @@ async def score_group(
         if isinstance(result, RolloutFailure):
             failed[index] = result
             continue
-        scored[index] = tuple(
-            replace(branch, reward=result, unscored=None) for branch in rollouts[index]
-        )
+        scored[index] = _paid(rollouts[index], result)
     return scored, failed
 
 
@@ -699,14 +711,25 @@ def with_outcome(rollout: Rollout, outcome: Outcome) -> Rollout:
     """Give a rollout the reward that was posted later."""
     assert outcome.reward is not None, "a posted outcome has a reward"
     return tuple(
-        replace(
-            branch,
-            reward=outcome.reward,
-            metrics={**branch.metrics, **outcome.metrics},
-            awaits=None,
-        )
-        for branch in rollout
+        replace(branch, metrics={**branch.metrics, **outcome.metrics}, awaits=None)
+        for branch in _paid(rollout, outcome.reward)
     )
+
+
+def _paid(rollout: Rollout, reward: float) -> Rollout:
+    """Return a scored rollout. Of its turns, if it has credits, the last one earns."""
+    credits = [credit for branch in rollout for credit in branch.credits]
+    last = max((credit.unit for credit in credits), default=0)
+    paid = list[Trajectory]()
+    for branch in rollout:
+        of_branch = [
+            replace(credit, reward=reward) if credit.unit == last else credit
+            for credit in branch.credits
+        ]
+        paid.append(
+            replace(branch, reward=reward, unscored=None, credits=tuple(of_branch))
+        )
+    return tuple(paid)
 
 
 def own_reward(outcome: Outcome) -> float | None:
@@ -717,6 +740,16 @@ def own_reward(outcome: Outcome) -> float | None:
     return (
         sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ByTask:
+    """Sample each prompt with its task's generator."""
+
+    generators: Mapping[str, Generator]
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        return await self.generators[attempt.prompt.task].sample(attempt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import (
+    Turns,
     checked_advantages,
     gae,
+    gigpo,
     overlong_penalty,
+    rewards_to_go,
+    turn_rloo,
     whitened,
 )
 from asyncrl.algorithms.registry import (
@@ -31,7 +35,8 @@ from asyncrl.algorithms.registry import (
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.messages.records import Credit
+from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
+from asyncrl.messages.records import Credit, task_of
 from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
@@ -116,14 +121,60 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
         )
 
 
-def find_units(
-    header: BatchHeader, num_tokens: int
-) -> tuple[list[float], list[int], IntN]:
-    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or
-    the units of their credits. `unit_N` int64 [N]: each token's unit, or -1.
+class Units(NamedTuple):
+    """The B units of the advantage: rollouts, or the units of their credits.
+
+    `unit_N` int64 [N]: each token's unit, or -1. `groups`: 0 to num_groups - 1. `keys`:
+    (group, sample, credit unit).
     """
+
+    rewards: list[float]
+    groups: list[int]
+    unit_N: IntN
+    keys: list[tuple[int, int, int]]
+    states: list[str]
+    tasks: list[str]
+
+    def take(self, place_U: IntN) -> Units:
+        """Return these units, without tokens, in groups from 0."""
+        _, group_U = np.unique(np.array(self.groups)[place_U], return_inverse=True)
+        return Units(
+            [self.rewards[place] for place in place_U],
+            group_U.tolist(),
+            np.zeros(0, np.int64),
+            [self.keys[place] for place in place_U],
+            [self.states[place] for place in place_U],
+            [self.tasks[place] for place in place_U],
+        )
+
+    def turns(self) -> Turns:
+        keys_B3 = np.array(self.keys)
+        _, inverse = np.unique(keys_B3[:, :2], axis=0, return_inverse=True)
+        rollout_B = inverse.reshape(-1)
+        group_R = np.zeros(rollout_B.max() + 1, np.int64)
+        group_R[rollout_B] = self.groups
+        # In order of the calls. Branches are in the order of their ids.
+        order_B = np.lexsort((keys_B3[:, 2], rollout_B))
+        _, first_R = np.unique(rollout_B[order_B], return_index=True)
+        turn_B = np.zeros_like(rollout_B)
+        turn_B[order_B] = np.arange(len(order_B)) - first_R[rollout_B[order_B]]
+        # Nothing is known to be equal to an unknown state.
+        names = [
+            f"{group}/{state}" if state else f"unknown {number}"
+            for number, (group, state) in enumerate(
+                zip(self.groups, self.states, strict=True)
+            )
+        ]
+        _, state_B = np.unique(names, return_inverse=True)
+        numbers = (rollout_B, turn_B, group_R, state_B)
+        return Turns(*map(torch.from_numpy, numbers))
+
+
+def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards = list[float]()
     groups = list[int]()
+    states = list[str]()
+    tasks = list[str]()
     unit_N = np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -143,10 +194,12 @@ def find_units(
                 numbers[key] = len(rewards)
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
+                states.append(credit.state)
+                tasks.append(task_of(entry.prompt_id))
             start = entry.start + credit.start
             end = entry.start + credit.end
             unit_N[start:end] = numbers[key]
-    return rewards, groups, unit_N
+    return Units(rewards, groups, unit_N, [*numbers], states, tasks)
 
 
 @dataclass
@@ -185,14 +238,41 @@ class StepNumbers:
     mask_N: Float32N | None
 
 
+class Compare:
+    """The advantages of algorithm.advantage."""
+
+    def __init__(self, settings: AlgorithmConfig) -> None:
+        self.settings = settings
+        if settings.advantage not in ("gae", "gigpo"):
+            self._function = load_advantage(resolve(settings).advantage)
+
+    def __call__(self, units: Units, reward_B: Tensor) -> Tensor:
+        """Return the advantage of each unit, float32 [B]."""
+        settings = self.settings
+        if settings.turn_discount is not None:
+            turns = units.turns()
+            to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
+            if settings.advantage == "gigpo":
+                return gigpo(reward_B, to_go_B, turns, settings.state_weight)
+            if settings.advantage in TURN_ADVANTAGES:
+                return turn_rloo(to_go_B, turns)
+            reward_B = to_go_B
+        group_B = torch.tensor(units.groups, dtype=torch.int64)
+        given = self._function(reward_B, group_B)
+        return checked_advantages(given, reward_B, settings)
+
+
 class Objective:
     def __init__(self, spec: TrainerSpec) -> None:
         self.spec = spec
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
         self._cap = importance_cap(spec.algorithm, self._recipe)
-        if not self.settings.needs_critic:
-            self._advantage = load_advantage(self._recipe.advantage)
+        # Without settings of tasks, all samples of a batch are compared.
+        self._advantages = {
+            name: Compare(settings)
+            for name, settings in (spec.algorithms or {"": spec.algorithm}).items()
+        }
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
         self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
@@ -217,11 +297,12 @@ class Objective:
         """Return advantages, float32 [N]. With a critic, set the batch's returns."""
         settings = self.settings
         has_loss = batch.has_loss
-        rewards, groups, unit_N = find_units(batch.header, len(has_loss))
+        units = find_units(batch.header, len(has_loss))
+        unit_N = units.unit_N
         assert (unit_N[batch.arrays.is_sampled] >= 0).all(), (
             "credits cover every sampled token"
         )
-        reward_B = torch.tensor(rewards, dtype=torch.float32)
+        reward_B = torch.tensor(units.rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
@@ -245,14 +326,23 @@ class Objective:
                 batch, batch.value_N, reward_B.numpy(), unit_N
             )
         else:
-            group_B = torch.tensor(groups, dtype=torch.int64)
-            given = self._advantage(reward_B, group_B)
-            advantage_B = checked_advantages(given, reward_B, settings)
+            advantage_B = self._compared(units, reward_B)
             # Tokens without a unit (-1) take the last unit's number. None has a loss.
             advantage_N = advantage_B.numpy()[unit_N]
         if settings.distill_weight == 0:
             return advantage_N
         return self._taught(batch, advantage_N)
+
+    def _compared(self, units: Units, reward_B: Tensor) -> Tensor:
+        """Return the advantage of each unit, float32 [B]."""
+        if not self.spec.algorithms:
+            return self._advantages[""](units, reward_B)
+        advantage_B = torch.zeros_like(reward_B)
+        for name in dict.fromkeys(units.tasks):
+            place_U = np.flatnonzero(np.array(units.tasks) == name)
+            of_task = self._advantages[name](units.take(place_U), reward_B[place_U])
+            advantage_B[place_U] = of_task * self.spec.weights[name]
+        return advantage_B
 
     def _estimate(
         self, batch: BatchNumbers, value_N: Float32N, reward_B: Float32N, unit_N: IntN

@@ -47,6 +47,10 @@ class TrainerSpec(FrozenConfig):
     """Timeout for meeting the other ranks, below the start timeout."""
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithms: dict[str, AlgorithmConfig] = {}
+    """Of each task ({} = all have `algorithm`)."""
+    weights: dict[str, float] = {}
+    """Factor of the advantages of each of these tasks."""
     critic: CriticConfig | None = None
     critic_path: str = ""
     """Folder that the critic begins with ('' = model_path)."""

@@ -44,6 +44,9 @@ from asyncrl.messages.worker_api import (
     decode_after,
 )
 
+Earned = tuple[float, int, str]
+"""Reward, unit and state of a Credit."""
+
 
 @dataclass(slots=True)
 class GatewayStats:
@@ -276,12 +279,20 @@ class Capture:
         finish: Literal["stop", "length"] = "length" if last.is_truncated else "stop"
         return Completion(last.tokens, last.num_added, finish, last.num_interruptions)
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
         """Return the branches, ordered by ids. A sampled token has its loss in the
         first branch that contains it.
 
-        Concurrent calls arrive in any order, so results depend only on contents. Raises
-        RolloutFailure.
+        Concurrent calls arrive in any order, so results depend only on contents.
+        `by_turn`: each completion has a credit, in the order of the calls; without
+        turn_rewards, the last one earns `reward`. Raises RolloutFailure.
         """
         nodes = _in_order(self._nodes.values(), outcome)
         trained = [node for node in nodes if node.has_loss]
@@ -307,6 +318,8 @@ class Capture:
             for node in path:
                 owners.setdefault(node, branch)
         credited = _credited(nodes, outcome)
+        if by_turn:
+            credited = _turns(nodes, outcome, reward)
         rollout = []
         for branch, path in enumerate(paths):
             own = {node for node in path if owners[node] == branch}
@@ -314,6 +327,12 @@ class Capture:
             rollout.append(
                 replace(trajectory, branch=branch, metrics=dict(outcome.metrics))
             )
+        if by_turn:
+            # None of their tokens has a loss, but earlier turns earn their rewards too.
+            untrained = tuple(
+                Credit(0, 0, *credited[node]) for node in nodes if not node.has_loss
+            )
+            rollout[0] = replace(rollout[0], credits=rollout[0].credits + untrained)
         return tuple(rollout)
 
 
@@ -342,7 +361,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
 def _trajectory(
     path: list[ChatNode],
     own: set[ChatNode],
-    credited: Mapping[ChatNode, tuple[float, int]],
+    credited: Mapping[ChatNode, Earned],
     sample_index: int,
     reward: float,
 ) -> Trajectory:
@@ -366,10 +385,36 @@ def _trajectory(
     )
 
 
-def _credited(
-    nodes: Sequence[ChatNode], outcome: Outcome
-) -> dict[ChatNode, tuple[float, int]]:
-    """Return (reward, unit) of each completion. Raises RolloutFailure."""
+def _turns(
+    nodes: Sequence[ChatNode], outcome: Outcome, reward: float
+) -> dict[ChatNode, Earned]:
+    """Return the credit of each completion as a turn. Raises RolloutFailure."""
+    rewards = {node: reward for node, (reward, *_) in _credited(nodes, outcome).items()}
+    if not rewards:
+        rewards = {max(nodes, key=lambda node: node.order): reward}
+    states = outcome.turn_states
+    if unknown := states.keys() - {node.name for node in nodes}:
+        raise RolloutFailure(
+            f"its turn_states name {sorted(unknown)[:5]}, which it does not have",
+            rule="turn_states names completions",
+            way_out="name answers by their `id`.",
+            kind=FailureKind.CORRUPT_RESULT,
+        )
+    turns = dict[ChatNode, Earned]()
+    for node in nodes:
+        state = states.get(node.name) or _prompt_digest(node)
+        turns[node] = (rewards.get(node, 0.0), node.order, state)
+    return turns
+
+
+def _prompt_digest(node: ChatNode) -> str:
+    read = Prefix() if node.parent is None else node.parent.whole
+    _, digest = read.then(node.ids[: node.num_added]).place
+    return digest.hex()
+
+
+def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Earned]:
+    """Return the credit of each completion with a reward. Raises RolloutFailure."""
     rewards = outcome.turn_rewards
     if not rewards:
         return {}
@@ -384,7 +429,7 @@ def _credited(
             kind=FailureKind.CORRUPT_RESULT,
         )
     return {
-        node: (rewards[node.name], unit)
+        node: (rewards[node.name], unit, "")
         for unit, node in enumerate(nodes)
         if node.name in rewards
     }

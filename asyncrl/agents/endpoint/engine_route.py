@@ -36,6 +36,7 @@ from asyncrl.agents.endpoint.sessions import (
 from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
 from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.records import RUN_RULES, SessionRules
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.worker_api import ChatTokenizer
 
@@ -90,7 +91,7 @@ class EngineRoute:
         attempt: int,
         route_key: str,
         user_key: str | None = None,
-        shows_special: bool = True,
+        rules: SessionRules = RUN_RULES,
     ) -> GatewaySession:
         """Open a session; the caller ends it."""
         capture = Capture(
@@ -109,7 +110,7 @@ class EngineRoute:
             attempt=attempt,
             route_key=route_key,
             user_key=user_key,
-            shows_special=shows_special,
+            rules=rules,
         )
         self.opened.add(session)
         return session
@@ -195,7 +196,7 @@ class EngineRoute:
             closing in text for text in asked.stop
         ):
             thinking = ("" if is_open else opening, closing)
-        shows_special = session.shows_special
+        shows_special = session.rules.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
         text = AnswerText(
@@ -227,15 +228,14 @@ class EngineRoute:
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
         rules = self.rules
+        most = session.rules.max_tokens or rules.max_tokens
         room = rules.max_length - planned.whole.length
         request = SamplingRequest(
             # With the attempt: the first request of a retried rollout may reach an
             # engine before it has ended those of the failed attempt.
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
-            max_tokens=min(
-                asked.max_tokens or rules.max_tokens, rules.max_tokens, room
-            ),
+            max_tokens=min(asked.max_tokens or most, most, room),
             **(rules.sampling.parameters | asked.sampling),
             stop=stop,
             seed=self.seed_of(

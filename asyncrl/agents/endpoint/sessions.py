@@ -19,7 +19,14 @@ from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import (
+    RUN_RULES,
+    Completion,
+    Outcome,
+    Rollout,
+    SessionRules,
+    VersionSpan,
+)
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -155,11 +162,19 @@ class GatewaySession:
     route_key: str
     user_key: str | None = None
     """Key of a user (`asyncrl serve gateway`)."""
-    shows_special: bool = True
+    rules: SessionRules = RUN_RULES
 
     def __post_init__(self) -> None:
         self.key = self.user_key or secrets.token_hex(24)
-        self.limits = self.sessions.limits
+        limits = self.sessions.limits
+        own = self.rules
+        self.limits = limits.model_copy(
+            update={
+                "max_calls": own.max_calls or limits.max_calls,
+                "max_rollout_tokens": own.max_rollout_tokens
+                or limits.max_rollout_tokens,
+            }
+        )
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.kept = KeptAnswers(self.limits.max_calls)
         self.retries = Retries()
@@ -308,9 +323,17 @@ class GatewaySession:
         """
         return self.capture.last_completion()
 
-    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+    def rollout(
+        self,
+        sample_index: int,
+        outcome: Outcome,
+        reward: float,
+        *,
+        by_turn: bool = False,
+    ) -> Rollout:
         """Return all branches, truncated if a limit stopped them. `turn_rewards` are of
-        answers, or of speakers with all their answers. Raises RolloutFailure.
+        answers, or of speakers with all their answers. `by_turn`: see Capture.rollout.
+        Raises RolloutFailure.
         """
         if self._failure is not None:
             raise self._failure
@@ -318,13 +341,21 @@ class GatewaySession:
         # A client sets the header: the name of a completion is never a speaker's.
         speakers = set(self._speakers.values()) - self.capture.names
         if rewards.keys() & speakers:
+            # A turn earns what follows it, and what follows may be another agent's.
+            if by_turn:
+                raise RolloutFailure(
+                    f"its rewards are of agents: {', '.join(sorted(speakers)[:5])}",
+                    rule="algorithm.turn_discount adds the rewards of one agent's turns",
+                    way_out="name completions in turn_rewards, or remove the setting.",
+                    kind=FailureKind.CORRUPT_RESULT,
+                )
             rewards = {
                 name: rewards[speaker]
                 for name, speaker in self._speakers.items()
                 if speaker in rewards
             }
             outcome = replace(outcome, turn_rewards=rewards)
-        rollout = self.capture.rollout(sample_index, outcome, reward)
+        rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout
         return tuple(replace(branch, is_truncated=True) for branch in rollout)
