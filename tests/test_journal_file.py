@@ -120,7 +120,7 @@ def unread_page(content: bytes) -> bytes:
             lambda _: b"Dear reader, this is no database",
             "is damaged: file is not a database",
         ),
-        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 9"),
+        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 10"),
         (
             "UPDATE meta SET value = 'another' WHERE key = 'run_id'",
             "is the journal of run another, this is",

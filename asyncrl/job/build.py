@@ -170,6 +170,7 @@ async def build(
         capacity=num_rollouts(config, num_engines),
         journal=journal,
         on_failed=partial(reporter.rollout_failed, tokenizer),
+        on_finished=reporter.group_finished,
     )
     evaluation = None
     if found.evals:

@@ -12,7 +12,7 @@ import sqlite3
 import struct
 import zlib
 from contextlib import closing
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ import numpy as np
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 from asyncrl.messages.codec import read_frame, write_frame
-from asyncrl.messages.records import Completion, Credit, Rollout, Trajectory
+from asyncrl.messages.records import Completion, Credit, PolicyCall, Rollout, Trajectory
 from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 # Seconds that SQLite waits for another program's lock, such as a backup or a browser of
@@ -298,6 +298,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
             str(name): float(value) for name, value in trajectory.metrics.items()
         },
         "credits": [astuple(credit) for credit in trajectory.credits],
+        "calls": [astuple(call) for call in trajectory.calls],
         "unscored": trajectory.unscored,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
@@ -310,8 +311,19 @@ def decode_trajectory(
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     tokens, head = _decode(blob, (group_id, sample_index, branch))
     credits = tuple(Credit(*credit) for credit in head.pop("credits"))
+    calls = list[PolicyCall]()
+    for row in head.pop("calls"):
+        call = PolicyCall(*row)
+        calls.append(
+            replace(call, tools=tuple((name, tool) for name, tool in call.tools))
+        )
     return Trajectory(
-        sample_index=sample_index, tokens=tokens, branch=branch, credits=credits, **head
+        sample_index=sample_index,
+        tokens=tokens,
+        branch=branch,
+        credits=credits,
+        calls=tuple(calls),
+        **head,
     )
 
 

@@ -146,6 +146,23 @@ class Credit:
     unit: int
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyCall:
+    """One call of the policy in a trajectory, which sampled tokens [start, end).
+
+    `name`: of the completion, such as chatcmpl-3. Times are in seconds since the epoch.
+    `tools`: (id, name) of each tool that the answer calls.
+    """
+
+    start: int
+    end: int
+    name: str
+    begun_s: float
+    ended_s: float
+    finish_reason: str
+    tools: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One branch of a finished rollout.
@@ -154,7 +171,8 @@ class Trajectory:
     too. A harness that edits its history makes several branches; each sampled token has
     loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
     text that the reward of the whole group has yet to score (docs/decisions/0033); on
-    the first branch only, and `reward` is 0 until then.
+    the first branch only, and `reward` is 0 until then. `calls`: each call in its first
+    branch, for traces; nothing is trained by them.
     """
 
     sample_index: int
@@ -166,6 +184,7 @@ class Trajectory:
     branch: int = 0
     credits: tuple[Credit, ...] = ()
     unscored: str | None = None
+    calls: tuple[PolicyCall, ...] = ()
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

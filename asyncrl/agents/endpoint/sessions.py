@@ -259,6 +259,7 @@ class GatewaySession:
             call.name,
             is_trained=call.is_trained,
             grammar=call.request.grammar,
+            begun_s=call.begun_s,
         )
         call.is_delivered = True
         if call.speaker is not None:
