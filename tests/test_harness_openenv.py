@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -28,9 +29,21 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[1]
 SERVER = Path(__file__).with_name("openenv_server_for_test.py")
 APP_MODULE = "asyncrl.agents.openenv_server"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
+
+
+def openenv_010() -> Path:
+    """Return where `make setup-frameworks` installs it, or skip the test."""
+    venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
+    if not (venv / "openenv").is_dir():
+        end = pytest.skip
+        if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
+            end = pytest.fail
+        end(f"no openenv 0.10 at {venv}: run `make setup-frameworks`")
+    return venv / "openenv"
 
 
 class Server:
@@ -428,7 +441,7 @@ def test_openenvs_own_harness_samples_from_the_endpoint(
     servers: dict[str, Server],
 ) -> None:
     def answer(prompt: str) -> str:
-        role, text = last_turn(prompt)
+        role, _ = last_turn(prompt)
         return (
             tool_call("add", first=1, second=4)
             if role == "user"
@@ -436,7 +449,9 @@ def test_openenvs_own_harness_samples_from_the_endpoint(
         )
 
     program = ["examples/openenv/own_harness.py", servers["tools"].url]
-    agent = GeneratorConfig(command=[sys.executable, *program], pass_env=["PYTHONPATH"])
+    agent = GeneratorConfig(
+        command=[sys.executable, *program], env={"PYTHONPATH": str(openenv_010())}
+    )
     harness = build_harness(agent, is_worker=False)
     ((outcome, prompts),) = play_with(harness, answer)
     assert outcome == Outcome(1.0, {"turns": 2.0, "tool_calls": 2.0})

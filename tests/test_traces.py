@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
-import json
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +20,7 @@ import yaml
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import CONFIG, environment, read_lines, write_config
 from job_runs import RUN as COMMAND
+from test_harness_openenv import openenv_010
 from test_harness_verifiers import last_turn, text_of, tool_call
 from typer.testing import CliRunner
 
@@ -221,14 +222,25 @@ def test_training_traces_have_the_tokens_of_each_call_and_its_loss(
 
 
 def test_openenv_reads_training_traces(run_dir: Path, tmp_path: Path) -> None:
-    training = pytest.importorskip(
-        "openenv.core.harness.training", reason="openenv 0.10"
+    exported(run_dir, tmp_path / "out")
+    program = """
+import json, sys
+from openenv.core.harness.training import TrainingTrace
+for line in open(sys.argv[1]):
+    given = json.loads(line)["trace"]
+    trace = TrainingTrace.model_validate_json(json.dumps(given))
+    assert trace.model_dump() == given
+    print(len(trace.turns))
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "out" / TRAINING_FILE)]
+    read = subprocess.run(
+        command,
+        env=environment(PYTHONPATH=str(openenv_010())),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    lines, _ = exported(run_dir, tmp_path / "out")
-    for line in lines:
-        trace = training.TrainingTrace.model_validate_json(json.dumps(line["trace"]))
-        assert trace.model_dump() == line["trace"]
-        assert len(trace.turns) == 2
+    assert read.stdout.split() == ["2", "2"], read.stderr
 
 
 def as_protobuf(line: dict[str, Any]) -> TracesData:

@@ -1,8 +1,8 @@
 """Harness `openenv`: an environment server of
 https://github.com/meta-pytorch/OpenEnv.
 
-openenv 0.10: a server has one environment per WebSocket, with reset, step and close,
-and describes actions and observations at GET /schema.
+openenv-core 0.3 and openenv 0.10, its next name: a server has one environment per
+WebSocket, with reset, step and close, and describes actions and observations at GET /schema.
 """
 
 from __future__ import annotations
@@ -398,7 +398,9 @@ def _client_class(said: str) -> Any:
         from openenv.core import GenericEnvClient
     except ModuleNotFoundError as error:
         way_out = f"{install_extra('openenv')}, where the run is started and where its workers run."
-        raise ConfigError(f"{said} needs openenv: {error}", way_out=way_out) from error
+        raise ConfigError(
+            f"{said} needs openenv-core: {error}", way_out=way_out
+        ) from error
     return GenericEnvClient
 
 

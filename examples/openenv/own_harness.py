@@ -1,5 +1,5 @@
 """OpenEnv's own harness as the agent: it plays an environment of tools, and the model
-behind it is the session's. A program of `generator.command`:
+behind it is the session's. With openenv 0.10. A program of `generator.command`:
 
     generator:
       command: [python, examples/openenv/own_harness.py, "http://127.0.0.1:8000"]
