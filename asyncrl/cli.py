@@ -354,13 +354,16 @@ def export(
     min_reward: Annotated[
         float | None, Option(help="Of --samples: only rollouts with this reward.")
     ] = None,
+    traces: Annotated[
+        bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
+    ] = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
 
     Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/
     if it exists, else the newest checkpoint. Needs no GPU. --samples writes a JSONL file
-    of rollouts instead.
+    of rollouts instead, --traces a folder of two.
     """
     from asyncrl.job.run_export import export_run
 
@@ -371,6 +374,13 @@ def export(
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     if samples != (min_reward is not None):
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
+    if traces:
+        from asyncrl.job.trace_export import export_traces
+
+        if samples or adapter or step != "last":
+            raise typer.BadParameter("--traces takes no other option")
+        export_traces(run_dir, out, tell=typer.echo)
+        return
     if min_reward is not None:
         from asyncrl.job.sample_export import export_samples
 
@@ -411,7 +421,7 @@ def work(
         Text, Option(metavar="ID", help="Agent: a verifiers environment.")
     ] = None,
     openenv: Annotated[
-        Text, Option(metavar="URL", help="Agent: an OpenEnv server.")
+        Text, Option(metavar="URL|PACKAGE", help="Agent: an OpenEnv environment.")
     ] = None,
     key_file: Annotated[
         File,

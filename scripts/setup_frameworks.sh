@@ -71,6 +71,8 @@ if [ -n "$python312" ]; then
 else
     echo "setup-frameworks: no Python 3.12 here, which OpenHands needs: its tests are skipped"
 fi
+# For its readers and its harness. Its fastmcp 3 needs another mcp than verifiers in .venv: the tests run them with the packages there.
+install "$venv" --no-deps --target "$venv/openenv" 'openenv>=0.10,<0.11' || skip "OpenEnv 0.10" openenv
 if [ -n "$npm" ]; then
     npm install --silent --no-audit --no-fund --prefix "$venv/npm" "${programs[@]}" || skip "Claude Code, Codex or the AI SDK" npm
 else

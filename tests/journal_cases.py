@@ -19,6 +19,7 @@ from asyncrl.messages.records import (
     Credit,
     Group,
     GroupId,
+    PolicyCall,
     Prompt,
     Rollout,
     Ticket,
@@ -60,7 +61,15 @@ def make_trajectory(
         ids, mask, logprobs, [VersionSpan(2, num_tokens, version)], **taught
     )
     return Trajectory(
-        sample_index, tokens, reward=float(draw.random()), metrics={"turns": 1.0}
+        sample_index,
+        tokens,
+        reward=float(draw.random()),
+        metrics={"turns": 1.0},
+        calls=(
+            PolicyCall(
+                2, num_tokens, "chatcmpl-0", 1.5, 2.25, "tool_calls", (("c1", "add"),)
+            ),
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -42,6 +43,8 @@ class Counting(Environment):
     def reset(self, seed: int | None = None, word: str = "start", **_: Any) -> Heard:
         if word == "slow":
             time.sleep(30)
+        if word == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
         self._seed = seed
         self._heard = []
         return Heard(said=f"{word} {seed}", left=3)
@@ -112,6 +115,11 @@ class Sums(MCPEnvironment):
     @property
     def state(self) -> State:
         return State(step_count=self._num_steps)
+
+
+app = create_app(Counting, Say, Heard, max_concurrent_envs=8)
+one_place = create_app(Counting, Say, Heard, max_concurrent_envs=1)
+tools = create_app(Sums, CallToolAction, CallToolObservation, max_concurrent_envs=8)
 
 
 def main(kind: str, port: str, num_places: str) -> None:

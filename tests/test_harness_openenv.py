@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -16,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world
 from test_harness_verifiers import last_turn, text_of, tool_call
 
-from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -28,8 +30,21 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[1]
 SERVER = Path(__file__).with_name("openenv_server_for_test.py")
+APP_MODULE = "asyncrl.agents.openenv_server"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
+
+
+def openenv_010() -> Path:
+    """Return where `make setup-frameworks` installs it, or skip the test."""
+    venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
+    if not (venv / "openenv").is_dir():
+        end = pytest.skip
+        if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
+            end = pytest.fail
+        end(f"no openenv 0.10 at {venv}: run `make setup-frameworks`")
+    return venv / "openenv"
 
 
 class Server:
@@ -94,8 +109,23 @@ def play(
     """Return the outcome of each rollout without its states, which are added to `seen`,
     and the prompts that the engine saw.
     """
-    seen = [] if seen is None else seen
     harness = build_harness(GeneratorConfig(openenv=url, args=args))
+    assert isinstance(harness, OpenEnvHarness)
+    try:
+        return play_with(harness, answer, task, num_rollouts, gateway, seen)
+    finally:
+        harness.close()
+
+
+def play_with(
+    harness: Harness,
+    answer: Callable[[str], str],
+    task: Task = TASK,
+    num_rollouts: int = 1,
+    gateway: Mapping[str, Any] = {},
+    seen: list[Mapping[str, str]] | None = None,
+) -> list[tuple[Outcome, list[str]]]:
+    seen = [] if seen is None else seen
 
     async def one() -> tuple[Outcome, list[str]]:
         engine = ScriptedEngine(lambda request: answer(text_of(request)))
@@ -307,7 +337,7 @@ def test_check_names_how_actions_look_or_that_no_server_answers(
     ("args", "says"),
     [
         ({"action": "loudness"}, "actions have the fields metadata, text, loudness"),
-        ({"observation": "seen"}, "an observation has the fields said, left"),
+        ({"observation": "seen"}, "an observation has the fields .*said, left"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(
@@ -320,7 +350,9 @@ def test_fields_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("url", "args", "says"),
     [
-        ("localhost:8000", {}, "is no address of a server"),
+        ("localhost:8000", {}, "is no address, package or MODULE:APP"),
+        ("no_such_env", {}, "there is no module no_such_env.server.app"),
+        ("job_runs", {}, "there is no module job_runs.server.app"),
         ("http://localhost:8000", {"max_turns": 0}, "max_turns .*greater than"),
         ("http://localhost:8000", {"turns": 3}, "its keys are action, observation"),
     ],
@@ -332,3 +364,122 @@ def test_wrong_settings_are_refused_at_the_start(
         build_harness(GeneratorConfig(openenv=url, args=args))
     error = refused.value
     assert re.search(says, f"{error.what} {error.rule} {error.way_out}")
+
+
+# ---- servers that a worker starts
+
+
+@pytest.fixture
+def package() -> Iterator[Callable[..., OpenEnvHarness]]:
+    """Make harnesses of apps of openenv_server_for_test."""
+    made = list[OpenEnvHarness]()
+
+    def make(app: str = "app", **args: Any) -> OpenEnvHarness:
+        config = GeneratorConfig(openenv=f"openenv_server_for_test:{app}", args=args)
+        made.append(OpenEnvHarness(config))
+        return made[-1]
+
+    yield make
+    for harness in made:
+        harness.close()
+    assert not own_servers()
+
+
+def own_servers() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if APP_MODULE in child.cmdline()]
+
+
+def test_worker_serves_a_package_and_starts_it_again(
+    package: Callable[..., OpenEnvHarness],
+) -> None:
+    harness = package(connect_s=120)
+    ((outcome, _),) = play_with(harness, longer)
+    assert outcome.reward == 10.0
+    (first,) = own_servers()
+    with pytest.raises(RolloutFailure, match="step failed: ConnectionClosed"):
+        play_with(harness, lambda _: "exit")
+    played = play_with(harness, longer, num_rollouts=4)
+    assert [outcome.reward for outcome, _ in played] == [10.0] * 4
+    (second,) = own_servers()
+    assert first.pid != second.pid
+
+
+def test_server_that_hangs_is_ended_and_started_again(
+    package: Callable[..., OpenEnvHarness],
+) -> None:
+    harness = package(connect_s=120, step_s=10)
+    hangs = Task("0/7", TASK.messages, info={"reset": {"word": "hang"}})
+    with pytest.raises(RolloutFailure, match="reset failed: no answer in step_s=10 s"):
+        play_with(harness, longer, hangs)
+    assert not own_servers()
+    ((outcome, _),) = play_with(harness, longer)
+    assert outcome.reward == 10.0
+
+
+def test_episodes_spread_over_servers_with_one_place(
+    package: Callable[..., OpenEnvHarness],
+) -> None:
+    harness = package("one_place", servers=2, connect_s=120)
+    played = play_with(harness, longer, num_rollouts=3)
+    assert [outcome.reward for outcome, _ in played] == [10.0] * 3
+    assert len(own_servers()) == 2
+
+
+def test_server_that_cannot_start_fails_the_rollout(
+    package: Callable[..., OpenEnvHarness], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        RolloutFailure, match="did not start within connect_s=60 s"
+    ) as no:
+        play_with(package("missing"), longer)
+    assert no.value.kind == FailureKind.ENVIRONMENT
+    assert "has no attribute 'missing'" in capfd.readouterr().err
+    assert package().check_server() == (
+        "openenv=openenv_server_for_test:app takes texts, as text"
+    )
+
+
+def test_server_ends_with_its_worker() -> None:
+    story = """
+import asyncio, sys
+from asyncrl.agents.openenv_server import EnvironmentServer
+server = EnvironmentServer("openenv_server_for_test:app")
+asyncio.run(server.ready(120))
+print(server._process.pid, flush=True)
+sys.stdin.read()
+"""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", story],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with worker:
+        assert worker.stdout is not None
+        server = psutil.Process(int(worker.stdout.readline()))
+        assert APP_MODULE in server.cmdline()
+        worker.kill()
+    server.wait(timeout=30)
+
+
+def test_openenvs_own_harness_samples_from_the_endpoint(
+    servers: dict[str, Server],
+) -> None:
+    def answer(prompt: str) -> str:
+        role, _ = last_turn(prompt)
+        return (
+            tool_call("add", first=1, second=4)
+            if role == "user"
+            else tool_call("add", first=2, second=4)
+        )
+
+    program = ["examples/openenv/own_harness.py", servers["tools"].url]
+    agent = GeneratorConfig(
+        command=[sys.executable, *program], env={"PYTHONPATH": str(openenv_010())}
+    )
+    harness = build_harness(agent, is_worker=False)
+    ((outcome, prompts),) = play_with(harness, answer)
+    assert outcome == Outcome(1.0, {"turns": 2.0, "tool_calls": 2.0})
+    assert prompts[0].startswith("<|start|>tools\n['add']")
+    assert last_turn(prompts[1])[0] == "tool"

@@ -30,7 +30,7 @@ HARNESSES: Mapping[str, HarnessKind] = {
     "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
     "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
-    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL"),
+    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL|PACKAGE"),
 }
 
 
@@ -61,7 +61,9 @@ class GeneratorConfig(FrozenConfig):
     (task.verifiers).
     """
     openenv: str | None = None
-    """Address of an OpenEnv server: each rollout is an episode, with `args`."""
+    """Address of an OpenEnv server, or a package or `module:app` that each worker serves
+    itself: each rollout is an episode, with `args`.
+    """
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, Any] = {}

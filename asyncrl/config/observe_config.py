@@ -28,6 +28,10 @@ class ObserveConfig(FrozenConfig):
     """Keyword arguments of each tracker by its name, such as {wandb: {project:
     letters}} (docs/monitoring.md).
     """
+    traces: Literal["otlp"] | None = None
+    """otlp: send each rollout of training as a trace to the OpenTelemetry collector of
+    OTEL_EXPORTER_OTLP_ENDPOINT (docs/traces.md; none = off).
+    """
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, in
     status.json). RUN_DIR/status.key has the bearer token.

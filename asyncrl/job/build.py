@@ -197,6 +197,7 @@ async def build(
         journal=journal,
         late=late,
         on_failed=partial(reporter.rollout_failed, tokenizer),
+        on_finished=reporter.group_finished,
     )
     evaluation = None
     if found.evals:

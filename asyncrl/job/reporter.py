@@ -4,6 +4,8 @@ summary.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -15,9 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig, SftConfig
+from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
@@ -26,11 +30,11 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.messages.records import Batch, GroupId, Prompt
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import Console, RunLog
-from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
+from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total, rollouts_of
 from asyncrl.observe.run_dir import (
     SUMMARY_FILE,
     Recorder,
@@ -48,6 +52,7 @@ from asyncrl.observe.run_numbers import (
 )
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
+from asyncrl.observe.traces import TracedRun, TraceSender
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
@@ -102,6 +107,8 @@ class Reporter:
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = Background(config.observe, self.log.warn, callbacks)
+        self._traces = TraceSender(self.log.warn)
+        self._traced: TracedRun | None = None
         self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
         self._samples = SampleWriter(
@@ -136,9 +143,11 @@ class Reporter:
     def start(self) -> None:
         plain = json.loads(self._shown.model_dump_json())
         shown_as = self.run_dir.resolve().name
-        self._trackers.start(
-            TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain)
-        )
+        id_of_run = run_id(self.run_dir)
+        self._trackers.start(TrackedRun(self.run_dir, shown_as, id_of_run, plain))
+        if self.config.observe.traces is not None:
+            self._traced = TracedRun(id_of_run, shown_as, model_name(self.config))
+            self._traces.start(self._traced)
         self._recorder.write_status({"state": "starting"})
         listen_to_spans(self._note_span)
         if not self._is_to_resume:
@@ -301,9 +310,31 @@ class Reporter:
         prompt: Prompt,
         failed: FailedRollout,
     ) -> None:
+        rollout: Rollout = ()
+        with contextlib.suppress(RolloutFailure):  # nothing was sampled
+            rollout = failed.seen()
+        index = failed.sample_index
+        self._trace(group_id, prompt, index, rollout, failed.failure)
         self._show_samples(
             self._samples.failed(group_id, prompt, failed, tokenizer.decode)
         )
+
+    def group_finished(self, group: Group) -> None:
+        for rollout in rollouts_of(group):
+            self._trace(group.group_id, group.prompt, rollout[0].sample_index, rollout)
+
+    def _trace(
+        self,
+        group_id: GroupId,
+        prompt: Prompt,
+        index: int,
+        rollout: Rollout,
+        failure: RolloutFailure | None = None,
+    ) -> None:
+        if self._traced is not None:
+            self._traces.tell(
+                self._traced.spans(group_id, prompt.prompt_id, index, rollout, failure)
+            )
 
     def _show_samples(self, samples: list[ShownRollout]) -> None:
         if samples:
@@ -351,7 +382,7 @@ class Reporter:
 
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
         self._timeline.flush()
-        now = self._now = self._counted(gauges(run))
+        now = self._now = self._counted({**gauges(run), **self._traces.gauges()})
         missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
@@ -397,7 +428,10 @@ class Reporter:
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
-        await self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say)
+        await asyncio.gather(
+            self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say),
+            self._traces.wait_closed(),
+        )
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
@@ -478,7 +512,8 @@ class Reporter:
                 now_s - self._slots_at[0]
             )
         self._slots_at = now_s, busy_s
-        for name, value in self._counted(gauges(run)).items():
+        counted = self._counted({**gauges(run), **self._traces.gauges()})
+        for name, value in counted.items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
         # What follows the report, such as the rest of its record, is of the next step,

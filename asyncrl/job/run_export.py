@@ -43,12 +43,7 @@ def export_run(
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
         raise ConfigError(what, way_out="omit --adapter.")
-    if run_dir.resolve() in out.parents or (out.exists() and any(out.iterdir())):
-        raise ConfigError(
-            f"{out} is not empty, or is in {run_dir}",
-            rule="an export changes no other file",
-            way_out="choose another folder, or remove this one.",
-        )
+    check_new_folder(out, run_dir)
     folder = Path(config.model.path or run_dir / "model").expanduser()
     base = str(folder.resolve()) if folder.is_dir() else str(config.model.path)
     version, folder = find_weights(run_dir, config, step, has_final=not adapter)
@@ -69,6 +64,16 @@ def export_run(
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
+
+
+def check_new_folder(out: Path, run_dir: Path) -> None:
+    """Raise ConfigError unless `out` is new or empty, and outside the run."""
+    if run_dir.resolve() in out.parents or (out.exists() and any(out.iterdir())):
+        raise ConfigError(
+            f"{out} is not empty, or is in {run_dir}",
+            rule="an export changes no other file",
+            way_out="choose another folder, or remove this one.",
+        )
 
 
 def find_weights(

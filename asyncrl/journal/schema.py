@@ -12,7 +12,7 @@ import sqlite3
 import struct
 import zlib
 from contextlib import closing
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from asyncrl.messages.records import (
     CallSpan,
     Completion,
     Credit,
+    PolicyCall,
     Rollout,
     Trajectory,
 )
@@ -304,6 +305,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
             str(name): float(value) for name, value in trajectory.metrics.items()
         },
         "credits": [astuple(credit) for credit in trajectory.credits],
+        "calls": [astuple(call) for call in trajectory.calls],
         "unscored": trajectory.unscored,
         "awaits": trajectory.awaits,
     }
@@ -317,8 +319,19 @@ def decode_trajectory(
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     tokens, head = _decode(blob, (group_id, sample_index, branch))
     credits = tuple(Credit(*credit) for credit in head.pop("credits"))
+    calls = list[PolicyCall]()
+    for row in head.pop("calls"):
+        call = PolicyCall(*row)
+        calls.append(
+            replace(call, tools=tuple((name, tool) for name, tool in call.tools))
+        )
     return Trajectory(
-        sample_index=sample_index, tokens=tokens, branch=branch, credits=credits, **head
+        sample_index=sample_index,
+        tokens=tokens,
+        branch=branch,
+        credits=credits,
+        calls=tuple(calls),
+        **head,
     )
 
 
@@ -346,19 +359,19 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
         # The high bytes of neighbours are alike, so bytes of one rank compress better
         # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
-    calls = [astuple(span) for span in tokens.calls]
-    whole = write_frame(
-        "tokens", planes, {"place": [*map(int, place)], "calls": calls, **head}
-    )
+    spans = [astuple(span) for span in tokens.calls]
+    # `head` is nested, so that none of its names can replace another.
+    text = {"place": [*map(int, place)], "spans": spans, "head": head}
+    whole = write_frame("tokens", planes, text)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
 
 def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str, Any]]:
     try:
         frame = read_frame(zlib.decompress(blob))
-        head = frame.text
+        text = frame.text
         # SQLite's page checks do not find a blob that was stored in another row.
-        if head.pop("place") != [*place]:
+        if text["place"] != [*place]:
             raise ValueError("they are of another rollout")
         arrays = {}
         for name, planes in frame.arrays.items():
@@ -366,8 +379,9 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
             arrays[name] = (
                 planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
             )
-        calls = map(CallSpan.read, head.pop("calls"))
-        return Tokens.from_arrays(arrays, calls), head
+        spans = map(CallSpan.read, text["spans"])
+        head: dict[str, Any] = text["head"]
+        return Tokens.from_arrays(arrays, spans), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})"

@@ -202,6 +202,23 @@ class Credit:
     state: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyCall:
+    """One call of the policy in a trajectory, which sampled tokens [start, end).
+
+    `name`: of the completion, such as chatcmpl-3. Times are in seconds since the epoch.
+    `tools`: (id, name) of each tool that the answer calls.
+    """
+
+    start: int
+    end: int
+    name: str
+    begun_s: float
+    ended_s: float
+    finish_reason: str
+    tools: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One branch of a finished rollout.
@@ -211,7 +228,8 @@ class Trajectory:
     loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
     text that the reward of the whole group has yet to score (docs/decisions/0033); on
     the first branch only, and `reward` is 0 until then. `awaits`: likewise, the digest of
-    the key with which the reward will be posted (rollouts/late_rewards.py).
+    the key with which the reward will be posted (rollouts/late_rewards.py). `calls`: each
+    call in its first branch, for traces; nothing is trained by them.
     """
 
     sample_index: int
@@ -224,6 +242,7 @@ class Trajectory:
     credits: tuple[Credit, ...] = ()
     unscored: str | None = None
     awaits: str | None = None
+    calls: tuple[PolicyCall, ...] = ()
 
     @property
     def is_scored(self) -> bool:

@@ -24,6 +24,7 @@ from asyncrl.base.user_code import check_call, load_object
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.run_dir import read_object, replace_text
 from asyncrl.observe.samples import ShownRollout, sample_text
+from asyncrl.observe.traces import check_sender
 
 MAX_WAITING = 256
 """Queued calls; a full queue drops its oldest call."""
@@ -140,6 +141,8 @@ def check_trackers(observe: ObserveConfig) -> None:
     """Raise ConfigError for a missing client or an unusable user's class;
     ModuleNotFoundError for a client of the extra `train`.
     """
+    if observe.traces is not None:
+        check_sender()
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
         usage = "Tracker(**observe.tracker_args[name])"

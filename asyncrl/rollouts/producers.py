@@ -144,6 +144,7 @@ class Producers:
     journal: Journal
     late: LateRewards
     on_failed: OnFailed = lambda *_: None
+    on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
     _groups: dict[GroupId, RunningGroup] = field(default_factory=dict, init=False)
     _failed_in_a_row: int = field(default=0, init=False)
@@ -442,6 +443,7 @@ class Producers:
             self._failed_in_a_row = 0
             self._returning += self._set_aside
             self._set_aside.clear()
+            self.on_finished(group)
             state = self.sink.finish_nowait(group)
             if state != "requeued":  # requeued() journals revoked groups
                 self.journal.group_ended_nowait(group_id, state, "")

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import operator
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from asyncrl.messages.records import (
     Credit,
     GroupId,
     Outcome,
+    PolicyCall,
     Prompt,
     Rollout,
     SessionRules,
@@ -458,10 +460,11 @@ class SingleTurn:
         spent = list[int]()
         attempt.num_spent = lambda: sum(spent)
         attempt.has_asked = lambda: True
+        begun_s = time.time()
 
         def keep(partial: Completion) -> None:
             attempt.keep_segment(partial)
-            attempt.seen = lambda: (make_trajectory(index, partial, 0.0),)
+            attempt.seen = lambda: (make_trajectory(index, partial, 0.0, begun_s),)
 
         completion = await self.engine.generate(
             SamplingRequest(
@@ -481,10 +484,11 @@ class SingleTurn:
             on_segment=keep,
             on_spent=spent.append,
         )
-        attempt.seen = lambda: (make_trajectory(index, completion, 0.0),)
+        sampled = make_trajectory(index, completion, 0.0, begun_s)
+        attempt.seen = lambda: (sampled,)
 
         def rollout(reward: float) -> Rollout:
-            return (make_trajectory(index, completion, reward),)
+            return (replace(sampled, reward=reward),)
 
         return functools.partial(
             score_completion, self.scorers.of(prompt), attempt, completion, rollout
@@ -492,14 +496,28 @@ class SingleTurn:
 
 
 def make_trajectory(
-    sample_index: int, completion: Completion, reward: float
+    sample_index: int,
+    completion: Completion,
+    reward: float,
+    begun_s: float | None = None,
 ) -> Trajectory:
+    """Return the trajectory of one completion, whose call began at `begun_s`."""
+    now_s = time.time()
+    call = PolicyCall(
+        completion.num_prompt,
+        len(completion.tokens),
+        f"r{sample_index}",
+        now_s if begun_s is None else begun_s,
+        now_s,
+        completion.finish_reason or "",
+    )
     return Trajectory(
         sample_index=sample_index,
         tokens=completion.tokens,
         reward=reward,
         is_truncated=completion.finish_reason == "length",
         num_interruptions=completion.num_interruptions,
+        calls=(call,),
     )
 
 

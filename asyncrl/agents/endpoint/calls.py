@@ -62,8 +62,12 @@ class GatewayCall:
     """X-Session-ID of the request: one of several agents in a rollout."""
     is_sampled: bool = False
     is_delivered: bool = False
-    created_s: int = field(default_factory=lambda: int(time.time()))
+    begun_s: float = field(default_factory=time.time)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def created_s(self) -> int:
+        return int(self.begun_s)
 
     def feed(self, token_ids: Sequence[int]) -> None:
         self.answer.feed(token_ids)

@@ -4,6 +4,7 @@ rollout's branches.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from asyncrl.messages.records import (
     Completion,
     Credit,
     Outcome,
+    PolicyCall,
     Rollout,
     Trajectory,
 )
@@ -211,9 +213,10 @@ class Capture:
         name: str,
         *,
         is_trained: bool = True,
+        begun_s: float | None = None,
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's
-        distribution.
+        distribution. `begun_s`: time of the request, in seconds since the epoch.
         """
         # The engine answers with the whole prompt. The parents already hold its first
         # `num_known` tokens. The likeliest tokens were for the client's answer only.
@@ -232,6 +235,20 @@ class Capture:
             text = text.then(
                 decode_after(self._tokenizer, planned.tail, completion.token_ids)
             )
+        now_s = time.time()
+        tools = [
+            (tool["id"], tool["function"]["name"])
+            for tool in message.get("tool_calls") or ()
+        ]
+        call = PolicyCall(
+            num_added,
+            len(tokens),
+            name,
+            now_s if begun_s is None else begun_s,
+            now_s,
+            "tool_calls" if tools else completion.finish_reason or "",
+            tuple(tools),
+        )
         node = ChatNode(
             name=name,
             order=planned.number,
@@ -244,6 +261,7 @@ class Capture:
             num_messages=match.num_messages + 1 if match else 0,
             key=match.chain.key_with(message) if match else b"",
             text=text,
+            call=call,
             is_trained=is_trained,
             deviations=match.deviations if match else (),
             shown=match.shown if match else None,
@@ -367,9 +385,12 @@ def _trajectory(
 ) -> Trajectory:
     parts = list[Tokens]()
     credits = list[Credit]()
+    calls = list[PolicyCall]()
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.tokens)
+        if node in own:
+            calls.append(replace(node.call, start=start, end=end))
         is_own = node in own and node.has_loss
         # as_context() keeps values that a read token has too, such as its experts.
         parts.append(node.tokens if is_own else node.tokens.as_context())
@@ -382,6 +403,7 @@ def _trajectory(
         is_truncated=path[-1].is_truncated,
         num_interruptions=sum(node.num_interruptions for node in own),
         credits=tuple(credits),
+        calls=tuple(calls),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.messages.records import PolicyCall
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.worker_api import new_hash
 
@@ -49,7 +50,7 @@ class ChatNode:
 
     `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a
     chat: `num_messages` with the answer, `key` in a Chain, and `text`, the text of all
-    ids or None.
+    ids or None. `call`: its tokens counted from the first of `tokens`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ChatNode:
     num_messages: int
     key: bytes
     text: Prefix | None
+    call: PolicyCall
     is_trained: bool = True
     deviations: Sequence[Deviation] = ()
     shown: Prefix | None = None

@@ -273,6 +273,7 @@ class GatewaySession:
             message,
             call.name,
             is_trained=call.is_trained,
+            begun_s=call.begun_s,
         )
         call.is_delivered = True
         if call.speaker is not None:

@@ -1,0 +1,184 @@
+"""docs/environments.md: its configs load, have the shown lines, and play."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from gateway_cases import ScriptedEngine, gateway_world
+from job_runs import environment, read_lines
+from test_harness_verifiers import last_turn, text_of, tool_call
+
+from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents.harness import build_harness
+from asyncrl.config import GeneratorConfig, load_config
+from asyncrl.tasks.sources import build_task
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+ROWS = re.findall(
+    r"^\| \[.+?\]\(#([\w-]+)\) \| \[(\S+)\]\(\.\./(\S+)\) \|.*\| (.*) \|$", PAGE, re.M
+)
+"""(anchor, config, its link, tests)."""
+
+
+def lines_of(anchor: str) -> Any:
+    """The config that the section shows."""
+    for section in PAGE.split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        if title.lower().replace(" ", "-").replace(",", "") == anchor:
+            (text,) = re.findall(r"```yaml\n(.*?)```", section, re.S)
+            assert len(text.splitlines()) <= 6
+            return yaml.safe_load(text)
+    raise AssertionError(f"the page has no section {anchor}")
+
+
+def test_page_has_every_environment() -> None:
+    assert [anchor for anchor, *_ in ROWS] == [
+        "own-python-function",
+        "own-agent",
+        "command-in-a-sandbox",
+        "verifiers",
+        "openenv",
+        "textarena",
+        "harbor",
+        "nemo-gym",
+    ]
+
+
+def is_part(shown: Any, whole: Any) -> bool:
+    if isinstance(shown, Mapping):
+        return all(is_part(value, whole[name]) for name, value in shown.items())
+    return bool(shown == whole)
+
+
+@pytest.mark.parametrize(("anchor", "name", "link", "tests"), ROWS)
+def test_shown_lines_are_those_of_a_config_that_loads(
+    anchor: str, name: str, link: str, tests: str
+) -> None:
+    assert name == link
+    shown = lines_of(anchor)
+    overrides = []
+    if anchor == "command-in-a-sandbox":
+        overrides = ["generator.sandbox=bubblewrap"]
+    if anchor == "textarena":
+        overrides = ["generator.args.frozen=false"]
+    config = load_config(ROOT / name, overrides)
+    assert is_part(shown, config.model_dump(mode="json"))
+    for test in re.findall(r"`(test_\w+\.py)`", tests):
+        assert (ROOT / "tests" / test).is_file()
+
+
+# ---- NeMo Gym
+
+
+class Resources(BaseHTTPRequestHandler):
+    """The routes of a NeMo Gym resources server: a tool, and a reward for its use."""
+
+    seen: list[tuple[str, Any, str]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append((self.path, body, self.headers.get("cookie", "")))
+        if self.path == "/add":
+            answer: Any = {"sum": body["first"] + body["second"]}
+        elif self.path == "/verify":
+            texts = [
+                part["text"]
+                for item in body["response"]["output"]
+                if item["type"] == "message"
+                for part in item["content"]
+            ]
+            answer = {**body, "reward": float(body["expected"] in texts[-1])}
+        else:
+            answer = {}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.send_header("set-cookie", "session=7")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def resources() -> Iterator[tuple[str, list[tuple[str, Any, str]]]]:
+    Resources.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Resources)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", Resources.seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
+    config = load_config(ROOT / "examples/nemo_gym/nemo_gym.yaml")
+    item = build_task(config.task, config.seed).prompt(0)
+    task = Task("0/0", ({"role": "user", "content": str(item.content)},), item.info)
+
+    def answer(prompt: str) -> str:
+        role, text = last_turn(prompt)
+        if role == "tool":
+            return f"It is {json.loads(text)['sum']}."
+        return tool_call("add", first=12, second=30)
+
+    async def story(url: str) -> Outcome:
+        harness = build_harness(
+            GeneratorConfig(python="examples.nemo_gym.agent:run", args={"url": url})
+        )
+        engine = ScriptedEngine(lambda request: answer(text_of(request)))
+        async with gateway_world(engine) as world:
+            session = Session(f"{world.url}/v1", world.session.key, "policy")
+            async with session.client:
+                outcome = await harness.run(task, session)
+            # One conversation: its two answers are trained in one branch.
+            (branch,) = world.session.rollout(0, outcome, 1.0)
+            assert len(branch.calls) == 2
+            return outcome  # type: ignore[no-any-return]
+
+    with resources() as (url, seen):
+        assert asyncio.run(story(url)) == Outcome(1.0, {"tool_calls": 1})
+    assert [path for path, *_ in seen] == ["/seed_session", "/add", "/verify"]
+    assert [cookie for *_, cookie in seen] == ["", "session=7", "session=7"]
+    kinds = [item["type"] for item in seen[-1][1]["response"]["output"]]
+    assert kinds == ["message", "function_call", "function_call_output", "message"]
+
+
+# ---- OpenEnv
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.timeout(600)
+def test_run_serves_the_package_of_its_config(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl", "run", "examples/openenv/learn.yaml"]
+    few = ["trainer.num_steps=2", "observe.trackers=[]", "generator.workers=1"]
+    ended = subprocess.run(
+        [*command, *few, "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    last = read_lines(tmp_path / "run/metrics.jsonl")[-1]
+    assert last["task/done"] == 1.0
+    assert last["rollout/failed"] == 0
