@@ -415,8 +415,15 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
 
 
 def test_model_keeps_the_ids_that_it_wrote() -> None:
-    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc")):
-        assert find_tool_format(name, "").parse(RAW[name], TOOLS).calls[0].id == own_id
+    own_ids = {
+        ("kimi", 0): "functions.f:0",
+        ("solar", 0): "abc",
+        ("mistral", 1): "abc",
+        ("apriel", 1): "abc",
+    }
+    for (name, number), own_id in own_ids.items():
+        read = find_tool_format(name, "").parse(RAW[name], TOOLS)
+        assert read.calls[number].id == own_id
 
 
 VALUES = st.sampled_from(

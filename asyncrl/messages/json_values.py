@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -29,15 +32,21 @@ def from_python(text: str, *_: Any) -> Any:
 
     Example: `{'k': [1, None, "it's"]}`.
     """
+    with contextlib.suppress(ValueError):
+        return json.loads(text, strict=False)
+    with contextlib.suppress(*_NO_LITERAL), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python keeps, such as "\d"
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
     if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
         return json.loads(_quoted(text), strict=False)
-    # Not ast.literal_eval: a model also mixes the two forms, such as {'a': true}.
+    # a model also mixes the two forms, such as {'a': true}
     tokens = _PYTHON.sub(
         lambda found: PYTHON_WORDS.get(found[0]) or _quoted(found[0]), text
     )
     return json.loads(tokens, strict=False)
 
 
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 _KINDS = {
     str: "string",
     bool: "boolean",

@@ -487,6 +487,7 @@ def _with_calls(
                 {
                     **call,
                     "id": call_id,
+                    "type": "function",
                     "function": {**function, "arguments": arguments},
                 }
             )
