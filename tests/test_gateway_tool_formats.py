@@ -485,6 +485,21 @@ def test_text_that_a_schema_allows_stays_text(
         assert (read, type(read)) == (value, type(value))
 
 
+@pytest.mark.parametrize(
+    ("kind", "raw", "value"),
+    [
+        ("dict", "{'a': .5}", {"a": 0.5}),
+        ("float", "1.5", 1.5),
+        ("INTEGER", "2", 2),
+        ("str", "2", "2"),
+        ("any", "2", 2),
+        ("list", r"['\d', '\/']", ["\\d", "\\/"]),
+    ],
+)
+def test_types_have_other_names_in_python(kind: str, raw: str, value: Any) -> None:
+    assert typed(raw, {"type": kind}, {}) == value
+
+
 _WORDS = st.sampled_from(
     ["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "items"]
 )

@@ -55,6 +55,19 @@ _KINDS = {
     type(None): "null",
     list: "array",
 }
+# Tools of Python (BFCL) and Gemini have other names of types, as vLLM knows, too.
+_NAMES = {
+    "str": "string",
+    "int": "integer",
+    "long": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+    **{name: name for name in (*_KINDS.values(), "integer", "object")},
+}
 _SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
 """Only a schema without types allows all of them."""
 _MAX_SCHEMAS = 100
@@ -111,8 +124,10 @@ def fits(
         return schema is not False
     kind = _KINDS.get(type(value), "object")
     declared = schema.get("type")
-    kinds = [declared] if isinstance(declared, str) else _part(schema, "type", list)
-    kinds = kinds or [kind]
+    given = [declared] if isinstance(declared, str) else _part(schema, "type", list)
+    names = (str(each).lower() for each in given)
+    # no name is known: any value
+    kinds = [_NAMES[name] for name in names if name in _NAMES] or [kind]
     is_whole = kind == "number" and (by_kind or value == int(value))
     if kind not in kinds and not (is_whole and "integer" in kinds):
         return value is None and schema.get("nullable") is True
