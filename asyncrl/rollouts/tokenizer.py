@@ -215,7 +215,8 @@ class HFChatTokenizer:
 
         Templates get tool-call arguments as objects, since most would quote a text
         again; templates that fail on objects get texts. If the template refuses the
-        calls' ids, all others than nine alphanumerics are replaced (Mistral).
+        calls' ids, all others than nine alphanumerics are replaced (Mistral). If it
+        refuses tools without a description or parameters, these are empty (gpt-oss).
         """
         options = self._options(settings)
         options["add_generation_prompt"] = is_open
@@ -229,14 +230,19 @@ class HFChatTokenizer:
                 each if each["role"] == "assistant" else self._plain.marked(each)
                 for each in chat
             ]
-            tools = self._plain.marked(tools)
-        options["tools"] = [dict(tool) for tool in tools] if tools else None
+        shown = tools if self._plain is None else self._plain.marked(tools)
+        options["tools"] = [dict(tool) for tool in shown] if shown else None
         for arguments_of, id_of in FORMS:
             form = [_with_calls(message, arguments_of, id_of) for message in chat]
             try:
                 return self._apply_template(form, options, spans)
             except ValueError as error:
                 refusal = error
+        whole = [_whole_tool(tool) for tool in tools or ()]
+        if whole != [*(tools or ())]:
+            return self.render(
+                messages, tools=whole, settings=settings, is_open=is_open, spans=spans
+            )
         raise refusal
 
     @property
@@ -492,6 +498,14 @@ def _with_calls(
                 }
             )
     return changed
+
+
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    description = function.get("description") or ""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    whole = {**function, "description": description, "parameters": parameters}
+    return {**tool, "function": whole}
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
