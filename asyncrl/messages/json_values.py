@@ -57,16 +57,9 @@ _KINDS = {
 }
 # Tools of Python (BFCL) and Gemini have other names of types, as vLLM knows, too.
 _NAMES = {
-    "str": "string",
-    "int": "integer",
-    "long": "integer",
-    "float": "number",
-    "double": "number",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-    "tuple": "array",
-    **{name: name for name in (*_KINDS.values(), "integer", "object")},
+    **{kind: kind for kind in (*_KINDS.values(), "integer", "object")},
+    **{python.__name__: kind for python, kind in _KINDS.items()},
+    **{"int": "integer", "dict": "object", "tuple": "array"},
 }
 _SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
 """Only a schema without types allows all of them."""
