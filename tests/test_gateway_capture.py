@@ -427,14 +427,15 @@ async def test_message_that_the_template_omits_gets_400(
         assert "the chat template drops messages[2]" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "cohere2"])
 def test_developer_is_the_system_where_the_template_knows_none(
-    renderer_for: Renderers,
+    name: str, renderer_for: Renderers
 ) -> None:
     chats = (
         [{"role": role, "content": "Be brief."}, user("Hi.")]
         for role in ("developer", "system")
     )
-    as_developer, as_system = map(renderer_for("qwen3").render, chats)
+    as_developer, as_system = map(renderer_for(name).render, chats)
     assert as_developer == as_system
     assert "Be brief." in as_system
 

@@ -117,7 +117,29 @@ REFUSED: list[tuple[str, Any, str]] = [
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
     (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
-    (CHAT, said(*HI) | {"response_format": {"type": "xml"}}, "response_format"),
+    (
+        MESSAGES,
+        said(*HI) | {"output_config": {"format": {"type": "json_schema"}}},
+        "schema",
+    ),
+    *(
+        (CHAT, said(*HI) | {"response_format": form}, "response_format")
+        for form in (
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_object", "schema": {}},
+            {"type": "json_schema", "name": "a", "schema": {}},
+        )
+    ),
+    *(
+        (CHAT, said(*HI) | {"chat_template_kwargs": {name: False}}, name)
+        for name in ("add_generation_prompt", "messages")
+    ),
+    *((CHAT, said({"role": "tool", "content": odd}), "content") for odd in (0, False)),
+    *(
+        (CHAT, said(*HI, {"role": "assistant", key: True}), "begins each answer")
+        for key in ("prefix", "partial")
+    ),
     (
         CHAT,
         said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})},
@@ -341,6 +363,8 @@ PARTS: list[Any] = [
     {"type": "tool_reference", "tool_name": "f"},
     {
         "type": "document",
+        "title": "T",
+        "context": "C",
         "source": {"type": "text", "media_type": "text/plain", "data": "d"},
     },
     {
@@ -350,14 +374,11 @@ PARTS: list[Any] = [
         "content": [{"type": "text", "text": "r"}],
     },
 ]
-TEXT = "a\nNo.\nf\nd\nS\nr"
+TEXT = "a\nNo.\nf\nT\nC\nd\nS\nr"
 
 
-def calling(arguments: Any) -> dict[str, Any]:
-    call = {
-        "id": "c",
-        "function": {"name": "get weather!" * 20, "arguments": arguments},
-    }
+def calling(**arguments: Any) -> dict[str, Any]:
+    call = {"id": "c", "function": {"name": "get weather!" * 20, **arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -381,9 +402,11 @@ MINE = {"role": "assistant", "content": "yes"}
         ),
         ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),
         *(
-            (calling(odd), calling({}))
+            (calling(arguments=odd), calling(arguments={}))
             for odd in ("", None, '{"a": 1', "[]", "42", '{"a": "\\ud800"}', [1])
         ),
+        (calling(), calling()),
+        ({**MINE, "prefix": False}, MINE),
     ],
 )
 def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> None:
@@ -402,6 +425,7 @@ async def test_sampling_overrides_follow_the_config() -> None:
         "modalities": ["text"],
         "top_p": None,
         "stop": None,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": None}}],
     }
     async with gateway_world() as world:
         assert (await world.ask(user="me", store=True, temperature=0.3, **off))[

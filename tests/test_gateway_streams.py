@@ -6,14 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, talking
+from gateway_cases import (
+    HI,
+    ScriptedEngine,
+    World,
+    gateway_world,
+    in_loop,
+    num_forked,
+    talking,
+)
 
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE
 from asyncrl.base.errors import EngineError
+from asyncrl.messages.records import Outcome
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
@@ -114,6 +124,26 @@ async def test_arguments_arrive_while_they_are_sampled(path: str) -> None:
             is_whole = b"completed" in event
             assert is_whole or event.count(b'"arguments":') <= 1, "a delta has one call"
         assert gate.is_set()
+
+
+@pytest.mark.parametrize("path", [*BODIES][1:])
+@pytest.mark.parametrize("arguments", ['{"a": "cut', '{"a": wrong}}\n</tool_call>', ""])
+@in_loop
+async def test_stream_with_a_broken_call_continues(path: str, arguments: str) -> None:
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
+    async with gateway_world(ScriptedEngine(lambda _: text)) as world:
+        events = b"".join([event async for event in events_of(world, path)])
+        (call_id,) = set(re.findall(rb'"([A-Z0-9]{9})"', events))
+        function = {"name": "add", "arguments": arguments.partition("\n")[0]}
+        answer = {
+            "role": "assistant",
+            "tool_calls": [{"id": call_id.decode(), "function": function}],
+        }
+        body = BODIES["chat/completions"]
+        status, _ = await world.post(body | {"messages": [*HI, answer, *HI]})
+        assert (status, num_forked(world)) == (200, 0)
+        (branch,) = world.session.rollout(0, Outcome(), 1.0)
+        assert branch.num_sampled == 2 * len(text) + 2
 
 
 @pytest.mark.parametrize(

@@ -415,8 +415,15 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
 
 
 def test_model_keeps_the_ids_that_it_wrote() -> None:
-    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc")):
-        assert find_tool_format(name, "").parse(RAW[name], TOOLS).calls[0].id == own_id
+    own_ids = {
+        ("kimi", 0): "functions.f:0",
+        ("solar", 0): "abc",
+        ("mistral", 1): "abc",
+        ("apriel", 1): "abc",
+    }
+    for (name, number), own_id in own_ids.items():
+        read = find_tool_format(name, "").parse(RAW[name], TOOLS)
+        assert read.calls[number].id == own_id
 
 
 VALUES = st.sampled_from(
@@ -476,6 +483,21 @@ def test_text_that_a_schema_allows_stays_text(
         assert read == raw
     elif valid(value):
         assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "value"),
+    [
+        ("dict", "{'a': .5}", {"a": 0.5}),
+        ("float", "1.5", 1.5),
+        ("INTEGER", "2", 2),
+        ("str", "2", "2"),
+        ("any", "2", 2),
+        ("list", r"['\d', '\/']", ["\\d", "\\/"]),
+    ],
+)
+def test_types_have_other_names_in_python(kind: str, raw: str, value: Any) -> None:
+    assert typed(raw, {"type": kind}, {}) == value
 
 
 _WORDS = st.sampled_from(

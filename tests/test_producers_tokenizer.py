@@ -128,6 +128,32 @@ def test_tool_arguments_reach_a_template_in_its_form(
         assert rendered(wants_text) == "f({})"
 
 
+@pytest.mark.parametrize("more", [{}, {"description": None, "parameters": None}])
+def test_template_may_demand_what_a_tool_may_lack(
+    tiny_model_dir: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """GPT-OSS and Apertus demand a description."""
+    template = tmp_path / "chat.jinja"
+    tool = {"type": "function", "function": {"name": "f", **more}}
+    written = "{% set f = tools[0].function %}{{ f | tojson }}"
+    for demanded, function in (
+        ("", {"name": "f", **more}),
+        (
+            "{{ f.description + f.parameters.type }}",
+            {
+                "name": "f",
+                "description": "",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        ),
+    ):
+        template.write_text(written + demanded)
+        text = HFChatTokenizer(tiny_model_dir, chat_template=template).render(
+            CHAT, tools=[tool]
+        )
+        assert json.loads(text.removesuffix("object")) == function
+
+
 def test_call_ids_take_the_form_that_a_template_demands(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -29,15 +32,21 @@ def from_python(text: str, *_: Any) -> Any:
 
     Example: `{'k': [1, None, "it's"]}`.
     """
+    with contextlib.suppress(ValueError):
+        return json.loads(text, strict=False)
+    with contextlib.suppress(*_NO_LITERAL), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python keeps, such as "\d"
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
     if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
         return json.loads(_quoted(text), strict=False)
-    # Not ast.literal_eval: a model also mixes the two forms, such as {'a': true}.
+    # a model also mixes the two forms, such as {'a': true}
     tokens = _PYTHON.sub(
         lambda found: PYTHON_WORDS.get(found[0]) or _quoted(found[0]), text
     )
     return json.loads(tokens, strict=False)
 
 
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 _KINDS = {
     str: "string",
     bool: "boolean",
@@ -45,6 +54,12 @@ _KINDS = {
     float: "number",
     type(None): "null",
     list: "array",
+}
+# Tools of Python (BFCL) and Gemini have other names of types, as vLLM knows, too.
+_NAMES = {
+    **{kind: kind for kind in (*_KINDS.values(), "integer", "object")},
+    **{python.__name__: kind for python, kind in _KINDS.items()},
+    **{"int": "integer", "dict": "object", "tuple": "array"},
 }
 _SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
 """Only a schema without types allows all of them."""
@@ -102,8 +117,10 @@ def fits(
         return schema is not False
     kind = _KINDS.get(type(value), "object")
     declared = schema.get("type")
-    kinds = [declared] if isinstance(declared, str) else _part(schema, "type", list)
-    kinds = kinds or [kind]
+    given = [declared] if isinstance(declared, str) else _part(schema, "type", list)
+    names = (str(each).lower() for each in given)
+    # no name is known: any value
+    kinds = [_NAMES[name] for name in names if name in _NAMES] or [kind]
     is_whole = kind == "number" and (by_kind or value == int(value))
     if kind not in kinds and not (is_whole and "integer" in kinds):
         return value is None and schema.get("nullable") is True

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -136,7 +136,6 @@ class HFChatTokenizer:
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
             way_out = f"model.chat_template_kwargs may set {known_names}."
             raise ConfigError(what, way_out=way_out)
-        self._roles = {} if "developer" in template else {"developer": "system"}
         today = now or datetime.date.today()
         self._constants = {
             **tokenizer.special_tokens_map,
@@ -215,7 +214,8 @@ class HFChatTokenizer:
 
         Templates get tool-call arguments as objects, since most would quote a text
         again; templates that fail on objects get texts. If the template refuses the
-        calls' ids, all others than nine alphanumerics are replaced (Mistral).
+        calls' ids, all others than nine alphanumerics are replaced (Mistral). If it
+        refuses tools without a description or parameters, these are empty (gpt-oss).
         """
         options = self._options(settings)
         options["add_generation_prompt"] = is_open
@@ -229,14 +229,20 @@ class HFChatTokenizer:
                 each if each["role"] == "assistant" else self._plain.marked(each)
                 for each in chat
             ]
-            tools = self._plain.marked(tools)
-        options["tools"] = [dict(tool) for tool in tools] if tools else None
+        given = [dict(tool) for tool in tools or ()]
+        shown = given if self._plain is None else self._plain.marked(given)
+        options["tools"] = shown or None
         for arguments_of, id_of in FORMS:
             form = [_with_calls(message, arguments_of, id_of) for message in chat]
             try:
                 return self._apply_template(form, options, spans)
             except ValueError as error:
                 refusal = error
+        whole = [_whole_tool(tool) for tool in given]
+        if whole != given:
+            return self.render(
+                messages, tools=whole, settings=settings, is_open=is_open, spans=spans
+            )
         raise refusal
 
     @property
@@ -297,6 +303,14 @@ class HFChatTokenizer:
             raise ValueError(
                 f"the chat template refuses these messages: {error}"
             ) from error
+
+    @cached_property
+    def _roles(self) -> Mapping[str, str]:
+        # DeepSeek's and Cohere's templates name the role in texts, and omit its messages.
+        knows_developer = "developer" in self.template and self._writes(
+            "developer user"
+        )
+        return {} if knows_developer else {"developer": "system"}
 
     def _writes(self, shape: str) -> bool:
         """Return whether the template writes every message of a chat of these roles."""
@@ -487,10 +501,17 @@ def _with_calls(
                 {
                     **call,
                     "id": call_id,
+                    "type": "function",
                     "function": {**function, "arguments": arguments},
                 }
             )
     return changed
+
+
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    given = {key: value for key, value in tool["function"].items() if value is not None}
+    return {**tool, "function": whole | given}
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:

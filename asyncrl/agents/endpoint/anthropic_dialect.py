@@ -146,7 +146,7 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any
                 "input": arguments,
             }:
                 function = {"name": tool, "arguments": arguments}
-                calls.append({"id": name, "type": "function", "function": function})
+                calls.append({"id": name, "function": function})
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
                 result = present(block, "content", "is_error")
                 results.append({"role": "tool", "tool_call_id": name, **result})

@@ -137,10 +137,9 @@ class _Rules:
         }
 
     def content(self, response_format: Mapping[str, Any]) -> str:
-        given = response_format.get("json_schema") or {"strict": True}
-        return self.json(
-            given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True
-        )
+        whole = {"schema": ANY_OBJECT, "strict": True}
+        given = response_format.get("json_schema", whole)
+        return self.json(given["schema"], is_strict=given.get("strict") is True)
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         options = {} if is_strict else {"x-guidance": {"lenient": True}}

@@ -285,12 +285,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
             )
             return {"role": "assistant", "reasoning_content": thought}
         case {"type": "function_call", "call_id": name}:
-            function = {
-                "arguments": None,
-                **item,
-                "name": _flat(item.get("name"), item.get("namespace")),
-            }
-            call = {"id": name, "type": "function", "function": function}
+            function = item | {"name": _flat(item.get("name"), item.get("namespace"))}
+            call = {"id": name, "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(name), "output": output}:
             return {"role": "tool", "tool_call_id": name, "content": output}

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.agents.endpoint.chat_node import ChatNode, Deviation, Prefix
+from asyncrl.agents.endpoint.requests import repaired
 from asyncrl.agents.endpoint.tool_formats import (
     Marks,
     close_thought,
@@ -139,15 +140,12 @@ def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any
     adds them.
     """
     name = call["function"]["name"]
-    written = call["function"]["arguments"]
-    arguments = _plain(written if isinstance(written, str) else _to_json(written))
-    if isinstance(arguments, dict):
-        known = defaults.get(name, {})
-        arguments = {
-            key: value
-            for key, value in arguments.items()
-            if known.get(key) != _to_json(value)
-        }
+    known = defaults.get(name, {})
+    # a call that was cut while it was streamed comes back repaired
+    given = _plain(_to_json(repaired(call["function"].get("arguments"))))
+    arguments = {
+        key: value for key, value in given.items() if known.get(key) != _to_json(value)
+    }
     return [call["id"], name, arguments]
 
 

@@ -147,7 +147,8 @@ def text_of(part: Any) -> str:
         case {"type": str(kind)} if kind in _READ_PARTS:
             held = [part[key] for key in _HELD if part.get(key) is not None]
             if held or "text" in part:
-                return text_of([part.get("title") or "", *held[:1]])
+                about = [part.get(key) or "" for key in ("title", "context")]
+                return text_of([*about, *held[:1]])
     kind = shown(part.get("type") if isinstance(part, dict) else part)
     raise wrong(f"a part of type {kind} is not supported: this model reads text")
 
@@ -197,7 +198,7 @@ class OpenDict(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
 
 
-def _repaired(arguments: Any) -> Any:
+def repaired(arguments: Any) -> Any:
     """Replace arguments that are not an object by `{}`, like vLLM: every later call has
     the same history.
     """
@@ -208,15 +209,16 @@ def _repaired(arguments: Any) -> Any:
 
 class _CalledFunction(OpenDict):
     name: str
-    arguments: Annotated[
-        dict[str, Any],
-        BeforeValidator(_repaired, json_schema_input_type=str | dict[str, Any]),
+    arguments: NotRequired[
+        Annotated[
+            dict[str, Any],
+            BeforeValidator(repaired, json_schema_input_type=str | dict[str, Any]),
+        ]
     ]
 
 
 class _SentCall(OpenDict):
     id: Annotated[str, Field(min_length=1)]
-    type: NotRequired[Literal["function"]]
     function: _CalledFunction
 
 
@@ -244,22 +246,22 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     """
     if not isinstance(message, dict):
         return message
-    # clients return unused keys empty
+    # clients return unused keys empty, but 0 and false are contents of a wrong type
     kept = {
         key: value
         for key, value in message.items()
-        if value and key != "unjoined_content"
+        if value not in (None, "", [], {}) and key != "unjoined_content"
     }
     role = kept.get("role")
-    unread = (
-        {"function_call", "audio"}
-        if role == "assistant"
-        else {"function_call", "audio", "tool_calls"}
-    )
-    for key in unread & kept.keys():
-        raise wrong(
-            f"{key} of a message of role {shown(role)} is refused: this model reads text"
-        )
+    unread = {"function_call", "audio", "prefix", "partial"}
+    if role != "assistant":
+        unread.add("tool_calls")
+    for key in unread:
+        if kept.get(key):
+            raise wrong(
+                f"{key} of a message of role {shown(role)} is refused: this model reads text "
+                "and begins each answer itself"
+            )
     content = kept.setdefault("content", "")
     reading: Any = info.context
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
@@ -297,7 +299,7 @@ ChatMessage = Annotated[_Message, BeforeValidator(_tidy)]
 class _Function(OpenDict):
     name: Name
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any]]
+    parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
 
 
@@ -310,17 +312,24 @@ class GivenTool(OpenDict):
 class _JsonSchema(OpenDict):
     name: Name
     description: NotRequired[str | None]
-    schema: NotRequired[dict[str, Any]]
+    schema: dict[str, Any]
     strict: NotRequired[bool | None]
 
 
-class _ResponseFormat(OpenDict):
-    type: Literal["json_object", "json_schema"]
-    json_schema: NotRequired[_JsonSchema]
+# A schema at another place would be lost, and any object would be an answer.
+class _AnyObject(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_object"]
+
+
+class _SchemaFormat(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema
 
 
 ResponseFormat = Annotated[
-    _ResponseFormat | None,
+    Annotated[_AnyObject | _SchemaFormat, Field(discriminator="type")] | None,
     BeforeValidator(lambda value: None if value == {"type": "text"} else value),
 ]
 """None: any text."""
@@ -371,6 +380,11 @@ _REFUSED = {
         compaction kv_transfer_params ec_transfer_params previous_input_messages=[]""",
 }
 """Refused parameters by reason, with the JSON values that have no effect."""
+
+OF_PROMPT = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message".split()
+)
+"""Variables of a template that calls cannot set."""
 
 REFUSED: Mapping[str, tuple[str, list[Any]]] = {
     name: (why, from_json(f"[{off}]"))
@@ -616,6 +630,8 @@ class RequestReader:
         # The template writes tools as text. After validation they may lack unknown
         # keys, and a server would send another prompt.
         asked.tools = body.get("tools") or []  # unchanged, keys in order
+        for name in asked.chat_template_kwargs.keys() & OF_PROMPT:
+            self._check_unread(name, asked.chat_template_kwargs[name])
         limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None:  # like vLLM

@@ -199,6 +199,8 @@ class AnswerReader:
         self.thought = GrowingText("thought", self.pieces)
         self.content = GrowingText("text", self.pieces)
         self.calls: list[ToolCall] = []
+        self.num_shown = 0
+        """Calls that began in an earlier feed."""
         self.text = ""
         """Unread text, with some text before it."""
         self.at = 0
@@ -220,6 +222,7 @@ class AnswerReader:
         self._new = []
         self._num_new = 0
         self.is_last = is_last
+        self.num_shown = len(self.calls)
         try:
             next(self._steps, None)
         except MALFORMED:
@@ -296,7 +299,7 @@ class AnswerReader:
 Steps: TypeAlias = Generator[None, None, Value]
 
 _JSON_PIECE = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.DOTALL)
-_STRING = r'"\w+"\s*:\s*"[^"]*"'
+_STRING = r'"(?:id"\s*:\s*"(?P<id>[^"]+)|\w+"\s*:\s*"[^"]*)"'
 _NAME = rf'"(?:tool_)?name"\s*:\s*"{_TOOL}"'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
 _OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
@@ -320,7 +323,10 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
         yield from _grow(reader)
     check_arguments(reader.calls[-1].arguments)
     if groups.get("object"):
-        yield from reader.need(JSON_END)
+        end = yield from reader.need(JSON_END)
+        # Mistral's and Apriel's models write the id last, and a stream has shown another.
+        if end["id"] and len(reader.calls) > reader.num_shown:
+            reader.calls[-1].id = end["id"]
 
 
 def _grow(reader: AnswerReader) -> Steps[None]:
