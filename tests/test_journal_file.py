@@ -52,6 +52,7 @@ from asyncrl.messages.records import (
     CallSpan,
     Credit,
     GroupId,
+    PolicyCall,
     Trajectory,
     VersionSpan,
 )
@@ -290,7 +291,22 @@ CALLS = st.builds(
     st.none() | ADJUSTMENTS,
 )
 CREDITS = st.builds(
-    Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9)
+    Credit,
+    st.integers(0, 50),
+    st.integers(0, 50),
+    NUMBERS,
+    st.integers(0, 9),
+    st.text(),
+)
+POLICY_CALLS = st.builds(
+    PolicyCall,
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.text(),
+    NUMBERS,
+    NUMBERS,
+    st.text(),
+    st.lists(st.tuples(st.text(), st.text()), max_size=2).map(tuple),
 )
 
 
@@ -319,6 +335,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.dictionaries(st.text(), NUMBERS, max_size=3)),
         draw(st.integers(0, 3)),
         tuple(draw(st.lists(CREDITS, max_size=3))),
+        awaits=draw(st.none() | st.text()),
+        calls=tuple(draw(st.lists(POLICY_CALLS, max_size=3))),
     )
 
 
