@@ -142,7 +142,7 @@ async def test_worker_drains() -> None:
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker(steps, caller, name="w", slots=3, drain_s=60.0)
+        worker = Worker([steps], caller, name="w", slots=3, drain_s=60.0)
         living = asyncio.ensure_future(worker.run())
         first = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "p0" in steps.ends)
@@ -167,7 +167,7 @@ async def test_worker_that_drains_too_long_leaves_its_work() -> None:
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker(steps, caller, name="w", slots=3, drain_s=0.01)
+        worker = Worker([steps], caller, name="w", slots=3, drain_s=0.01)
         living = asyncio.ensure_future(worker.run())
         running = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "p0" in steps.ends)
@@ -193,12 +193,12 @@ async def test_worker_without_memory_or_disk_takes_no_work(
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker(steps, caller, name="w", slots=3, room=Room(disk_mb=10**9))
+        worker = Worker([steps], caller, name="w", slots=3, room=Room(disk_mb=10**9))
         assert (
             "100 MiB of memory are free, 256 must be and"
             in Room(disk_mb=10**9).shortage()
         )
-        worker = Worker(steps, caller, name="w", slots=3)
+        worker = Worker([steps], caller, name="w", slots=3)
         living = asyncio.ensure_future(worker.run())
         running = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "takes none: 100 MiB" in gateway.queue.what_runs())

@@ -254,6 +254,7 @@ class FakeHost:
     """
 
     has_score = shows_special = True
+    labels = frozenset[str]()
     scores_groups = False
     judge = None
     has_own_limits = False

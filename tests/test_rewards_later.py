@@ -25,7 +25,7 @@ from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import open_waits
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import BufferConfig, load_config
+from asyncrl.config import BufferConfig, GeneratorConfig, load_config
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import (
@@ -59,7 +59,8 @@ class Application:
         timeout_s = settings.pop("outcome_timeout_s", 24 * HOUR_S)
         self.late = LateRewards(self.journal, timeout_s=timeout_s)  # type: ignore[arg-type]
         self.late.is_open = True
-        self.desk = Desk(outcomes="later", late=self.late)
+        harness = GeneratorConfig(remote=True, outcomes="later")
+        self.desk = Desk(harnesses=[harness], late=self.late)
         self.host = FakeHost(
             Outcome(metrics={"turns": 2.0}), **settings.pop("host", {})
         )
