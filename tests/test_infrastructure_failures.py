@@ -70,7 +70,11 @@ async def run(
 
 
 NO_SCORE: Any = SimpleNamespace(
-    has_score=False, shows_special=True, scores_groups=False, judge=None
+    has_score=False,
+    shows_special=True,
+    scores_groups=False,
+    judge=None,
+    labels=frozenset[str](),
 )
 
 

@@ -269,7 +269,7 @@ async def test_masked_group_is_given_up_while_it_waits() -> None:
         on_requeued=requeued,
     )
     async with application(sink=buffer, group_size=1) as app:
-        app.host.rollout = lambda index, outcome, reward: (  # type: ignore[method-assign]
+        app.host.rollout = lambda index, outcome, reward, **_: (  # type: ignore[method-assign]
             one_token(index, version=buffer.rule.served, reward=reward),
         )
         await asyncio.sleep(HOUR_S)
