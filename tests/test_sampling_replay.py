@@ -6,7 +6,7 @@ the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -387,7 +387,9 @@ def test_head_is_a_log_softmax_of_adjusted_logits_over_supports(
         for call in arrays.calls:
             if call.start <= place < call.end:
                 ids = arrays.ids[text:place].tolist()
-                logits = adjusted_logits(logits, ids, call.start - text, **given)
+                # One call of the batch has other settings than `given`.
+                settings = {} if call.adjustment is None else asdict(call.adjustment)
+                logits = adjusted_logits(logits, ids, call.start - text, **settings)
         logits = (logits[kept] / 0.7).log_softmax(-1)
         logprobs.append(logits[kept.index(int(arrays.ids[place]))])
         entropies.append(-(logits.exp() * logits).sum())
