@@ -497,7 +497,7 @@ def work(
         sandbox=sandbox,
         sandbox_paths=sandbox_paths,
         max_memory_mb=max_memory_mb,
-        labels=[label for label in labels.split(",") if label],
+        labels=[label.strip() for label in labels.split(",") if label.strip()],
         min_memory_mb=min_memory_mb,
         min_disk_mb=min_disk_mb,
         drain_s=drain,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,39 @@ async def test_worker_without_memory_or_disk_takes_no_work(
         living.cancel()
         await asyncio.wait({living})
         await caller.aclose()
+
+
+@in_loop
+async def test_worker_without_room_ends_with_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.worker.MAX_SIGN_PERIOD_S", 0.04)
+    async with open_gateway() as gateway:
+        caller = gateway.worker()
+        room = Room(memory_mb=10**9)
+        worker = Worker([Steps()], caller, name="w", slots=1, room=room, give_up_s=60.0)
+        living = asyncio.ensure_future(worker.run())
+        await until(lambda: "takes none" in gateway.queue.what_runs())
+        gateway.queue.is_over = True
+        await gateway.queue.aclose()
+        await living
+        await caller.aclose()
+
+
+@pytest.mark.slow
+def test_worker_without_a_gateway_ends_after_its_drain() -> None:
+    options = ["--drain", "0.1", "--command", "true"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "asyncrl", "work", "http://127.0.0.1:9", *options],
+        env={**os.environ, WORKER_KEY_ENV: "x"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        while "It retries" not in process.stderr.readline():
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=60) == 143
 
 
 @in_loop

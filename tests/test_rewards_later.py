@@ -21,7 +21,8 @@ from test_gateway_work_queue import Desk
 from test_observe_watchdog import watched
 from test_producers_rollout import FakeHost
 
-from asyncrl.base.errors import ConfigError, RewardFailure
+from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import open_waits
 from asyncrl.buffer.buffer import Buffer
@@ -137,6 +138,21 @@ async def test_reward_posted_before_the_end_is_journaled_with_it() -> None:
         ((_, _, rollout),) = app.journal.named("rollout_finished")
         assert (rollout[0].reward, rollout[0].awaits) == (0.5, None)
         assert await app.post(app.keys[0], 0.5) == (200, "")
+
+
+@virtual
+async def test_rollout_that_a_limit_cut_keeps_the_reward_that_it_has() -> None:
+    limits = {"overflow": "gateway.max_calls=1", "run_s": 5.0}
+    async with application(group_size=2, host=limits) as app:
+        app.host._outcome = RolloutFailure("it broke", kind=FailureKind.AGENT_CRASH)
+        await asyncio.sleep(1.0)
+        assert await app.post(app.keys[0], 0.5) == (200, "")
+        await asyncio.sleep(5.0)
+        (group,) = app.sink.finished
+        assert [branch.reward for branch in group.trajectories] == [0.5, 0.0]
+        assert await app.post(app.keys[0], 0.5) == (200, "")
+        status, error = await app.post(app.keys[1], 0.5)
+        assert (status, "a limit cut it, and its reward is 0" in error) == (410, True)
 
 
 @virtual

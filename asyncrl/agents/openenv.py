@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session, first_fault
-from asyncrl.agents.openenv_server import EnvironmentServer
+from asyncrl.agents.openenv_server import EnvironmentServer, read_local
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig
@@ -285,10 +285,14 @@ class OpenEnvHarness:
         return f"{self._said.removeprefix('generator.')} takes {kind}"
 
     def _read_shape(self, url: str) -> Shape:
-        with urllib.request.urlopen(
-            f"{url}/schema", timeout=self._args.step_s
-        ) as answer:
-            action = json.loads(answer.read())["action"]
+        if self._servers:
+            content = read_local(f"{url}/schema", self._args.step_s)
+        else:
+            with urllib.request.urlopen(
+                f"{url}/schema", timeout=self._args.step_s
+            ) as answer:
+                content = answer.read()
+        action = json.loads(content)["action"]
         return Shape(self._field_of(action, action["properties"]))
 
     def _field_of(

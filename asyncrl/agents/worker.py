@@ -134,6 +134,8 @@ class Worker:
         self._labels = list(labels)
         self._room = room
         self._busy = ""
+        self._is_over = False
+        """The run has ended, as any answer may say."""
         self._drain_s = drain_s
         self._drain = asyncio.Event()
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -167,7 +169,7 @@ class Worker:
                 heartbeats = tasks.create_task(
                     self._send_heartbeats(), name="heartbeats"
                 )
-                while not (answer.is_over or self.is_draining):
+                while not (self._is_over or self.is_draining):
                     for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
                         running = tasks.create_task(
@@ -175,7 +177,11 @@ class Worker:
                         )
                         self.running[item.item_id] = running
                     await self._freed.wait_for(
-                        lambda: len(self.running) < self.slots or self.is_draining
+                        lambda: (
+                            len(self.running) < self.slots
+                            or self.is_draining
+                            or self._is_over
+                        )
                     )
                     await self._wait_room()
                     answer = await self._poll()
@@ -227,7 +233,9 @@ class Worker:
 
     async def _wait_room(self) -> None:
         """Wait until the machine has memory and disk for another rollout."""
-        while (short := self._room.shortage()) and not self.is_draining:
+        while (short := self._room.shortage()) and not (
+            self.is_draining or self._is_over
+        ):
             if not self._busy:
                 log.warning("worker %s takes no work: %s", self.name, short)
             self._busy = short
@@ -244,7 +252,8 @@ class Worker:
         drain = asyncio.ensure_future(self._drain.wait())
         try:
             await asyncio.wait({poll, drain}, return_when=asyncio.FIRST_COMPLETED)
-            if poll.done():
+            # A failed poll ends the worker, whether it drains or not.
+            if poll.done() and (poll.exception() or not self.is_draining):
                 return poll.result()
         finally:
             drain.cancel()
@@ -331,9 +340,13 @@ class Worker:
         lost_since_s: float | None = None
         while True:
             try:
-                return await self._caller.post(
+                given = await self._caller.post(
                     path, make(), answer, timeout_s=timeout_s
                 )
+                if isinstance(given, wire.TakeAnswer) and given.is_over:
+                    self._is_over = True
+                    self._freed.notify()
+                return given
             except (CallRefused, CallLost) as error:
                 # The item belongs to nobody or to another worker. Posting again would
                 # not change that.
@@ -413,8 +426,11 @@ def work(
                 if worker.is_draining or not spec.drain_s:
                     task.cancel()
                 worker.drain_nowait()
+                # Also if the gateway gives no answer, for which a request waits.
+                loop.call_later(spec.drain_s + GOODBYE_TIMEOUT_S, task.cancel)
 
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, on_sigterm)
             await worker.run()
             if worker.is_cut:
                 raise asyncio.CancelledError
@@ -532,9 +548,7 @@ def run_worker(
         options = ", ".join(
             f"--{kind} {each.metavar}" for kind, each in HARNESSES.items()
         )
-        way_out = (
-            f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
-        )
+        way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE, --labels A,B."
         raise ConfigError(
             f"`asyncrl work {url}` got {given}, {args=}: {error}", way_out=way_out
         ) from error

@@ -127,6 +127,15 @@ class RunConfig(FrozenConfig):
         return found
 
     @property
+    def task_timeouts_s(self) -> dict[str, float]:
+        """Return the limits of tasks that have their own, in seconds."""
+        return {
+            name: task.limits.timeout_s
+            for name, task in self.tasks.items()
+            if task.limits.timeout_s is not None
+        }
+
+    @property
     def evals(self) -> Mapping[str, EvalConfig]:
         """Return evaluations by name; a single evaluation may be ''."""
         given = [] if self.eval is None else self.eval
@@ -408,8 +417,12 @@ class RunConfig(FrozenConfig):
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
-        sections = [*tasks.values(), *(one.task for one in self.evals.values())]
-        if any(one.labels for one in sections) and not self.generator.remote:
+        labelled = [name for name, task in tasks.items() if task.labels]
+        is_labelled = bool(labelled) or any(
+            one.task.labels for one in self.evals.values()
+        )
+        is_remote = all(self.generators[name].remote for name in labelled)
+        if is_labelled and not (self.generator.remote and is_remote):
             yield (
                 "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
                 "remove them"

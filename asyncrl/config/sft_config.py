@@ -25,6 +25,7 @@ IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
     "placement": ("rollout", "eval", "teacher", "judge", "reward", "share", "mps"),
     "checkpoint": ("keep_best",),
+    "observe": ("traces",),
 }
 """Keys of shared sections that only a run with rollouts reads."""
 MEAN_NLL = AlgorithmConfig(

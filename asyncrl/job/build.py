@@ -182,11 +182,7 @@ async def build(
         runner=RolloutRunner(
             generator,
             timeout_s=rollout.timeout_s,
-            task_timeouts_s={
-                name: task.limits.timeout_s
-                for name, task in config.tasks.items()
-                if task.limits.timeout_s is not None
-            },
+            task_timeouts_s=config.task_timeouts_s,
             retries=rollout.retries,
             failures=RecentFailures(config.supervision.max_infrastructure_failures),
         ),

@@ -288,6 +288,12 @@ async def _try_agent(
     num_tried: int,
 ) -> int:
     config = lifecycle.config
+    if config.generator.outcomes == "later":
+        raise ConfigError(
+            "generator.outcomes=later with --rollouts",
+            rule="these rollouts end at once, and nobody posts their rewards",
+            way_out="add generator.outcomes=returned to try the agent.",
+        )
     feed = make_prompt_source(config, tasks)
     scorer = Scorers(
         tasks,
@@ -328,7 +334,10 @@ async def try_rollouts(
     rollout = lifecycle.config.rollout
     slots = Slots(num_rollouts(lifecycle.config))
     runner = RolloutRunner(
-        generator, timeout_s=rollout.timeout_s, retries=rollout.retries
+        generator,
+        timeout_s=rollout.timeout_s,
+        task_timeouts_s=lifecycle.config.task_timeouts_s,
+        retries=rollout.retries,
     )
     places = [
         (prompt, index) for prompt in prompts for index in range(rollout.group_size)

@@ -215,7 +215,8 @@ def find_python(rollout: RolloutConfig, package: str) -> Path:
             return python.absolute()  # do not resolve: a venv's python is a link
     raise ConfigError(
         f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
-        way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one.",
+        way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one, or "
+        f"its folder in VENV_{package.upper()}.",
     )
 
 

@@ -260,11 +260,12 @@ class TraceSender:
         self._num_sent = 0
         self._num_full = 0
         self._num_refused = 0
+        self._num_left = 0
 
     def gauges(self) -> dict[str, float]:
         if self._thread is None:
             return {}
-        num_dropped = self._num_full + self._num_refused
+        num_dropped = self._num_full + self._num_refused + self._num_left
         return {"traces/sent": self._num_sent, "traces/dropped": num_dropped}
 
     def start(self, run: TracedRun) -> None:
@@ -293,8 +294,8 @@ class TraceSender:
         if self._thread.is_alive():
             self._is_late = True  # ends after its current request
             num_ended = self._num_sent + self._num_full + self._num_refused
-            num_left = self._num_told - num_ended
-            self._warn(f"{num_left} traces are not sent: {limit_s:g} s are over")
+            self._num_left = self._num_told - num_ended
+            self._warn(f"{self._num_left} traces are not sent: {limit_s:g} s are over")
 
     def _drops(self, why: str) -> None:
         if self._num_full + self._num_refused == 0:

@@ -588,15 +588,25 @@ class HarnessGenerator:
             session.end_nowait(ends)
 
         async def score() -> Rollout:
-            if digest is not None and not is_cut:
-                first, *others = rollout(0.0)
-                return (replace(first, awaits=digest), *others)
-            has_score = scorer.has_score and digest is None
-            reward = 0.0 if is_cut and not has_score else own_reward(outcome)
+            if digest is not None:
+                return posted_later(digest)
+            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
             if reward is not None:
                 return rollout(reward)
             completion = session.last_completion()
             return await score_completion(scorer, attempt, completion, rollout)
+
+        def posted_later(digest: str) -> Rollout:
+            assert self.late is not None
+            unpaid = rollout(0.0)
+            if not is_cut:
+                return (replace(unpaid[0], awaits=digest), *unpaid[1:])
+            # Its harness has failed at a limit, so nobody may know that it has ended.
+            early = self.late.early_nowait(digest)
+            if early is not None:
+                return with_outcome(unpaid, early)
+            self.late.withdraw_nowait(name, "a limit cut it, and its reward is 0")
+            return unpaid
 
         rollout = functools.partial(
             session.rollout, index, outcome, by_turn=self.by_turn
