@@ -36,6 +36,13 @@ APP_MODULE = "asyncrl.agents.openenv_server"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
 
 
+@pytest.fixture(autouse=True)
+def servers_find_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that a worker starts import openenv_server_for_test from here."""
+    others = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SERVER.parent), others]))
+
+
 def openenv_010() -> Path:
     """Return where `make setup-frameworks` installs it, or skip the test."""
     venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))

@@ -360,18 +360,18 @@ def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -
         # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
         planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
     spans = [astuple(span) for span in tokens.calls]
-    # `head` is nested, so that none of its names can replace another.
-    text = {"place": [*map(int, place)], "spans": spans, "head": head}
-    whole = write_frame("tokens", planes, text)
+    text = {"place": [*map(int, place)], "spans": spans}
+    assert not text.keys() & head.keys(), "a name of `head` would replace another value"
+    whole = write_frame("tokens", planes, {**text, **head})
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
 
 def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str, Any]]:
     try:
         frame = read_frame(zlib.decompress(blob))
-        text = frame.text
+        head: dict[str, Any] = frame.text
         # SQLite's page checks do not find a blob that was stored in another row.
-        if text["place"] != [*place]:
+        if head.pop("place") != [*place]:
             raise ValueError("they are of another rollout")
         arrays = {}
         for name, planes in frame.arrays.items():
@@ -379,8 +379,7 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
             arrays[name] = (
                 planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
             )
-        spans = map(CallSpan.read, text["spans"])
-        head: dict[str, Any] = text["head"]
+        spans = map(CallSpan.read, head.pop("spans"))
         return Tokens.from_arrays(arrays, spans), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
