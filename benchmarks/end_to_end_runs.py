@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import child_environ, read_steps
+from common import HERE, RESULTS, child_environ, read_steps
 
 LEVELS = (0.5, 0.7, 0.8)
 WINDOW = 10
@@ -247,3 +247,18 @@ def draw(
     panels[0].legend(loc="lower right", frameon=False)
     figure.suptitle(title)
     figure.savefig(path)
+
+
+def keep_curves(
+    name: str, found: Mapping[str, Measured], labels: Mapping[str, str]
+) -> None:
+    """Write benchmarks/results/NAME.json and docs/results/NAME.png."""
+    kept = {
+        side: {seed: vars(curve) for seed, curve in measured.curves.items()}
+        for side, measured in found.items()
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    runs = {side: [*measured.curves.values()] for side, measured in found.items()}
+    num_seeds = max(map(len, runs.values()))
+    picture = HERE.parent / "docs" / "results" / f"{name}.png"
+    draw(runs, labels, picture, title=f"{num_seeds} seeds on a CPU")

@@ -13,14 +13,13 @@ continues.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from common import ASYNCRL, HERE, RESULTS, machine_line
-from end_to_end_runs import Curve, Measured, Work, draw
+from common import ASYNCRL, HERE, machine_line
+from end_to_end_runs import Curve, Measured, Work, keep_curves
 
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 SIDES = {
@@ -80,15 +79,7 @@ def main() -> None:
             for level in LEVELS
         )
         print(f"{SIDES[side]:<30}{measured.final_reward:>7.3f}{reached}")
-    kept = {
-        side: {seed: vars(curve) for seed, curve in measured.curves.items()}
-        for side, measured in found.items()
-    }
-    text = json.dumps(kept) + "\n"
-    (RESULTS / "sampling_curve.json").write_text(text, encoding="utf-8")
-    runs = {side: [*measured.curves.values()] for side, measured in found.items()}
-    picture = HERE.parent / "docs" / "results" / "sampling_curve.png"
-    draw(runs, SIDES, picture, title=f"{arguments.seeds} seeds on a CPU")
+    keep_curves("sampling_curve", found, SIDES)
 
 
 if __name__ == "__main__":

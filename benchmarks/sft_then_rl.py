@@ -12,14 +12,13 @@ finished runs, so an ended benchmark continues.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line
-from end_to_end_runs import Curve, Measured, Work, draw
+from common import ASYNCRL, HERE, child_environ, machine_line
+from end_to_end_runs import Curve, Measured, Work, keep_curves
 
 EXAMPLE = "examples/sft_then_rl"
 SIDES = {"final": "RL after SFT", "model": "RL alone"}
@@ -86,15 +85,7 @@ def main() -> None:
             for level in LEVELS
         )
         print(f"{SIDES[side]:<14}{first:>9.3f}{measured.final_reward:>7.3f}{reached}")
-    kept = {
-        side: {seed: vars(curve) for seed, curve in measured.curves.items()}
-        for side, measured in found.items()
-    }
-    text = json.dumps(kept) + "\n"
-    (RESULTS / "sft_then_rl.json").write_text(text, encoding="utf-8")
-    runs = {side: [*measured.curves.values()] for side, measured in found.items()}
-    picture = HERE.parent / "docs" / "results" / "sft_then_rl.png"
-    draw(runs, SIDES, picture, title=f"{arguments.seeds} seeds on a CPU")
+    keep_curves("sft_then_rl", found, SIDES)
 
 
 if __name__ == "__main__":

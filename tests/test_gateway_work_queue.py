@@ -345,11 +345,13 @@ async def test_200_workers_of_64_rollouts() -> None:
 @in_virtual_time
 async def test_rewards_come_only_from_the_configured_source() -> None:
     said, parts = Outcome(1.0, {"b": 2.0}), Outcome(turn_rewards={"chatcmpl-0": 1.0})
+    states = {"turn_states": {"chatcmpl-0": "start"}}
     sources: list[tuple[Outcomes, Outcome, Outcome]] = [
         ("returned", said, said),
         ("returned", parts, parts),
         ("none", said, Outcome(metrics={"b": 2.0})),
         ("none", parts, Outcome()),
+        ("none", Outcome(1.0, **states), Outcome(**states)),
         ("posted", said, Outcome(0.5, {"b": 2.0})),
     ]
     for outcomes, returned, counted in sources:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from asyncrl.messages.records import (
     Prompt,
     Ticket,
     UnfinishedGroup,
+    Work,
 )
 from asyncrl.observe.console import plain_line
 from asyncrl.observe.run_numbers import Steps
@@ -153,6 +154,26 @@ async def test_rollout_that_a_limit_cut_keeps_the_reward_that_it_has() -> None:
         assert await app.post(app.keys[0], 0.5) == (200, "")
         status, error = await app.post(app.keys[1], 0.5)
         assert (status, "a limit cut it, and its reward is 0" in error) == (410, True)
+
+
+@virtual
+async def test_group_that_its_last_rollout_leaves_too_small_ends() -> None:
+    async with application(group_size=2, capacity=2) as app:
+
+        async def run(work: Work, *, started: Callable[[], None]) -> Outcome:
+            app.host.works.append(work)
+            started()
+            await asyncio.sleep(1.0 + work.sample_index)
+            if work.sample_index == 0:
+                raise RolloutFailure("it broke")
+            return Outcome()
+
+        app.host.run = run  # type: ignore[method-assign]
+        await asyncio.sleep(HOUR_S)
+        assert len(app.sink.failed) == 1
+        assert app.sink.finished == []
+        status, error = await app.post(app.keys[1])
+        assert (status, "needs no reward any more" in error) == (410, True)
 
 
 @virtual

@@ -408,7 +408,13 @@ class RolloutQueue:
     def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome:
         if self.harnesses[item.item.harness].outcomes == "returned":
             return returned
-        return replace(item.posted, metrics={**item.posted.metrics, **returned.metrics})
+        posted = item.posted
+        return replace(
+            posted,
+            metrics={**posted.metrics, **returned.metrics},
+            # They are no rewards, so their source does not matter.
+            turn_states=posted.turn_states or returned.turn_states,
+        )
 
     def _taker_of(self, key: str) -> Callable[[Outcome], None]:
         """Return the receiver of outcomes posted with a key. Raises ApiError (401)."""

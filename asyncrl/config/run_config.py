@@ -112,6 +112,9 @@ class RunConfig(FrozenConfig):
         for name, task in self.tasks.items():
             own = task.algorithm.model_dump(exclude={"weight"}, exclude_none=True)
             values = self.algorithm.model_dump() | own
+            # The run's weight of states is for tasks that compare by states.
+            if values["advantage"] != "gigpo" and "state_weight" not in own:
+                del values["state_weight"]
             found[name] = AlgorithmConfig.model_validate(values)
         weights = [task.algorithm.weight for task in self.tasks.values()]
         is_same = all(each == self.algorithm for each in found.values())

@@ -107,7 +107,10 @@ class LateRewards:
         """Return the posted outcome, after await_nowait(). Raises RewardFailure at the
         limit, or once it is withdrawn. The caller journals it, and then calls settle().
         """
-        expected = self._expected[digest]
+        expected = self._expected.get(digest)
+        # Its group may have ended between await_nowait() and this task's first step.
+        if expected is None:
+            raise RewardFailure(f"{rollout_id} needs no reward any more")
         assert expected.settled is not None
         try:
             async with within(self._timeout_s, lambda: self._too_late(rollout_id)):
