@@ -132,6 +132,36 @@ def test_state_is_copied_beside_the_forward_pass(
     assert loaded.weights_digest() == step.weights_digest() != at_save
 
 
+def test_load_waits_for_the_state_that_is_being_written(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step, has_loaded = make_step(), threading.Event()
+    train(step, 0, 1)
+    step.begin_save_state(tmp_path / "first").result()
+    write, write_back = step._state._write, step.masters.write_back
+    was_written = list[bool]()
+
+    def write_late(*arguments: Any) -> None:
+        # A load that does not wait has ended by then.
+        has_loaded.wait(1.0)
+        write(*arguments)
+
+    def note_load() -> None:
+        was_written.append(pending.done())
+        has_loaded.set()
+        write_back()
+
+    step._state._write = write_late  # type: ignore[method-assign]
+    step.masters.write_back = note_load  # type: ignore[method-assign]
+    pending = step.begin_save_state(tmp_path / "second")
+    step.load_state(tmp_path / "first")
+    assert was_written == [True], (
+        "two threads would use one process group, and mistake each other's messages"
+    )
+    pending.result()
+    make_step().load_state(tmp_path / "second")
+
+
 # torch's file, on Python 3.13
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*NoCloseWriter")
 def test_failed_save_is_an_error_and_the_next_succeeds(

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
@@ -139,10 +139,8 @@ class TrainerState:
         """Copy the state during the next pass, then write it to the new folder `path`.
         The Future raises Refused.
         """
-        # The host memory of the copy is used again, and the writer still reads it. A
-        # failure of that write is wait_save_state()'s to raise.
-        if self.pending is not None:
-            wait([self.pending])
+        # The host memory of the copy is used again, and the writer still reads it.
+        self.wait_written()
         # By name, not by the optimizer's numbers: other numbers of ranks have other
         # shards, and the same names. Before the first step AdamW has no state.
         states = dict[str, Mapping[str, Tensor]]()
@@ -162,13 +160,23 @@ class TrainerState:
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
 
+    def wait_written(self) -> None:
+        """Wait until no state is written. A failure of the write is wait_save_state()'s
+        to raise.
+        """
+        if self.pending is not None:
+            wait([self.pending])
+
     def wait_lent(self) -> None:
         """Wait until no borrowed memory is written; call it after `copying`."""
-        if self._is_lent and self.pending is not None:
-            wait([self.pending])
+        if self._is_lent:
+            self.wait_written()
 
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
+        # A write that still runs makes collective calls on the same group, from another
+        # thread: the ranks would mistake the messages of one for those of the other.
+        self.wait_written()
         saved, index = read_state(path), _read_index(path)
         _refuse_other_models(path, saved, has_critic=len(self._models) > 1)
         self._refuse_foreign(path, index)
@@ -257,7 +265,7 @@ class TrainerState:
         self,
         live: dict[str, Tensor],
         content_of: Callable[[Tensor], Tensor],
-        reading: AbstractContextManager[Any],
+        reading: AbstractContextManager[object],
     ) -> dict[str, Tensor]:
         """Return the content of this rank's shards in host memory."""
         host = dict[str, Tensor]()
@@ -403,7 +411,7 @@ def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def save_folder(
-    model: Any,
+    model: PreTrainedModel,
     weights: dict[str, Tensor],
     base: Path,
     path: Path,
@@ -577,7 +585,9 @@ def names_in_whole_model(base: Path) -> dict[str, str]:
 
 def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
     """Fill tensors of any dtype with the master weights of these names. Raises Refused."""
-    named: dict[str, Any] = {f"weights.{name}": tensor for name, tensor in into.items()}
+    named: dict[str, object] = {
+        f"weights.{name}": tensor for name, tensor in into.items()
+    }
     with _errors(path), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         dcp_load(named, storage_reader=FileSystemReader(path), no_dist=True)
