@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HARMLESS = frozenset(
     {
@@ -49,7 +49,7 @@ class AttentionKind(NamedTuple):
     has_sinks: bool = False
 
 
-def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
+def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
     """Return the kind of attention that `module` asks for. Raises
     UnknownAttentionError.
     """

@@ -19,11 +19,16 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
 from asyncrl.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Quantisation methods that transformers undoes while it loads, with their settings."""
@@ -97,7 +102,7 @@ def check_quantization(config: dict[str, Any], source: str) -> None:
         )
 
 
-def text_config(folder: str | Path) -> Any:
+def text_config(folder: str | Path) -> PreTrainedConfig:
     """Return the transformers config of the folder's language model, without
     quantisation. Raises ConfigError, and transformers' errors.
     """
@@ -119,7 +124,7 @@ def text_config(folder: str | Path) -> Any:
     return text
 
 
-def load_language_model(folder: str | Path, **options: Any) -> Any:
+def load_language_model(folder: str | Path, **options: object) -> PreTrainedModel:
     """Load the text part of `folder`, dequantised, with from_pretrained's `options`.
     Raises ConfigError if tensors are missing, unused or still quantised, and
     transformers' errors.
@@ -165,7 +170,9 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
     return model
 
 
-def plain_conversions(model: Any, renamed: dict[str, str]) -> list[Any]:
+def plain_conversions(
+    model: PreTrainedModel, renamed: dict[str, str]
+) -> list[WeightTransform]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -180,7 +187,7 @@ def plain_conversions(model: Any, renamed: dict[str, str]) -> list[Any]:
 # ---- tied weights
 
 
-def ties_of(model: Any) -> dict[str, str]:
+def ties_of(model: nn.Module) -> dict[str, str]:
     """Return the names of parameters that are another one, and the first name of that
     one.
     """
@@ -192,7 +199,7 @@ def ties_of(model: Any) -> dict[str, str]:
     return {name: first for name, first in first_of.items() if name != first}
 
 
-def is_tied(model: Any) -> bool:
+def is_tied(model: PreTrainedModel) -> bool:
     """Return whether all weights are tied that config.json may declare as tied.
     transformers does not tie two stored weights that differ.
     """
@@ -285,7 +292,7 @@ def has_own_head(folder: str | Path) -> bool:
 
 def carried_over(
     folder: Path, written: Collection[str], ignored: Collection[str]
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """Return the tensors of other parts of a folder that are not `written`.
 
     `ignored`: patterns of names that the model's class ignores, like MTP heads. A part
@@ -295,7 +302,7 @@ def carried_over(
     others = other_parts(files) | {
         name for name in files if any(re.search(one, name) for one in ignored)
     }
-    carried = dict[str, Any]()
+    carried = dict[str, Tensor]()
     quantised = set[str]()
     for name in sorted(others.difference(written)):
         with safe_open(files[name], framework="pt") as file:

@@ -39,7 +39,7 @@ class StepProfiler:
         self._steps = frozenset(steps)
         self._is_cuda = device.type == "cuda"
         self._step = 0
-        self._open: Any = None
+        self._open: torch.profiler.profile | None = None
 
     def enter(self, step: int) -> bool:
         """End the profile of another step, and begin that of `step` if it is chosen and
@@ -54,7 +54,7 @@ class StepProfiler:
         log.info("profiling step %d", step)
         try:
             # Without stacks and shapes: these would slow the step that they describe.
-            opened: Any = torch.profiler.profile()
+            opened = torch.profiler.profile()
             opened.start()
             self._record_memory("all")
         # Of many kinds, for example where another profiler is at work.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from asyncrl.base.errors import ConfigError
 
@@ -30,7 +31,7 @@ class LengthBorder(NamedTuple):
     is_stepwise: bool
 
 
-def length_border(config: Any) -> LengthBorder | None:
+def length_border(config: PreTrainedConfig) -> LengthBorder | None:
     """Return the border of a model's rotary embedding, or None if it depends on
     positions alone.
     """
@@ -60,7 +61,7 @@ def length_border(config: Any) -> LengthBorder | None:
     return min(borders, key=lambda border: border.length, default=None)
 
 
-def refuse_lengths(config: Any, max_length: int) -> None:
+def refuse_lengths(config: PreTrainedConfig, max_length: int) -> None:
     """Raise ConfigError if texts of at most `max_length` tokens are on both sides of
     the border.
     """
@@ -75,7 +76,7 @@ def refuse_lengths(config: Any, max_length: int) -> None:
         )
 
 
-def rotary_modules(model: nn.Module) -> Iterator[Any]:
+def rotary_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules whose frequencies depend on the length."""
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
@@ -109,12 +110,12 @@ def pin_length(model: nn.Module, length: int) -> None:
 
 
 def _pinned(
-    forward: Callable[..., Any],
+    forward: Callable[..., tuple[Tensor, ...]],
     length: int,
     x: Tensor,
     position_ids: Tensor,
-    *args: Any,
-    **options: Any,
+    *args: object,
+    **options: object,
 ) -> tuple[Tensor, ...]:
     # transformers takes the length from the largest position, so one more is enough.
     last = torch.full_like(position_ids[..., :1], length - 1)

@@ -106,9 +106,11 @@ class MixerRows:
             # The instance's attribute hid the method of its class.
             del module.forward
 
-    def _run(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _run(
+        self, forward: Callable[..., object], *args: object, **options: object
+    ) -> object:
         calls, num_tokens = self._calls, self._num_tokens
-        outputs = list[Any]()
+        outputs = list[object]()
         for call in calls:
             row_args = by_row(args, call, num_tokens)
             row_options = by_row(options, call, num_tokens)
@@ -121,7 +123,9 @@ class MixerRows:
         return joined(outputs, calls, order_N)
 
 
-def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[Any]:
+def mixers_in(
+    model: nn.Module, classes: tuple[type[nn.Module], ...]
+) -> list[nn.Module]:
     """Return the modules of these classes that are not inside of another one."""
     found = {
         name: module

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
 
@@ -73,14 +73,14 @@ AttentionInterface.register(
 )
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head. Llama 4's base_model is the whole model."""
     base = model.base_model
     return model.model if base is model else base
 
 
 @torch.no_grad()
-def find_structure(model: Any) -> Structure:
+def find_structure(model: PreTrainedModel) -> Structure:
     """Run a model on one text with a poisoned token. Raises UnknownAttentionError."""
     global _alone
     _alone = _Alone()
@@ -132,7 +132,7 @@ def outermost_lists(model: nn.Module) -> list[str]:
     ]
 
 
-def parts_of_layers(model: Any) -> dict[nn.Module, str]:
+def parts_of_layers(model: PreTrainedModel) -> dict[nn.Module, str]:
     """Return the names of the layers and of the parts of each layer, the parts first."""
     parts = dict[nn.Module, str]()
     for list_name in outermost_lists(model):
@@ -148,7 +148,9 @@ def parts_of_layers(model: Any) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def hooked(parts: Mapping[Any, str], hook: Callable[..., Any]) -> Iterator[None]:
+def hooked(
+    parts: Mapping[nn.Module, str], hook: Callable[..., object]
+) -> Iterator[None]:
     """Call hook(name, module, inputs, output) after each of the modules; a result
     replaces the output.
     """

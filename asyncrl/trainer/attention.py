@@ -368,7 +368,9 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
     _, num_heads, num_tokens, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty((1, num_tokens, num_heads, size))
@@ -404,7 +406,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     like = (
         one.new_empty((1, one.shape[2], one.shape[1], one.shape[3]))

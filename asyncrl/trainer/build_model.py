@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.tokens import NO_EXPERT
@@ -48,7 +48,7 @@ log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
-def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:
+def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> PreTrainedModel:
     """Load the whole model into host memory in `dtype` (None: as stored). Raises
     ConfigError.
     """
@@ -70,7 +70,9 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
 
 
-def meta_model(spec: TrainerSpec, dtype: torch.dtype, whole: Any, ranks: Ranks) -> Any:
+def meta_model(
+    spec: TrainerSpec, dtype: torch.dtype, whole: PreTrainedModel | None, ranks: Ranks
+) -> PreTrainedModel:
     """Build the model on `meta`, with real buffers: no file has rotary frequencies.
     Collective.
 
@@ -106,7 +108,7 @@ def make_models(
     ranks: Ranks,
     device: torch.device,
     kind: type[Policy],
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """Return the model to train, on `meta` if it will be sharded, and the loaded one, of
     the first rank if sharded. Collective. Raises ConfigError.
     """
@@ -235,7 +237,7 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
 
 
 def should_compile(
-    spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device
+    spec: TrainerSpec, model: PreTrainedModel, plan: ForwardPlan, device: torch.device
 ) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
@@ -294,7 +296,9 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     return {"trainer/compiled": float(is_compiled), **flash}
 
 
-def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
+def plan_of(
+    spec: TrainerSpec, model: PreTrainedModel, device: torch.device
+) -> ForwardPlan:
     """Choose how sequences share a pass, and pin rotary frequencies as vLLM does.
     Raises ConfigError.
     """
@@ -352,7 +356,7 @@ class TrainedModel:
             frozen = copy.deepcopy(model).requires_grad_(False)
             cast_model(frozen, self.dtype)
 
-        def policy_of(model: Any) -> Policy:
+        def policy_of(model: PreTrainedModel) -> Policy:
             policy = kind(model, plan, is_compiled=compiles)
             if is_sharded:
                 shard_policy(
@@ -418,7 +422,7 @@ class RouterReplay:
             router.chosen_NK = chosen_NK
 
 
-def _top_k(router: Any) -> int:
+def _top_k(router: nn.Module) -> int:
     """Return how many experts a router chooses for a token. Raises ConfigError."""
     config = getattr(router, "config", None)
     # Gemma 4 has it in its config

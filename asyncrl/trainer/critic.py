@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import AlgorithmConfig
@@ -39,7 +39,7 @@ class ValueModel(Policy):
     """
 
     @staticmethod
-    def prepare(model: Any) -> None:
+    def prepare(model: PreTrainedModel) -> None:
         """Replace the head by zeros, so that the first values are 0 and not noise."""
         old = model.get_output_embeddings().weight
         head = nn.Linear(old.shape[1], 1, bias=False, device="meta")

@@ -14,12 +14,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border
@@ -65,14 +64,17 @@ LIMIT = LEAK = 1e-4
 mix).
 """
 
+LayerFact = tuple[str, type[nn.Module], frozenset[tuple[str, bool | str | None]]]
+"""Name and class of a module of a layer, and the flags and names that it keeps."""
+
 
 class NotCausalError(Exception):
     """A token of the plain model depends on later tokens."""
 
 
 def probe_model(
-    config: Any, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Any:
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Return a small random model with each kind of layer. Raises transformers' errors."""
     small = _with_few_layers(config)
     text = small.get_text_config()
@@ -92,7 +94,7 @@ def probe_model(
         return _random_model(small, device, dtype)
 
 
-def _with_narrow_mlp(config: Any) -> Any:
+def _with_narrow_mlp(config: PreTrainedConfig) -> PreTrainedConfig:
     narrow = copy.deepcopy(config)
     text = narrow.get_text_config()
     for name, value in dict(vars(text)).items():
@@ -102,8 +104,8 @@ def _with_narrow_mlp(config: Any) -> Any:
 
 
 def _random_model(
-    config: Any, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Any:
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Norms, gates and scales are not 1 or 0, which would hide them."""
     # Without fork_rng, adapters made later would be drawn from this seed, not from the
     # run's.
@@ -119,7 +121,7 @@ def _random_model(
     return model
 
 
-def _with_few_layers(config: Any) -> Any:
+def _with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy with the first layer of each kind, else with the first layers up to
     the last new kind.
     """
@@ -158,7 +160,7 @@ def _with_few_layers(config: Any) -> Any:
     return copy.deepcopy(config)
 
 
-def _with_layers(config: Any, layers: list[int]) -> Any:
+def _with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     by_layer = _lists_by_layer(text)
@@ -172,7 +174,7 @@ def _with_layers(config: Any, layers: list[int]) -> Any:
     return small
 
 
-def _lists_by_layer(text: Any) -> dict[str, list[Any]]:
+def _lists_by_layer(text: PreTrainedConfig) -> dict[str, list[object]]:
     return {
         name: list(value)
         for name, value in vars(text).items()
@@ -180,13 +182,13 @@ def _lists_by_layer(text: Any) -> dict[str, list[Any]]:
     }
 
 
-def _layer_kinds(model: Any) -> list[frozenset[Any]]:
+def _layer_kinds(model: PreTrainedModel) -> list[frozenset[LayerFact]]:
     """Return each layer's modules, with the flags and names that they keep."""
     lists = (model.get_submodule(name) for name in outermost_lists(model))
     longest = max(lists, key=len, default=())
     kinds = []
     for layer in longest:
-        facts = set[Any]()
+        facts = set[LayerFact]()
         for name, module in layer.named_modules():
             own = {
                 key: value
@@ -203,7 +205,7 @@ def _layer_kinds(model: Any) -> list[frozenset[Any]]:
     return kinds
 
 
-def _cut_experts(text: Any) -> None:
+def _cut_experts(text: PreTrainedConfig) -> None:
     """Keep a few more experts than a token uses."""
     num_chosen = getattr(text, "num_experts_per_tok", None) or 1
     # Group-limited routers (DeepSeek-V3) score a group by its two best experts: keep a
@@ -217,7 +219,7 @@ def _cut_experts(text: Any) -> None:
             setattr(text, name, most)
 
 
-def _shortened(config: Any) -> Any:
+def _shortened(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy that names short lengths, so that the texts are on both sides of
     each.
     """
@@ -238,7 +240,9 @@ def _shortened(config: Any) -> Any:
     return short
 
 
-def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) -> None:
+def _shorten_values(
+    values: dict[str, object], assign: Callable[[str, int], None]
+) -> None:
     for name, value in values.items():
         shorts = [short for pattern, short in SHORT_LENGTHS if re.search(pattern, name)]
         if shorts and isinstance(value, int | float) and value > shorts[0]:
@@ -246,7 +250,7 @@ def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) 
 
 
 @torch.no_grad()
-def find_plan(model: Any) -> ForwardPlan:
+def find_plan(model: PreTrainedModel) -> ForwardPlan:
     """Choose a plan for `model`, which may be a probe_model. Raises NotCausalError."""
     border = length_border(model.config)
     device = next(model.parameters()).device
@@ -278,7 +282,7 @@ def find_plan(model: Any) -> ForwardPlan:
     )
 
 
-def _random_texts(model: Any) -> list[IntN]:
+def _random_texts(model: PreTrainedModel) -> list[IntN]:
     random = np.random.default_rng(0)
     num_ids = model.get_input_embeddings().num_embeddings
     # A padding id, 0, may have no embedding.
@@ -288,7 +292,7 @@ def _random_texts(model: Any) -> list[IntN]:
     ]
 
 
-def _on(model: Any, text: IntN) -> Tensor:
+def _on(model: PreTrainedModel, text: IntN) -> Tensor:
     return torch.from_numpy(text).to(next(model.parameters()).device)[None]
 
 
@@ -303,7 +307,7 @@ def _sides(texts: list[IntN], border: LengthBorder | None) -> list[list[IntN]]:
     ]
 
 
-def _plain(model: Any, ids_1T: Tensor) -> Tensor:
+def _plain(model: PreTrainedModel, ids_1T: Tensor) -> Tensor:
     """Return the last hidden states [T, D]."""
     forget_lengths(model)
     states: Tensor = backbone_of(model)(
@@ -312,7 +316,9 @@ def _plain(model: Any, ids_1T: Tensor) -> Tensor:
     return states
 
 
-def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> None:
+def _check_causal(
+    model: PreTrainedModel, ids_1T: Tensor, border: LengthBorder | None
+) -> None:
     if border is not None:  # above it, another length has other frequencies
         ids_1T = ids_1T[:, : border.length]
     whole_TD = _plain(model, ids_1T)
@@ -335,7 +341,7 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
     return relative_T
 
 
-def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
+def _compare(model: PreTrainedModel, plan: ForwardPlan, texts: list[IntN]) -> str:
     """Return how a packed pass differs from plain ones, or ""."""
     reads = [text[:-1] for text in texts]  # the last token is only predicted
     expected = [
@@ -366,14 +372,14 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
 
 
 def _outputs(
-    model: Any, num_tokens: int, run: Callable[[], Tensor]
+    model: PreTrainedModel, num_tokens: int, run: Callable[[], Tensor]
 ) -> dict[str, Tensor]:
     """Return the outputs [T, width] of the layers and their parts, in order, and the
     last states.
     """
     found = dict[str, Tensor]()
 
-    def keep(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+    def keep(name: str, _: nn.Module, inputs: object, output: object) -> None:
         def kept(states_1TD: Tensor) -> Tensor:
             found.setdefault(name, states_1TD[0])
             return states_1TD
@@ -394,7 +400,7 @@ def _leaks(
     )
     place = int(np.setdiff1d(rows[0], others)[0])
 
-    def change(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def change(name: str, _: nn.Module, inputs: object, output: Tensor) -> Tensor:
         changed_1ND = output.clone()
         # A small change of one token could stay below LEAK at the others.
         changed_1ND[:, place] *= -LARGE_STATE
@@ -405,7 +411,7 @@ def _leaks(
     return bool((_distances(changed_ND[others], states_ND[others]) > LEAK).any())
 
 
-def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
+def _has_plain_head(model: PreTrainedModel, ids_1T: Tensor) -> bool:
     """Return whether logits are the plain output embedding, without a soft cap or a
     scale.
     """
@@ -414,7 +420,7 @@ def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
         return False
 
     # Small random logits pass a soft cap almost unchanged. These do not.
-    def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+    def enlarged(head: nn.Module, inputs: object, logits: Tensor) -> Tensor:
         spread = torch.linspace(
             -LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device
         )

@@ -9,19 +9,24 @@ import inspect
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
+from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama as llama
 
 from asyncrl.weights.tensor_files import float32_names
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ROTARY = "apply_rotary_pos_emb"
-BACKEND: Any = "inductor"
+BACKEND = "inductor"
 # All layers of a class compile one function, and each kind of layer adds graphs to it.
 # torch stops at 8 by default.
 MOST_GRAPHS = 64
@@ -48,7 +53,7 @@ def fuse(model: nn.Module) -> None:
                 module.forward = MethodType(made, module)
 
 
-def layers_of(model: Any) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the blocks that transformers never splits."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names][
@@ -56,7 +61,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     ]
 
 
-def why_not_compiled(model: Any, device: torch.device) -> str:
+def why_not_compiled(model: PreTrainedModel, device: torch.device) -> str:
     """Return why compile_layers() is impossible, or ""."""
     layers = layers_of(model)
     if not layers:
@@ -93,7 +98,7 @@ def missing_for_compiling(device: torch.device) -> str:
     return ""
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: PreTrainedModel) -> None:
     """Compile one graph per kind of layer. Raises for uncompilable code. Float32
     routers stay uncompiled, since no graph can contain their FSDP hooks.
     """
@@ -112,28 +117,27 @@ def compile_layers(model: Any) -> None:
         layer.forward = MethodType(compiled[forward], layer)
 
 
-def compilations() -> list[Any]:
+def compilations() -> list[CompilationMetrics]:
     """Return this process's latest 64 compilations, oldest first, with their seconds
     and causes.
     """
-    metrics: list[Any] = torch._dynamo.utils.get_compilation_metrics()
-    return metrics
+    return get_compilation_metrics()
 
 
 @cache
-def compiled(function: Any) -> Any:
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Compile a function of tensors of any length."""
     return torch.compile(function, backend=BACKEND, dynamic=True)
 
 
-def _is_llamas_rotary(function: Any) -> bool:
+def _is_llamas_rotary(function: object) -> bool:
     half = getattr(function, "__globals__", {}).get("rotate_half")
     return _code(function) == _code(llama.apply_rotary_pos_emb) and _code(
         half
     ) == _code(llama.rotate_half)
 
 
-def _code(function: Any) -> tuple[Any, ...] | None:
+def _code(function: Any) -> tuple[object, ...] | None:
     code = getattr(function, "__code__", None)
     if code is None:
         return None

@@ -17,6 +17,7 @@ from peft.tuners import lora
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
@@ -40,7 +41,7 @@ from asyncrl.weights.tensor_files import (
 ADAPTER = "default"
 
 
-def find_targets(model: Any, config: LoraConfig) -> list[str]:
+def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return full names of the layers to adapt. Raises ConfigError."""
     unshared = linear_parameters(model)
     head = model.get_output_embeddings()
@@ -72,7 +73,7 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
 
 
 @torch.no_grad()
-def called_layers(config: Any) -> set[str]:
+def called_layers(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of linear layers that a model calls.
 
     Others only hold a weight that the model reads, such as Mamba's dt_proj, which would
@@ -112,13 +113,12 @@ class MergedLinear(lora.Linear):
         lora_B: Any = self.lora_B[ADAPTER]
         return lora_A.weight, lora_B.weight
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         scale = self.scaling[ADAPTER]
-        base: Any = self.get_base_layer()
         if not scale:
-            return base(x)  # type: ignore[no-any-return]
+            return self.get_base_layer()(x)  # type: ignore[no-any-return]
         return _MergedLinear.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, base.weight, base.bias, *self.pair(), scale, self.kept
+            x, self.weight, self.bias, *self.pair(), scale, self.kept
         )
 
 
@@ -161,7 +161,9 @@ class _MergedLinear(torch.autograd.Function):
 
 
 class Adapters:
-    def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype
+    ) -> None:
         """Insert float32 adapters. Raises ConfigError."""
         names = find_targets(model, config)
         self._model = model
@@ -178,7 +180,7 @@ class Adapters:
         peft.inject_adapter_in_model(
             described, holder, ADAPTER, low_cpu_mem_usage=is_meta
         )
-        self.layers: dict[str, Any] = {
+        self.layers: dict[str, MergedLinear] = {
             name: model.get_submodule(name) for name in names
         }
         kept = float32_names(model)
@@ -202,9 +204,7 @@ class Adapters:
         for layer in self.layers.values():
             if layer.kept is None:
                 lora_A, lora_B = layer.pair()
-                layer.kept = merge(
-                    layer.get_base_layer().weight, lora_A, lora_B, self.scale
-                )
+                layer.kept = merge(layer.weight, lora_A, lora_B, self.scale)
 
     def forget_merged(self) -> None:
         """Free the merged weights until the next pass."""
@@ -239,7 +239,7 @@ class Adapters:
         }
         return weights, merges
 
-    def _merge(self, layer: Any, base: Tensor) -> Tensor:
+    def _merge(self, layer: MergedLinear, base: Tensor) -> Tensor:
         lora_A, lora_B = layer.pair()
         # Rounded as the exported adapters are, so that trainer and engines merge the
         # same numbers.

@@ -176,7 +176,7 @@ def load_limit_s(folder: Path) -> float:
     return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
 
-def check_model_type(model_type: Any, source: str) -> None:
+def check_model_type(model_type: object, source: str) -> None:
     """Raise ConfigError for an unknown architecture."""
     from transformers.models.auto import auto_mappings
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -450,7 +450,7 @@ class Objective:
     ) -> tuple[Tensor, Stats]:
         """Return this part of the loss, and sums of statistics, without a device sync."""
 
-        def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
+        def over_tokens(values_N: npt.NDArray[np.generic]) -> Tensor:
             values_M = torch.from_numpy(values_N[micro.source_M])
             return to_device(values_M, current_M.device)
 
@@ -522,7 +522,7 @@ class Objective:
         batch: BatchNumbers,
         behaviour_M: Tensor,
         current_M: Tensor,
-        read: Callable[[Any], Tensor],
+        read: Callable[[npt.NDArray[np.generic]], Tensor],
     ) -> Tensor:
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - read(batch.arrays.versions)

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
@@ -170,7 +170,7 @@ class Costs:
         return 2 * self.num_weights * (linear + attention)
 
 
-def costs_of(model: Any) -> Costs:
+def costs_of(model: PreTrainedModel) -> Costs:
     """Return the costs of a model's active weights."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
@@ -201,7 +201,7 @@ def costs_of(model: Any) -> Costs:
     )
 
 
-def _active_part(name: str, config: Any) -> float:
+def _active_part(name: str, config: PreTrainedConfig) -> float:
     sizes = (
         getattr(config, key, None)
         for key in ("num_experts", "num_local_experts", "n_routed_experts")

@@ -15,11 +15,12 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
@@ -34,6 +35,7 @@ from asyncrl.trainer.supports import SupportRows
 from asyncrl.trainer.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
+T = TypeVar("T")
 
 
 class Scores(NamedTuple):
@@ -76,7 +78,7 @@ class HeadUse(NamedTuple):
             self.allowed_M.mask(logits_MC, part)
         return logits_MC, changed
 
-    def body(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def body(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return `function`, compiled or overwriting the logits."""
         return (
             compiled(function)
@@ -355,7 +357,7 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, model: Any, plan: ForwardPlan, *, is_compiled: bool = False
+        self, model: PreTrainedModel, plan: ForwardPlan, *, is_compiled: bool = False
     ) -> None:
         super().__init__()
         self.model = model
@@ -380,7 +382,7 @@ class Policy(nn.Module):
             )
 
     @staticmethod
-    def prepare(model: Any) -> None:
+    def prepare(model: PreTrainedModel) -> None:
         """Change a loaded model before it is wrapped, sharded and filled."""
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
@@ -389,7 +391,7 @@ class Policy(nn.Module):
         scores = self._scores(inputs, micro, temperature)
         return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
 
-    def inputs(self, micro: MicroBatch) -> dict[str, Any]:
+    def inputs(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Prepare the model for a micro-batch, and return its arguments."""
         self.before_pass()
         # Dynamic RoPE in transformers keeps the tables of the longest text so far. Each
@@ -424,7 +426,7 @@ class Policy(nn.Module):
         self._rows.close()
 
     def _scores(
-        self, inputs: dict[str, Any], micro: MicroBatch, temperature: float
+        self, inputs: dict[str, Tensor], micro: MicroBatch, temperature: float
     ) -> Scores:
         """Return the scores of the U pairs."""
         supports = micro.supports

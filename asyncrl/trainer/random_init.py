@@ -12,12 +12,12 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError
@@ -53,7 +53,9 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
+def make_character_tokenizer(
+    characters: str, *, has_tool_role: bool = False
+) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character."""
     tools = (TOOL,) if has_tool_role else ()
     vocabulary = {
@@ -75,7 +77,9 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
     )
 
 
-def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
+def scratch_config(
+    architecture: Mapping[str, object], tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedConfig:
     """Return the transformers config of a scratch model. Raises ConfigError, and
     transformers' errors.
     """
@@ -107,7 +111,7 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**given, **filled})
 
 
-def _model_source(config: Any) -> str:
+def _model_source(config: PreTrainedConfig) -> str:
     """Return the code of the config's models."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module)

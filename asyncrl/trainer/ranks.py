@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
 from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 # Between two calls the other ranks wait in a broadcast, which has a timeout. A beat
@@ -96,7 +99,7 @@ class Ranks:
             group=group,
         )
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return the JSON values of all ranks, in their order. Collective."""
         if self.size == 1:
             return [value]
@@ -124,7 +127,7 @@ class Ranks:
         try:
             answers.append(work())
         except Refused as refused:
-            failure = [refused.status, refused.body.model_dump()]
+            failure = (refused.status, refused.body.model_dump())
         # Every rank gets here, also after a failure: a rank that raised at once would
         # leave the others in the collective.
         for refusal in self.gather(failure):
@@ -191,7 +194,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         if is_cuda:
             torch.cuda.set_device(spec.local_rank)
 
-    def connect(store: Any) -> Any:
+    def connect(store: Store) -> dist.ProcessGroup:
         select_device()
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         dist.init_process_group(
@@ -204,7 +207,8 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon
         # will.
         wait = timeout if spec.rank == 0 else 2 * timeout
-        return dist.new_group(backend="gloo", timeout=wait)
+        commands: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
+        return commands
 
     select_device()
     commands = meet(spec, connect)
@@ -219,7 +223,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     )
 
 
-def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
+def meet(spec: TrainerSpec, connect: Callable[[Store], T]) -> T:
     """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names
     missing ranks.
     """
@@ -250,7 +254,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
         ) from error
 
 
-def _open_store(spec: TrainerSpec, where: str) -> Any:
+def _open_store(spec: TrainerSpec, where: str) -> Store:
     size = spec.trainer.world_size
     if not spec.store:
         return dist.FileStore(where, size)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -31,6 +32,8 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 
 if TYPE_CHECKING:
+    from torch._dynamo.utils import CompilationMetrics
+
     from asyncrl.trainer.ranks import Ranks
 
 log = logging.getLogger("asyncrl.trainer")
@@ -96,8 +99,8 @@ class StepMeter:
         self,
         ranks: Ranks,
         dtype: str,
-        cuda: Any = None,
-        compilations: Callable[[], list[Any]] | None = None,
+        cuda: ModuleType | None = None,
+        compilations: Callable[[], list[CompilationMetrics]] | None = None,
     ) -> None:
         self._ranks = ranks
         self._cuda = cuda
@@ -168,7 +171,7 @@ class StepMeter:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         return metrics
 
-    def _compile_s(self, compilations: Sequence[Any]) -> float:
+    def _compile_s(self, compilations: Sequence[CompilationMetrics]) -> float:
         """Return the seconds of compilations since the previous call; after the first
         call, warn of them.
         """
@@ -192,7 +195,7 @@ class StepMeter:
         return total_s
 
 
-def _cause(compilation: Any) -> str:
+def _cause(compilation: CompilationMetrics) -> str:
     """Example: "0/0: tensor 'x' dtype mismatch. expected BFloat16, actual Float". More
     lines are a stack.
     """

@@ -184,7 +184,7 @@ def gather_losses(
         own_stats.update(read)
     loss = 0.0
     stats = Counter[str]()
-    for rank_loss, rank_stats in ranks.gather([own_loss, own_stats]):
+    for rank_loss, rank_stats in ranks.gather((own_loss, own_stats)):
         loss += rank_loss
         stats.update(rank_stats)
     return loss, stats

@@ -86,7 +86,7 @@ class LazyWeights(Mapping[str, Tensor]):
         )
 
 
-def named_weights(model: Any) -> dict[str, Tensor]:
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return weights_of(model), detached; a mesh of one rank gives the local tensor. An
     nn.Buffer keeps its dtype in exports.
 
@@ -217,7 +217,7 @@ def begin_export(
     return writer.submit(read_and_write)
 
 
-def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[Any]:
+def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[None]:
     """Return a context in which another thread reads a CUDA device's tensors as of now."""
     if device is None or device.type != "cuda":
         return nullcontext()
@@ -230,7 +230,7 @@ def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[
 
 
 @contextmanager
-def _beside(index: int, stream: Any) -> Iterator[None]:
+def _beside(index: int, stream: torch.cuda.Stream) -> Iterator[None]:
     # New threads use the first device. A stream context would return to it and create a
     # CUDA context there, half a GB per rank; a device context returns only to existing
     # contexts.

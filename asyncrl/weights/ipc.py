@@ -202,7 +202,7 @@ def _current(ordinal: int) -> Iterator[None]:
         _cuda("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-def _cuda(name: str, *arguments: Any) -> None:
+def _cuda(name: str, *arguments: object) -> None:
     """Call a function of the CUDA driver. Raises OSError."""
     driver = ctypes.CDLL("libcuda.so.1")
     code = driver[name](*arguments)
@@ -242,7 +242,7 @@ class SharedChunk:
         chunks: Iterable[Entries],
         device: torch.device,
         rank: int = 0,
-        gather: Callable[[Any], list[Any]] | None = None,
+        gather: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None,
     ) -> None:
         """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all
         ranks. Raises OSError.

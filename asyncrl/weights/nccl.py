@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -40,6 +40,9 @@ from asyncrl.messages.trainer_api import (
 )
 from asyncrl.weights import export as exports
 from asyncrl.weights.ipc import copy_placed, lay_out, views
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 _LATE_S = 1.0
@@ -61,7 +64,7 @@ class BroadcastTransport(exports.Transport):
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
-        self._filled: Any = None
+        self._filled: torch.cuda.Event | None = None
         """CUDA event: the buffers are filled."""
         self._digest = ""
         self._chunks: list[SentChunk] = []
@@ -156,7 +159,7 @@ class WeightGroup:
         self._device = device
         self._timeout = timedelta(seconds=member.timeout_s)
         self._group: Any = None
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
         # high priority: few short kernels that engines wait for
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -181,7 +184,10 @@ class WeightGroup:
             group.abort()
 
     def send(
-        self, weights: SentWeights, buffers: list[Tensor], filled: Any = None
+        self,
+        weights: SentWeights,
+        buffers: list[Tensor],
+        filled: torch.cuda.Event | None = None,
     ) -> None:
         """Send the description, then the buffers after the event `filled`. Raises
         GroupBroken.
@@ -223,7 +229,7 @@ class WeightGroup:
                 self._broadcast(buffer)
             yield weights.version, views(chunk.tensors, buffer)
 
-    def _beside(self) -> AbstractContextManager[Any]:
+    def _beside(self) -> AbstractContextManager[object]:
         """Enter the group's stream in this thread. Never keep it open over a yield."""
         return (
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -242,7 +248,7 @@ class WeightGroup:
                 f"a broadcast of {tensor.nbytes} bytes failed: {error}"
             ) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: dist.Work) -> None:
         """Wait on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
         if self._stream is None:
@@ -285,12 +291,12 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
     return dist.ProcessGroupGloo(store, member.rank, member.size, gloo)
 
 
-def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
+def _meet(member: GroupMember, timeout: timedelta) -> tuple[Store, list[str]]:
     """Return the members' store and gloo's interfaces; on several nodes the route to
     the trainer.
     """
     if not member.store:
-        store: Any = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
+        store: Store = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
     else:
         host, _, port = member.store.rpartition(":")
@@ -306,7 +312,7 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
     return store, interfaces
 
 
-def _open_store(where: str) -> Any:
+def _open_store(where: str) -> Store:
     """Raises OSError."""
     host, _, port = where.rpartition(":")
     # Bound here: a port in use is an OSError at the start, and only this address is

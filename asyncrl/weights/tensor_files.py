@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from asyncrl.base.http import Refused
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _FILE_NAMES = {
     "float64": "F64",
@@ -81,7 +81,7 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
     """Return the bytes before the data of (name, torch's dtype, shape)."""
     import torch
 
-    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
         start, end = end, end + math.prod(shape) * getattr(torch, dtype).itemsize
@@ -96,7 +96,7 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
 
 
 def write_tensors(
-    file: Any,
+    file: BinaryIO,
     entries: Iterable[tuple[str, str, Iterable[int]]],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> dict[str, bytes]:
@@ -110,7 +110,7 @@ def write_tensors(
 
     file.write(safetensors_head(entries))
     hashed: list[Future[dict[str, bytes]]] = []
-    busy: list[Future[Any]] = []
+    busy: list[Future[dict[str, bytes]] | Future[None]] = []
     with ThreadPoolExecutor(2, "write weights") as threads:
         for some in _together(tensors):
             # Wait for the previous group: at most two groups of gathered tensors are in
@@ -336,7 +336,7 @@ Pieces = Mapping[str, Mapping[str, StoredPiece]]
 """Checkpoint tensors by name, for model tensors that are split or renamed."""
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters (tied ones once) and persistent buffers by name."""
     with_duplicates = {
         name for name, _ in model.named_parameters(remove_duplicate=False)
@@ -346,7 +346,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def float32_names(model: Any) -> set[str]:
+def float32_names(model: nn.Module) -> set[str]:
     """Return parameters that transformers keeps in float32, such as DeepSeek-V3's
     router weights.
     """
@@ -361,7 +361,7 @@ def float32_names(model: Any) -> set[str]:
     }
 
 
-def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
+def stored_pieces(model: nn.Module, weights: Mapping[str, Tensor]) -> Pieces:
     """Return the checkpoint's pieces of weights that transformers stacks or renames at
     load.
     """
