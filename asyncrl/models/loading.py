@@ -302,7 +302,7 @@ def carried_over(
     others = other_parts(files) | {
         name for name in files if any(re.search(one, name) for one in ignored)
     }
-    carried = dict[str, Tensor]()
+    carried: dict[str, Tensor] = {}
     quantised = set[str]()
     for name in sorted(others.difference(written)):
         with safe_open(files[name], framework="pt") as file:
