@@ -39,14 +39,12 @@ class AttentionKind(NamedTuple):
     """Query i sees key j <= i, if window and chunk allow it.
 
     `window`: i - j < window. `chunk`: i // chunk == j // chunk. `softcap`: scores
-    become softcap * tanh(score / softcap). `has_sinks`: each head has one more logit,
-    without a value.
+    become softcap * tanh(score / softcap).
     """
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
-    has_sinks: bool = False
 
 
 def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
@@ -87,12 +85,10 @@ def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
         )
         chunk = of_config["chunked_attention"] if named == "chunked_attention" else None
     softcap = options.get("softcap")
-    has_sinks = options.get("s_aux") is not None
     return AttentionKind(
         None if window is None else int(window),
         None if chunk is None else int(chunk),
         None if softcap is None else float(softcap),
-        has_sinks,
     )
 
 

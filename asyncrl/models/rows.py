@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 MOST_PADDING, FREE_PADDING = 0.25, 64
 """Padding of a call, as a fraction of its tokens, and tokens that cost less than one
@@ -23,6 +24,7 @@ more call.
 """
 
 IntN = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 class RowCall(NamedTuple):
@@ -139,26 +141,26 @@ def mixers_in(
     ]
 
 
-def by_row(value: Any, call: RowCall, num_tokens: int) -> Any:
+def by_row(value: T, call: RowCall, num_tokens: int) -> T:
     """Replace tensors [1, N, ...] by [S, L, ...]."""
-    if isinstance(value, dict):
-        return {name: by_row(one, call, num_tokens) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([by_row(one, call, num_tokens) for one in value])
-    is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens)
-    return value[0][call.place_SL] if is_of_tokens else value
+
+    def rows(tensor: Tensor) -> Tensor:
+        is_of_tokens = tensor.shape[:2] == (1, num_tokens)
+        return tensor[0][call.place_SL] if is_of_tokens else tensor
+
+    cut: T = tree_map_only(Tensor, rows, value)
+    return cut
 
 
-def joined(outputs: list[Any], calls: list[RowCall], order_N: Tensor) -> Any:
-    first = outputs[0]
-    if isinstance(first, tuple | list):
-        parts = [
-            joined([output[at] for output in outputs], calls, order_N)
-            for at in range(len(first))
-        ]
-        return type(first)(parts)
-    if not isinstance(first, Tensor) or first.shape[:2] != calls[0].place_SL.shape:
-        return first
-    pairs = zip(outputs, calls, strict=True)
-    token_R = torch.cat([output.flatten(0, 1)[call.own_R] for output, call in pairs])
-    return token_R[order_N][None]
+def joined(outputs: list[T], calls: list[RowCall], order_N: Tensor) -> T:
+    """Return the output of packed tokens from the outputs of the calls."""
+
+    def join(first: object, *others: Tensor) -> object:
+        if not isinstance(first, Tensor) or first.shape[:2] != calls[0].place_SL.shape:
+            return first
+        pairs = zip([first, *others], calls, strict=True)
+        token_R = torch.cat([rows.flatten(0, 1)[call.own_R] for rows, call in pairs])
+        return token_R[order_N][None]
+
+    whole: T = tree_map(join, *outputs)
+    return whole

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, PreTrainedModel
 
 from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
@@ -24,6 +25,7 @@ from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError,
 NUM_TOKENS, POISONED = 23, 9
 """A length that no width of a model has, and the place of the token with NaN."""
 ALONE = "asyncrl_alone"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ def hooked(
 
 
 def _see(
-    found: list[str], name: str, module: nn.Module, inputs: Any, output: Any
-) -> Any:
+    found: list[str], name: str, module: nn.Module, inputs: object, output: T
+) -> T:
     """Note a module that spreads the poison, and leave the poison at its one token."""
 
     def cleaned(tensor: Tensor) -> Tensor:
@@ -187,16 +189,12 @@ def _see(
     return map_rows(cleaned, output, NUM_TOKENS)
 
 
-def map_rows(change: Callable[[Tensor], Tensor], value: Any, num_tokens: int) -> Any:
-    """Apply `change` to the tensors [1, num_tokens, width] of a value, a tuple or a
-    list.
-    """
-    if isinstance(value, tuple | list):
-        parts = [map_rows(change, part, num_tokens) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    is_row = (
-        isinstance(value, Tensor)
-        and value.ndim >= 3
-        and value.shape[:2] == (1, num_tokens)
-    )
-    return change(value) if is_row and value.is_floating_point() else value
+def map_rows(change: Callable[[Tensor], Tensor], value: T, num_tokens: int) -> T:
+    """Apply `change` to the tensors [1, num_tokens, width] of a value."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        is_row = tensor.ndim >= 3 and tensor.shape[:2] == (1, num_tokens)
+        return change(tensor) if is_row and tensor.is_floating_point() else tensor
+
+    mapped: T = tree_map_only(Tensor, changed, value)
+    return mapped

@@ -211,25 +211,19 @@ def attention(
     number: Tensor | None = options.pop("packed_layout", None)
     position_N: Tensor | None = options.pop("packed_position_N", None)
     kind = kind_of(module, options)
-    if number is None:
+    if number is None or position_N is None:
         raise UnknownAttentionError("packed attention needs a layout of its tokens")
     if attention_mask is not None:
         raise UnknownAttentionError("it has an attention mask of its own")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    if position_N is None:
-        if getattr(module, "attn_temperature_tuning", False):
-            raise UnknownAttentionError(
-                "its attn_temperature_tuning needs the positions of packed tokens"
-            )
-    else:
-        # Llama 4 scales queries by their place in the call, here the packed row.
-        # Replace that factor by the one of the position in the sequence. Other models
-        # have no factor.
-        counted_N = torch.arange(query.shape[2], device=query.device)
-        factors_N = temperature_correction(module, counted_N, position_N)
-        if factors_N is not None:
-            query = (query * factors_N[:, None]).to(query.dtype)
+    # Llama 4 scales queries by their place in the call, here the packed row. Replace
+    # that factor by the one of the position in the sequence. Other models have no
+    # factor.
+    counted_N = torch.arange(query.shape[2], device=query.device)
+    factors_N = temperature_correction(module, counted_N, position_N)
+    if factors_N is not None:
+        query = (query * factors_N[:, None]).to(query.dtype)
     size = value.shape[3]
     # kernels support one head size; zero columns change nothing
     if size < query.shape[3]:
@@ -408,11 +402,10 @@ def _attend_backward(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    like = (
+    grad_query, grad_key, grad_value = (
         one.new_empty((1, one.shape[2], one.shape[1], one.shape[3]))
         for one in (query, key, value)
     )
-    grad_query, grad_key, grad_value = like
     return grad_query, grad_key, grad_value
 
 
@@ -436,15 +429,9 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
         grad_sinks = (
             -(torch.exp(sinks - logsum) * product).sum(dim=(0, 1)).to(sinks.dtype)
         )
-    return (
-        *(one.transpose(1, 2) for one in found),
-        grad_sinks,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
+    gradients = (one.transpose(1, 2) for one in found)
+    # The layout's number and the settings have none.
+    return *gradients, grad_sinks, *[None] * (1 + len(ctx.settings))
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
@@ -567,10 +554,7 @@ def _by_place(rows: Tensor) -> Tensor:
 def _forward_cuda(
     tensors: tuple[Tensor, ...], call: KernelCall, scale: float, _: float | None
 ) -> tuple[Tensor, Tensor]:
-    places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
-    rows = (
-        _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places
-    )
+    rows = _rows(tensors, (call.queries, call.keys, call.keys))
     output, logsum, *_ = _varlen(
         *rows, *_lengths(call, tensors[0].device), False, scale=scale, **_window(call)
     )
@@ -585,10 +569,7 @@ def _backward_cuda(
     _: float | None,
 ) -> tuple[Tensor, ...]:
     own, keys, device = call.queries, call.keys, logsum.device
-    places = zip(tensors, (own, own, keys, keys, own), strict=True)
-    rows = (
-        _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places
-    )
+    rows = _rows(tensors, (own, own, keys, keys, own))
     # The operator requires a random state, even without dropout.
     no_dropout = (
         torch.zeros(2, dtype=torch.uint64, device=device),
@@ -599,6 +580,14 @@ def _backward_cuda(
         *rows, logsum, *lengths, *no_dropout, scale=scale, **_window(call)
     )
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
+
+
+def _rows(tensors: tuple[Tensor, ...], places: tuple[Places, ...]) -> list[Tensor]:
+    """Return the rows [tokens, heads, D] of each tensor at its places."""
+    pairs = zip(tensors, places, strict=True)
+    return [
+        _at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in pairs
+    ]
 
 
 def _window(call: KernelCall) -> dict[str, int]:

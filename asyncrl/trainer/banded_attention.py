@@ -82,7 +82,7 @@ class Span:
 
 
 def narrowed(kind: AttentionKind, layout: Layout) -> AttentionKind:
-    """Return the kind without sinks, nor a window or a chunk that no sequence exceeds."""
+    """Return the kind without a window or a chunk that no sequence exceeds."""
     window, chunk = (
         size if size and size < layout.longest else None
         for size in (kind.window, kind.chunk)
