@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -147,12 +147,10 @@ class StepMeter:
             peak_bytes = self._cuda.max_memory_allocated()
             self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
-            if not phase:
-                continue
-            if self._cuda is None:
-                seconds[phase] += end - start
-            else:
-                seconds[phase] += start.elapsed_time(end) / 1e3
+            if phase:
+                seconds[phase] += (
+                    end - start if self._cuda is None else start.elapsed_time(end) / 1e3
+                )
         own = [self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes]
         parts = self._ranks.gather(own)
         num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
@@ -176,15 +174,13 @@ class StepMeter:
         call, warn of them.
         """
         is_first_step = self._compiled_until_us == 0
-        recent = []
-        total_us = 0
-        for compilation in compilations:
-            started_us = compilation.start_time_us or 0
-            if started_us > self._compiled_until_us:
-                recent.append(compilation)
-                total_us += compilation.duration_us or 0
+        recent = [
+            compilation
+            for compilation in compilations
+            if (compilation.start_time_us or 0) > self._compiled_until_us
+        ]
         self._compiled_until_us = time.time_ns() // 1000
-        total_s = total_us / 1e6
+        total_s = sum(compilation.duration_us or 0 for compilation in recent) / 1e6
         if total_s > COMPILE_WARNING_S and not is_first_step:
             causes = dict.fromkeys(map(_cause, recent))
             log.warning(
@@ -223,9 +219,7 @@ class Gap(NamedTuple):
     max: float
 
     def __str__(self) -> str:
-        who = "all engines"
-        if self.engine is not None:
-            who = f"engine-{self.engine}"
+        who = "all engines" if self.engine is None else f"engine-{self.engine}"
         return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
 
 
@@ -242,26 +236,15 @@ def measure_gaps(
 ) -> list[Gap]:
     """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
-    parts: list[tuple[int | None, npt.NDArray[np.float64]]] = []
-    if len(gap_M):
-        parts.append((None, gap_M))
-    for engine in np.unique(engine_M):
-        if engine >= 0:
-            of_engine = gap_M[engine_M == engine]
-            parts.append((int(engine), of_engine))
-    gaps = []
-    for number, part in parts:
-        mean = float(part.mean())
-        worst = float(part.max())
-        gaps.append(
-            Gap(
-                number,
-                len(part),
-                mean,
-                worst,
-            )
-        )
-    return gaps
+    parts: dict[int | None, npt.NDArray[np.float64]] = (
+        {None: gap_M} if len(gap_M) else {}
+    )
+    for engine in np.unique(engine_M[engine_M >= 0]).tolist():
+        parts[engine] = gap_M[engine_M == engine]
+    return [
+        Gap(engine, len(part), float(part.mean()), float(part.max()))
+        for engine, part in parts.items()
+    ]
 
 
 def means_of_rollouts(
@@ -277,13 +260,11 @@ def means_of_rollouts(
         if len(value_M):
             rollout = (entry.group_id, entry.sample_index)
             chosen.setdefault(rollout, []).append(value_M)
-    means = []
-    for (group_id, sample_index), parts in chosen.items():
-        values = np.concatenate(parts)
-        mean = float(values.mean(dtype=np.float64))
-        if math.isfinite(mean):
-            means.append((group_id, sample_index, mean))
-    return means
+    means = [
+        (*rollout, float(np.concatenate(parts).mean(dtype=np.float64)))
+        for rollout, parts in chosen.items()
+    ]
+    return [entry for entry in means if math.isfinite(entry[2])]
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
@@ -297,17 +278,16 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
     """Return gaps above `limit`, largest first, as text, or ''."""
-    above = []
-    for gap in gaps:
+    above = [
+        gap
+        for gap in gaps
         # The mean of a few tokens of one engine says nothing about the engine.
-        is_judged = gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS
-        if is_judged and gap.mean > limit:
-            above.append(gap)
-    if not above:
-        return ""
+        if gap.mean > limit
+        and (gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS)
+    ]
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
     worst = ", ".join(map(str, above[:4]))
-    return f"engines and trainer disagree: {worst}"
+    return f"engines and trainer disagree: {worst}" if above else ""
 
 
 def policy_metrics(
@@ -330,9 +310,19 @@ def policy_metrics(
     }
 
 
+class TrainedLine(TypedDict):
+    """A step's line, as above. `trajectories`: their ids, reward, counts and spans."""
+
+    version: int
+    min_version: int
+    loss: float | None
+    num_loss_tokens: int
+    trajectories: list[dict[str, object]]
+
+
 def trained_line(
     header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float
-) -> dict[str, Any]:
+) -> TrainedLine:
     """Return a step's line. `has_loss` bool [N]: after masks."""
     trajectories = []
     for entry in header.trajectories:
@@ -360,9 +350,9 @@ def trained_line(
     }
 
 
-def joined_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined_line(lines: Sequence[TrainedLine]) -> TrainedLine:
     """Return the line of a step from the lines of its batches."""
-    line = dict(lines[0])
+    line = lines[0].copy()
     for other in lines[1:]:
         line["min_version"] = min(line["min_version"], other["min_version"])
         line["num_loss_tokens"] += other["num_loss_tokens"]
@@ -373,25 +363,22 @@ def joined_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
     """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
-    is_change = label[1:] != label[:-1]
-    changes = np.flatnonzero(is_change) + 1
+    changes = np.flatnonzero(np.diff(label)) + 1
     edges = [0, *changes.tolist(), len(label)]
-    spans = []
-    for start, end in pairwise(edges):
-        version = int(label[start])
-        if version >= 0:
-            spans.append([start, end, version])
-    return spans
+    return [
+        [start, end, int(label[start])]
+        for start, end in pairwise(edges)
+        if label[start] >= 0
+    ]
 
 
 def hold_record(path: Path) -> None:
     """Lock the record against a killed run's trainer. Waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     # Never closed: the kernel gives the lock back when this process ends, however it
     # ends.
-    descriptor = os.open(lock, flags, 0o644)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
@@ -406,7 +393,7 @@ def note_restored(path: Path, version: int) -> None:
         append_line(path, {"restored": version})
 
 
-def append_line(path: Path, line: dict[str, Any]) -> None:
+def append_line(path: Path, line: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -94,13 +94,10 @@ class VersionSums:
         """
         # A skipped step changed no weight. Its NaN would hide the loss of the others.
         taken = [step for step in self.steps if math.isfinite(step.grad_norm)]
-        parts = list[PartSums]()
-        for step in self.steps:
-            parts += step.parts
-        num_seen = 0
+        parts = [part for step in self.steps for part in step.parts]
+        num_seen = sum(len(part.logprobs_M) for part in parts)
         stats = Counter[str]()
         for part in parts:
-            num_seen += len(part.logprobs_M)
             stats.update(part.stats)
         # Later epochs see the same tokens again, under weights that have learned from
         # them.
@@ -108,11 +105,8 @@ class VersionSums:
         logprobs_M = np.concatenate([part.logprobs_M for part in first_epoch])
         behaviour_M = np.concatenate([part.behaviour_M for part in first_epoch])
         entropies_M = np.concatenate([part.entropies_M for part in first_epoch])
-        num_sampled = 0
-        num_loss_tokens = 0
-        for batch in self.batches:
-            num_sampled += int(batch.arrays.is_sampled.sum())
-            num_loss_tokens += int(batch.has_loss.sum())
+        num_sampled = sum(int(batch.arrays.is_sampled.sum()) for batch in self.batches)
+        num_loss_tokens = sum(int(batch.has_loss.sum()) for batch in self.batches)
         return {
             "policy/clip_fraction": 0.0,
             **{f"policy/{name}": value / num_seen for name, value in stats.items()},
@@ -143,13 +137,8 @@ class VersionSums:
         ]
         if not measured:
             return {}
-        fresh = Fresh(
-            np.concatenate([one.current_M for one in measured]),
-            np.concatenate([one.behaviour_M for one in measured]),
-            np.concatenate([one.engine_M for one in measured]),
-        )
-        gaps = step_metrics.measure_gaps(*fresh)
-        return step_metrics.gap_metrics(gaps)
+        fresh = map(np.concatenate, zip(*measured, strict=True))
+        return step_metrics.gap_metrics(step_metrics.measure_gaps(*fresh))
 
 
 def _mean(values: list[float]) -> float:
