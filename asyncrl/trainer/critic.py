@@ -18,12 +18,7 @@ from asyncrl.config import AlgorithmConfig
 from asyncrl.trainer import packing
 from asyncrl.trainer.build_model import TrainedModel, reshard
 from asyncrl.trainer.objective import BatchNumbers, Float32N
-from asyncrl.trainer.optimizer import (
-    Trained,
-    clip_gradient,
-    learning_rate_at,
-    make_optimizer,
-)
+from asyncrl.trainer.optimizer import Trained, make_optimizer
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.ranks import Ranks
@@ -198,13 +193,9 @@ class Critic:
         """Clip the open gradient for optimizer step `step` of the run; return loss and
         norm, which must be finite for a step.
         """
-        for group in self.trained.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self._loop, step)
-        weights = self.trained.masters.named.values()
-        norm = clip_gradient(weights, self._loop.max_grad_norm)
-        shared_norm = float(self._ranks.gather(norm)[0])
-        self._sums.steps.append((self._loss, self._clipped, shared_norm))
-        return {"the critic's loss": self._loss, "its gradient norm": shared_norm}
+        norm = self.trained.prepare_step(self._loop, step, self._ranks)
+        self._sums.steps.append((self._loss, self._clipped, norm))
+        return {"the critic's loss": self._loss, "its gradient norm": norm}
 
     def drop_gradient(self) -> None:
         self.trained.drop_gradient()

@@ -134,17 +134,12 @@ def _with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     # The last layers of some models (Gemma 3n) read the keys and values of earlier
     # ones: another kind of layer.
     num_shared = getattr(text, "num_kv_shared_layers", None) or 0
-    by_layer = _lists_by_layer(text)
-    named = [
-        [str(value[layer]) for value in by_layer.values()]
-        for layer in range(num_layers)
-    ]
-    keys = [
-        (*names, layer >= num_layers - num_shared) for layer, names in enumerate(named)
-    ]
-    firsts = sorted(
-        {key: layer for layer, key in reversed([*enumerate(keys)])}.values()
-    )
+    by_layer = _lists_by_layer(text).values()
+    first_of = dict[tuple[object, ...], int]()
+    for layer in range(num_layers):
+        names = (str(value[layer]) for value in by_layer)
+        first_of.setdefault((layer >= num_layers - num_shared, *names), layer)
+    firsts = [*first_of.values()]
     last = max(kinds.index(kind) for kind in kinds)
     for layers in (
         firsts if len(firsts) >= MIN_LAYERS else [0, 1],
@@ -190,17 +185,13 @@ def _layer_kinds(model: PreTrainedModel) -> list[frozenset[LayerFact]]:
     for layer in longest:
         facts = set[LayerFact]()
         for name, module in layer.named_modules():
-            own = {
-                key: value
+            kept = frozenset(
+                (key, value)
                 for key, value in vars(module).items()
                 if not key.startswith("_")
-            }
-            kept = {
-                key: value
-                for key, value in own.items()
-                if value is None or isinstance(value, bool | str)
-            }
-            facts.add((name, type(module), frozenset(kept.items())))
+                and (value is None or isinstance(value, bool | str))
+            )
+            facts.add((name, type(module), kept))
         kinds.append(frozenset(facts))
     return kinds
 
@@ -226,13 +217,10 @@ def _shortened(config: PreTrainedConfig) -> PreTrainedConfig:
     short = copy.deepcopy(config)
     text = short.get_text_config()
     _shorten_values(dict(vars(text)), partial(setattr, text))
-    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
-    for rope in ropes:
-        if isinstance(rope, dict):
-            for one in (
-                rope,
-                *(part for part in rope.values() if isinstance(part, dict)),
-            ):
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(text, name, None) or {}
+        for one in (rope, *rope.values()):
+            if isinstance(one, dict):
                 _shorten_values(dict(one), one.__setitem__)
     border = length_border(text)
     if border is not None and not border.is_stepwise:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import TrainerConfig
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.weights.tensor_files import float32_names
 
 
@@ -54,15 +55,6 @@ def learning_rate_at(config: TrainerConfig, step: int) -> float:
         peak
         * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
     )
-
-
-def clip_gradient(weights: Iterable[Tensor], max_norm: float | None) -> float:
-    """Clip the gradient to `max_norm`; return its norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(
-        list(weights), math.inf if max_norm is None else max_norm
-    )
-    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return float(whole)
 
 
 class MasterWeights:
@@ -122,6 +114,20 @@ class Trained:
         for weight in self.masters.named.values():
             if weight.grad is not None:
                 weight.grad.mul_(factor)
+
+    def prepare_step(self, config: TrainerConfig, number: int, ranks: Ranks) -> float:
+        """Set the learning rate of optimizer step `number` of the run, and clip the
+        gradient to trainer.max_grad_norm; return its norm before. Collective.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(config, number)
+        weights = list(self.masters.named.values())
+        max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(weights, max_norm)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # One rank's norm for all: a rank that skips a step alone would have other
+        # weights.
+        return ranks.gather(float(whole))[0]
 
     def step(self) -> None:
         self.optimizer.step()

@@ -35,12 +35,7 @@ from asyncrl.trainer.exports import Exports
 from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.optimizer import (
-    Trained,
-    clip_gradient,
-    learning_rate_at,
-    make_optimizer,
-)
+from asyncrl.trainer.optimizer import Trained, make_optimizer
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
@@ -461,14 +456,8 @@ class TrainerRank(TrainedModel):
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.
         number = self.policy_version * loop.epochs * loop.mini_batches + index
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate_at(loop, number)
         self._meter.enter("optimizer")
-        weights = self.masters.named.values()
-        norm = clip_gradient(weights, loop.max_grad_norm)
-        # One rank's norm for all: a rank that skips a step alone would have other
-        # weights.
-        grad_norm = float(self.ranks.gather(norm)[0])
+        grad_norm = self._trained.prepare_step(loop, number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
         if version.demonstrations is not None:
             needed["loss of demonstrations"] = step.sft_loss

@@ -89,19 +89,18 @@ class TrainerService:
         body of another form.
         """
         call = CALLS[name]
-        answer: Any
+        answer: object
         if call.on_all_ranks:
             answer = await self._on_torch_thread(lambda: self._together(name, content))
         else:
-            body = call.read(content)
-            answer = await call.function(self, body)
+            answer = await call.function(self, call.read(content))
         return answer if isinstance(answer, BaseModel) else self.health()
 
-    async def _on_torch_thread(self, work: Callable[[], T]) -> T:
+    def _on_torch_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._torch_thread, work)
+        return loop.run_in_executor(self._torch_thread, work)
 
-    def _together(self, name: str, content: bytes) -> Any:
+    def _together(self, name: str, content: bytes) -> object:
         """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and
         Refused.
         """
@@ -135,8 +134,7 @@ class TrainerService:
                 name, content = self.rank.ranks.wait_command()
                 try:
                     call = CALLS[name]
-                    body = call.read(content)
-                    call.function(self, body)
+                    call.function(self, call.read(content))
                 except Refused as refused:
                     log.warning("%s was refused: %s", name, refused)
         except Exception as error:
@@ -244,8 +242,7 @@ class TrainerService:
         return answer
 
     def _take_begun(self) -> Finish | None:
-        begun = self._begun
-        self._begun = None
+        begun, self._begun = self._begun, None
         return begun
 
     def _begin_and_take(self) -> Finish:

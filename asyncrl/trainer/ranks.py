@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
-from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
+from asyncrl.weights.nccl import OPEN_PORTS, run_within, serve_store, use_interface
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -258,18 +257,13 @@ def _open_store(spec: TrainerSpec, where: str) -> Store:
     size = spec.trainer.world_size
     if not spec.store:
         return dist.FileStore(where, size)  # type: ignore[attr-defined]
-    host, _, port = where.rpartition(":")
-    options: dict[str, Any] = {
-        "world_size": size,
-        "wait_for_workers": False,
-        "timeout": timedelta(seconds=spec.meet_s),
-    }
+    timeout = timedelta(seconds=spec.meet_s)
     if spec.rank == 0:
-        # torch's own server would listen on every interface; the store has no secret.
-        listener = socket.create_server((host, int(port)))
-        options["is_master"] = True
-        options["master_listen_fd"] = listener.detach()
-    return dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
+        return serve_store(where, world_size=size, timeout=timeout)
+    host, _, port = where.rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, int(port), size, wait_for_workers=False, timeout=timeout
+    )
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:

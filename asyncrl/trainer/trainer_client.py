@@ -147,14 +147,12 @@ class TrainerClient:
         """Move parts of the trainer's state to host memory. Idempotent. After an error
         nothing has moved.
         """
-        return await self._call(
-            "/offload", api.OffloadRequest(parts=list(parts)), TransferStats
-        )
+        request = api.OffloadRequest(parts=list(parts))
+        return await self._call("/offload", request, TransferStats)
 
     async def onload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
-        return await self._call(
-            "/onload", api.OffloadRequest(parts=list(parts)), TransferStats
-        )
+        request = api.OffloadRequest(parts=list(parts))
+        return await self._call("/onload", request, TransferStats)
 
     async def save(self, path: Path) -> None:
         """Write a Hugging Face folder."""

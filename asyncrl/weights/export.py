@@ -14,6 +14,7 @@ peft folder.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,6 +46,8 @@ from asyncrl.weights.tensor_files import (
 )
 
 Entries = list[tuple[str, str, list[int]]]
+Put: TypeAlias = tuple[dict[str, bytes], dict[str, object]]
+"""Digests, and fields of the response that say where the tensors are."""
 DType: TypeAlias = torch.dtype | None
 Device: TypeAlias = str | torch.device
 
@@ -190,36 +193,9 @@ def export_weights(
     return manifest_of(weights, dtype, version, digests, str(path))
 
 
-def begin_export(
-    writer: ThreadPoolExecutor,
-    weights: LazyWeights,
-    path: Path,
-    version: int,
-    dtype: torch.dtype,
-) -> Future[ExportResponse]:
-    """Run export_weights on the thread of `writer`, or here if weights must be
-    gathered.
-
-    Whole local weights must not change before the Future ends.
-    """
-    if not weights.are_plain:
-        # Collective calls stay on this thread. From another one, they could mix with
-        # those of the forward pass in a different order on each rank.
-        return done(version, export_weights(weights, path, version, dtype))
-    reading = after_what_was_begun(
-        next((one.device for one in weights.like.values()), None)
-    )
-
-    def read_and_write() -> ExportResponse:
-        with reading:
-            return export_weights(weights, path, version, dtype)
-
-    return writer.submit(read_and_write)
-
-
-def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[None]:
+def after_what_was_begun(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which another thread reads a CUDA device's tensors as of now."""
-    if device is None or device.type != "cuda":
+    if device.type != "cuda":
         return nullcontext()
     index = torch.cuda.current_device() if device.index is None else device.index
     # The optimizer step that made these weights may still run on the device. The other
@@ -355,18 +331,56 @@ class Transport:
         """Bring the weights to the engines; no weight may change before the Future
         ends. Raises OSError, here or in the Future.
         """
-        weights = exported.merged()
-        if self.end.is_first:
-            return begin_export(
-                self._writer, weights, path, exported.version, self.end.dtype
-            )
-        # Only rank 0 writes, but its full_tensor() calls need every rank.
-        gather_along(weights, self.end.dtype)
-        return done(exported.version)
+        weights, version, dtype = exported.merged(), exported.version, self.end.dtype
+        if not self.end.is_first:
+            # Only rank 0 writes, but its full_tensor() calls need every rank.
+            gather_along(weights, dtype)
+            return done(version)
+        if not weights.are_plain:
+            # Collective calls stay on this thread. From another one, they could mix
+            # with those of the forward pass in a different order on each rank.
+            return done(version, export_weights(weights, path, version, dtype))
+        reading = after_what_was_begun(self.end.device)
+
+        def read_and_write() -> ExportResponse:
+            with reading:
+                return export_weights(weights, path, version, dtype)
+
+        return self._writer.submit(read_and_write)
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Transport nccl. Raises Refused."""
         raise NotImplementedError
+
+
+class HeldTransport(Transport, ABC):
+    """Trainer end of a transport whose engines read memory that rank 0 holds."""
+
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """Copy the weights over the held ones; write a file too if evaluation needs
+        one. Raises OSError, also without memory, or RuntimeError.
+        """
+        end, version = self.end, exported.version
+        written = super().begin(exported, path).result() if end.is_file_wanted else None
+        weights = exported.merged()
+        if not end.is_first:
+            gather_along(weights, end.dtype)
+            return done(version)
+        with gathered(weights, end.dtype, end.device) as tensors:
+            digests, place = self._hold(version, weights, tensors, path.parent)
+        answer = manifest_of(weights, end.dtype, version, digests, "")
+        place["path"] = "" if written is None else written.path
+        return done(version, answer.model_copy(update=place))
+
+    @abstractmethod
+    def _hold(
+        self,
+        version: int,
+        weights: LazyWeights,
+        tensors: Iterator[tuple[str, Tensor]],
+        folder: Path,
+    ) -> Put:
+        """Copy `tensors`, which are the whole `weights`."""
 
 
 class AdapterTransport(Transport):

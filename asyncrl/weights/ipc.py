@@ -19,7 +19,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,19 +35,16 @@ from asyncrl.messages.engine_api import (
     PlacedTensor,
     PrepareRequest,
 )
-from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.weights.export import (
     Entries,
-    Exported,
+    HeldTransport,
     LazyWeights,
-    TrainerEnd,
-    Transport,
+    Put,
     cut,
-    done,
     entries_of,
     gather_along,
     gathered,
-    manifest_of,
     sizes_of,
 )
 from asyncrl.weights.tensor_files import (
@@ -214,15 +210,11 @@ def _cuda(name: str, *arguments: object) -> None:
         )
 
 
-Put: TypeAlias = tuple[dict[str, bytes], dict[str, Any]]
-"""Digests, and where the chunk is: fields of an ExportChunkResponse."""
-
-
+@dataclass
 class ChunkFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.device = torch.device("cpu")
-        self.on_all = False
+    path: Path
+    device = torch.device("cpu")
+    on_all = False
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> Put:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
@@ -273,7 +265,7 @@ class SharedChunk:
         return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}
 
 
-class SharedTransport(Transport):
+class SharedTransport(HeldTransport):
     """Transport ipc during generation: one version in memory that engines on the
     trainer's device open.
 
@@ -281,32 +273,20 @@ class SharedTransport(Transport):
         its push (PushLoop).
     """
 
-    def __init__(self, end: TrainerEnd) -> None:
-        super().__init__(end)
-        self._place: SharedChunk | None = None
+    _place: SharedChunk | None = None
 
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Copy the weights over the previous version; write a file too if evaluation
-        needs one. Raises OSError, also without memory.
-        """
-        end = self.end
-        written = (
-            super().begin(exported, path).result().path if end.is_file_wanted else ""
-        )
-        weights = exported.merged()
-        if not end.is_first:
-            gather_along(weights, end.dtype)
-            return done(exported.version)
-        entries = entries_of(weights, end.dtype)
-        with gathered(weights, end.dtype, end.device) as tensors:
-            # Allocated once, by the first version: engines keep the memory open.
-            if self._place is None:
-                self._place = SharedChunk(path.parent, [entries], end.device)
-            digests, place = self._place.put(entries, tensors)
-        answer = manifest_of(weights, end.dtype, exported.version, digests, "")
-        return done(
-            exported.version, answer.model_copy(update={"path": written, **place})
-        )
+    def _hold(
+        self,
+        version: int,
+        weights: LazyWeights,
+        tensors: Iterator[tuple[str, Tensor]],
+        folder: Path,
+    ) -> Put:
+        entries = entries_of(weights, self.end.dtype)
+        # Allocated once, by the first version: engines keep the memory open.
+        if self._place is None:
+            self._place = SharedChunk(folder, [entries], self.end.device)
+        return self._place.put(entries, tensors)
 
 
 ChunkPlace: TypeAlias = ChunkFile | SharedChunk

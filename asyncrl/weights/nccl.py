@@ -36,10 +36,10 @@ from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
 from asyncrl.messages.trainer_api import (
     BroadcastRequest,
     BroadcastResponse,
-    ExportResponse,
 )
 from asyncrl.weights import export as exports
 from asyncrl.weights.ipc import copy_placed, lay_out, views
+from asyncrl.weights.tensor_files import joint_digest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -51,7 +51,7 @@ _LOOK_S = 0.0005
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 
 
-class BroadcastTransport(exports.Transport):
+class BroadcastTransport(exports.HeldTransport):
     """Trainer end: copies a version and sends it.
 
     Life: empty -> begin() -> send(), any number of times -> begin() the next.
@@ -62,7 +62,7 @@ class BroadcastTransport(exports.Transport):
     def __init__(self, end: exports.TrainerEnd) -> None:
         """Raises OSError if no store opens."""
         super().__init__(end)
-        self._store = _open_store(end.store) if end.store and end.is_first else None
+        self._store = serve_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
         self._filled: torch.cuda.Event | None = None
         """CUDA event: the buffers are filled."""
@@ -72,19 +72,14 @@ class BroadcastTransport(exports.Transport):
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
-    def begin(self, exported: exports.Exported, path: Path) -> Future[ExportResponse]:
-        """Copy the weights over the held ones; write a file too if evaluation needs
-        one. Raises OSError, or RuntimeError without memory.
-        """
-        end, version = self.end, exported.version
-        written = (
-            super().begin(exported, path).result().path if end.is_file_wanted else ""
-        )
-        weights = exported.merged()
-        if not end.is_first:
-            exports.gather_along(weights, end.dtype)
-            return exports.done(version)
-        with self._in_use, exports.gathered(weights, end.dtype, end.device) as tensors:
+    def _hold(
+        self,
+        version: int,
+        weights: exports.LazyWeights,
+        tensors: Iterator[tuple[str, Tensor]],
+        folder: Path,
+    ) -> exports.Put:
+        with self._in_use:
             self.version = -1
             # Made once: the memory stays reserved, so that a later version cannot fail
             # for lack of it.
@@ -93,14 +88,14 @@ class BroadcastTransport(exports.Transport):
             digests: dict[str, bytes] = {}
             for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
                 digests |= copy_placed(chunk.tensors, buffer, tensors)
-            if end.device.type == "cuda":
+            if self.end.device.type == "cuda":
                 self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 # Copies are only queued. The event lets the group's stream wait for
                 # them, without stopping the training stream.
                 self._filled.record()
-            answer = exports.manifest_of(weights, end.dtype, version, digests, "")
-            self._digest, self.version = answer.digest, version
-        return exports.done(version, answer.model_copy(update={"path": written}))
+            self._digest = joint_digest(digests.values())
+            self.version = version
+        return digests, {}
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send to all group members, in a separate thread. Raises Refused."""
@@ -312,14 +307,26 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Store, list[str]]:
     return store, interfaces
 
 
-def _open_store(where: str) -> Store:
-    """Raises OSError."""
+def serve_store(
+    where: str,
+    world_size: int | None = None,
+    timeout: timedelta = timedelta(minutes=5),
+) -> Store:
+    """Open a store at ADDRESS:PORT. Raises OSError."""
     host, _, port = where.rpartition(":")
     # Bound here: a port in use is an OSError at the start, and only this address is
-    # served.
+    # served. torch's own server would listen on every interface; the store has no
+    # secret.
     listener = socket.create_server((host, int(port)))
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    return dist.TCPStore(host, int(port), master_listen_fd=listener.detach(), **options)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
