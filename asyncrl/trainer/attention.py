@@ -597,7 +597,9 @@ def _window(call: KernelCall) -> dict[str, int]:
     return {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
-def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
+def _lengths(
+    call: KernelCall, device: torch.device
+) -> tuple[Tensor, Tensor, int, int, float, bool]:
     queries, keys = call.query_lengths, call.key_lengths
     return (
         _ends(queries, device),

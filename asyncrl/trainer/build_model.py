@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -180,23 +181,15 @@ def shard_policy(
     Shards and gradient sums are float32; layers are gathered in the run's dtype.
     """
     assert ranks.mesh is not None
-    options: dict[str, Any] = {
-        "mesh": ranks.mesh["shard"],
-        "mp_policy": fsdp.MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32
-        ),
-        "offload_policy": fsdp.CPUOffloadPolicy()
-        if is_offloaded
-        else fsdp.OffloadPolicy(),
-    }
-    in_float32 = fsdp.MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float32
+    offloading = fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy()
+    shard = partial(
+        fsdp.fully_shard, mesh=ranks.mesh["shard"], offload_policy=offloading
     )
+    mixed = partial(fsdp.MixedPrecisionPolicy, reduce_dtype=torch.float32)
     for router in _float32_modules(policy.model):
-        fsdp.fully_shard(router, **options | {"mp_policy": in_float32})
-    for layer in layers_of(policy.model):
-        fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(policy, **options)
+        shard(router, mp_policy=mixed(param_dtype=torch.float32))
+    for part in (*layers_of(policy.model), policy):
+        shard(part, mp_policy=mixed(param_dtype=dtype))
     for module in _sharded(policy) if ranks.shard > 1 else ():
         # Loss weights divide by the tokens of all ranks already. FSDP2's mean would
         # divide once more.
@@ -437,7 +430,7 @@ def _not_replayed(name: str, why: str) -> ConfigError:
     return ConfigError(what, way_out="set algorithm.router_replay=false.")
 
 
-def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
+def _route(router: Any, *args: object, **kwargs: object) -> object:
     if router.chosen_NK is None:
         return type(router).forward(router, *args, **kwargs)
     chosen = _Chosen(router.chosen_NK, router.num_scores)
@@ -457,8 +450,12 @@ class _Chosen(TorchFunctionMode):
         self.is_used = False
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Any,
+        types: object,
+        args: Sequence[Tensor] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return found

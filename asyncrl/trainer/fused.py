@@ -105,7 +105,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
     is_whole = not float32_names(model)
-    compiled = dict[Any, Any]()
+    compiled = dict[Callable[..., object], Callable[..., object]]()
     for layer in layers_of(model):
         forward: Any = type(layer).forward
         if forward.__code__.co_name == "forward_with_checkpointing":

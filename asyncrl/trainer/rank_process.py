@@ -281,7 +281,7 @@ class RankCall(NamedTuple):
     on_all_ranks: bool
     function: Callable[[TrainerService, Any], Any]
 
-    def read(self, content: bytes) -> Any:
+    def read(self, content: bytes) -> BaseModel | bytes:
         """Return the body as a message, or as its bytes. Raises Refused for a message of
         another form.
         """

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -184,18 +184,15 @@ class TrainerState:
         # index says which to make.
         states = defaultdict[str, dict[str, Tensor]](dict)
         for prefix, model in self._models.items():
-            for key, stored in index.state_dict_metadata.items():
-                if key.startswith(f"{prefix}optimizer."):
-                    kind, name = key.removeprefix(f"{prefix}optimizer.").split(".", 1)
-                    master = model.masters.named[name]
-                    # AdamW's count of steps has no dimensions, so it is not sharded
-                    # like its weight.
-                    scalar = torch.zeros((), device=master.device)
-                    states[prefix + name][kind] = (
-                        torch.zeros_like(master)
-                        if getattr(stored, "size", ())
-                        else scalar
-                    )
+            for key, size in _stored_sizes(index, f"{prefix}optimizer.").items():
+                kind, name = key.split(".", 1)
+                master = model.masters.named[name]
+                # AdamW's count of steps has no dimensions, so it is not sharded like
+                # its weight.
+                scalar = torch.zeros((), device=master.device)
+                states[prefix + name][kind] = (
+                    torch.zeros_like(master) if size else scalar
+                )
         # Other numbers of ranks and kinds of devices have other generators.
         known = index.state_dict_metadata
         live = {
@@ -221,18 +218,14 @@ class TrainerState:
 
     def _refuse_foreign(self, path: Path, index: Metadata) -> None:
         """Raise Refused for a state of other weights, before any of them changes."""
-        here = {
-            f"{prefix}weights.{name}": tuple(master.shape)
-            for prefix, model in self._models.items()
-            for name, master in model.masters.named.items()
-        }
-        stored: Mapping[str, Any] = index.state_dict_metadata
-        starts = tuple(f"{prefix}weights." for prefix in self._models)
-        saved = {
-            key: tuple(one.size)
-            for key, one in stored.items()
-            if key.startswith(starts)
-        }
+        here = dict[str, tuple[int, ...]]()
+        saved = dict[str, tuple[int, ...]]()
+        for prefix, model in self._models.items():
+            start = f"{prefix}weights."
+            for name, master in model.masters.named.items():
+                here[start + name] = tuple(master.shape)
+            for name, size in _stored_sizes(index, start).items():
+                saved[start + name] = size
         others = sorted(dict(saved.items() ^ here.items()))
         if others:
             first = others[0]
@@ -365,6 +358,15 @@ def _errors(path: Path) -> Iterator[None]:
 def _read_index(path: Path) -> Metadata:
     with _errors(path):
         return FileSystemReader(path).read_metadata()
+
+
+def _stored_sizes(index: Metadata, start: str) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of stored tensors by their names behind `start`."""
+    return {
+        key.removeprefix(start): tuple(stored.size)
+        for key, stored in index.state_dict_metadata.items()
+        if key.startswith(start) and isinstance(stored, TensorStorageMetadata)
+    }
 
 
 def _refuse_incomplete(path: Path) -> None:
@@ -594,14 +596,9 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    known: Any = _read_index(path).state_dict_metadata.items()
-    named = {
-        key.removeprefix("weights."): stored
-        for key, stored in known
-        if key.startswith("weights.")
-    }
     adapters = {
-        name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()
+        name: torch.empty(size, dtype=dtype)
+        for name, size in _stored_sizes(_read_index(path), "weights.").items()
     }
     _read_weights(path, adapters)
     return {

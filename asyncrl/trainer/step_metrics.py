@@ -40,7 +40,7 @@ log = logging.getLogger("asyncrl.trainer")
 
 Float32M = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
-FloatN = npt.NDArray[np.floating[Any]]
+FloatN = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 # More than rounding explains: bfloat16 moves logprobs by 0.031 nats in the mean
 # (SmolLM2-135M, docs/decisions/0009).

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -234,7 +234,7 @@ class SharedChunk:
         chunks: Iterable[Entries],
         device: torch.device,
         rank: int = 0,
-        gather: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None,
+        gather: Callable[[dict[str, object]], list[dict[str, object]]] | None = None,
     ) -> None:
         """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all
         ranks. Raises OSError.
@@ -259,7 +259,7 @@ class SharedChunk:
         digests = copy_placed(placed, self._memory.data, tensors)
         self._memory.settle()
         handles = [
-            MemoryHandle(**one)
+            MemoryHandle.model_validate(one)
             for one in self._gather(self._memory.handle.model_dump())
         ]
         return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}

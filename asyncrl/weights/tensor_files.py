@@ -19,10 +19,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -374,13 +374,14 @@ def stored_pieces(model: nn.Module, weights: Mapping[str, Tensor]) -> Pieces:
     # piece is in the model's tensor.
     class Uncopied(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return (
-                args[0]
-                if func is torch.Tensor.contiguous
-                else func(*args, **(kwargs or {}))
-            )
+            self,
+            func: Callable[..., object],
+            types: object,
+            args: Sequence[object] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
+            is_copy = func is torch.Tensor.contiguous
+            return args[0] if is_copy else func(*args, **(kwargs or {}))
 
     like = {
         name: torch.empty(one.shape, dtype=one.dtype, device="meta")
