@@ -66,6 +66,21 @@ def test_time_sharing_needs_the_larger_side() -> None:
     assert apart.needed_bytes("cpu") == apart_held + besides
 
 
+def test_host_has_room_to_load_the_larger_of_policy_and_critic(tmp_path: Path) -> None:
+    architecture = load().model.scratch.architecture  # type: ignore[union-attr]
+    wide = {**architecture, "vocab_size": 500, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    gae = ["algorithm.advantage=gae", "rollout.group_size=1", "critic={}"]
+    copied, larger = planned(2, *gae), planned(2, *gae, f"critic.path={tmp_path}")
+    policy_bytes = 4 * copied.shape.num_parameters
+    critic_bytes = 4 * (model_shape(ModelConfig(path=str(tmp_path))).num_parameters)
+    engine_bytes = memory(copied, "loading").copies - policy_bytes
+    assert critic_bytes > policy_bytes
+    head_bytes = 4 * 500 * 512
+    found = memory(larger, "loading").copies - engine_bytes
+    assert critic_bytes - head_bytes <= found <= critic_bytes
+
+
 # ---- both sides in the memory of one device
 
 SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9}"

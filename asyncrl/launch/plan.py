@@ -268,11 +268,11 @@ def held_besides(
         held[rank.node, "saving"] += saved // config.trainer.world_size
     held[first.node, "saving"] += whole  # final/
     if others or first.name != "cpu":  # else the loaded model is the trained one
-        is_half = (
-            config.trainer.lora is not None
-            or "bfloat16" in read_architecture(config.model).values()
+        # The critic is loaded once the policy is on its device.
+        runs = [(config, shape), critic_run(config) or (config, shape)]
+        held[first.node, "loading"] += max(
+            loaded_bytes(*run, item_bytes=item) for run in runs
         )
-        held[first.node, "loading"] += shape.num_parameters * (item if is_half else 4)
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
             held[server.node, "loading"] += whole
@@ -295,6 +295,15 @@ def held_besides(
         yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
     folders = 2 if config.model.scratch else 1
     yield ProcessPlan("weights", "host", DISK, 0, Memory(copies=folders * whole))
+
+
+def loaded_bytes(config: RunConfig, shape: ModelShape, *, item_bytes: int) -> int:
+    """Return the bytes of the model's weights as the trainer loads them on a host."""
+    is_half = (
+        config.trainer.lora is not None
+        or "bfloat16" in read_architecture(config.model).values()
+    )
+    return shape.num_parameters * (item_bytes if is_half else 4)
 
 
 def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
