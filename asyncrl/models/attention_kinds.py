@@ -78,12 +78,10 @@ def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
         kinds = getattr(config, "layer_types", None) or []
         layer = getattr(module, "layer_idx", None)
         named = kinds[layer] if isinstance(layer, int) and layer < len(kinds) else None
-        window = (
-            of_config["sliding_attention"]
-            if named == "sliding_attention" and window is None
-            else window
-        )
-        chunk = of_config["chunked_attention"] if named == "chunked_attention" else None
+        if named == "chunked_attention":
+            chunk = of_config[named]
+        elif named in of_config:
+            window = of_config[named]
     softcap = options.get("softcap")
     return AttentionKind(
         None if window is None else int(window),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from asyncrl.models.structure import outermost
+
 MOST_PADDING, FREE_PADDING = 0.25, 64
 """Padding of a call, as a fraction of its tokens, and tokens that cost less than one
 more call.
@@ -93,7 +95,7 @@ class MixerRows:
     def __init__(self, model: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
         self._calls = list[RowCall]()
         self._num_tokens = 0
-        self._mixers = mixers_in(model, classes)
+        self._mixers = [*outermost(model, classes).values()]
         for module in self._mixers:
             module.forward = partial(self._run, module.forward)
 
@@ -123,22 +125,6 @@ class MixerRows:
         order_N = torch.empty_like(place_N)
         order_N[place_N] = torch.arange(num_tokens, device=place_N.device)
         return joined(outputs, calls, order_N)
-
-
-def mixers_in(
-    model: nn.Module, classes: tuple[type[nn.Module], ...]
-) -> list[nn.Module]:
-    """Return the modules of these classes that are not inside of another one."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, classes)
-    }
-    return [
-        module
-        for name, module in found.items()
-        if not any(name.startswith(f"{other}.") for other in found)
-    ]
 
 
 def by_row(value: T, call: RowCall, num_tokens: int) -> T:

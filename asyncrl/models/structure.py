@@ -38,41 +38,25 @@ class Structure:
     kinds: frozenset[AttentionKind]
 
 
-class _Alone:
-    """Attention in which each token sees only itself; records the kinds that are asked
-    for.
-    """
-
-    def __init__(self) -> None:
-        self.kinds = set[AttentionKind]()
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        if attention_mask is not None:
-            raise UnknownAttentionError("it has an attention mask of its own")
-        if query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
-            shapes = (
-                f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
-            )
-            raise UnknownAttentionError(f"its attention reads {shapes}")
-        self.kinds.add(kind_of(module, options))
-        # Grouped queries: several query heads share a head of keys and values.
-        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        return value.transpose(1, 2).contiguous(), None
-
-
-_alone = _Alone()
-# transformers builds no mask for a name that has no mask function.
-AttentionInterface.register(
-    ALONE, lambda *args, **options: _alone.attend(*args, **options)
-)
+def _attend_alone(
+    kinds: set[AttentionKind],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Let each token see only itself, and add the kind that is asked for to `kinds`."""
+    if attention_mask is not None:
+        raise UnknownAttentionError("it has an attention mask of its own")
+    if query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
+        shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+        raise UnknownAttentionError(f"its attention reads {shapes}")
+    kinds.add(kind_of(module, options))
+    # Grouped queries: several query heads share a head of keys and values.
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return value.transpose(1, 2).contiguous(), None
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -84,8 +68,9 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 @torch.no_grad()
 def find_structure(model: PreTrainedModel) -> Structure:
     """Run a model on one text with a poisoned token. Raises UnknownAttentionError."""
-    global _alone
-    _alone = _Alone()
+    kinds = set[AttentionKind]()
+    # transformers builds no mask for a name that has no mask function.
+    AttentionInterface.register(ALONE, partial(_attend_alone, kinds))
     before = model.config._attn_implementation
     device = next(model.parameters()).device
     position_1T = torch.arange(NUM_TOKENS, device=device)[None]
@@ -115,30 +100,30 @@ def find_structure(model: PreTrainedModel) -> Structure:
         raise UnknownAttentionError(
             f"tokens see each other outside of its layers, in {outside[0]}"
         )
-    return Structure(tuple(found), frozenset(_alone.kinds))
+    return Structure(tuple(found), frozenset(kinds))
 
 
-def outermost_lists(model: nn.Module) -> list[str]:
-    """Return the names of the module lists that are in no other list. One of them holds
-    the layers.
+def outermost(model: nn.Module, classes: type[T] | tuple[type[T], ...]) -> dict[str, T]:
+    """Return the modules of these classes that are not inside of another one, by name.
+    One of the module lists holds the layers.
     """
-    lists = [
-        name
+    found = {
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    return [
-        name
-        for name in lists
-        if not any(name.startswith(f"{other}.") for other in lists)
-    ]
+        if isinstance(module, classes)
+    }
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(name.startswith(f"{other}.") for other in found)
+    }
 
 
 def parts_of_layers(model: PreTrainedModel) -> dict[nn.Module, str]:
     """Return the names of the layers and of the parts of each layer, the parts first."""
     parts = dict[nn.Module, str]()
-    for list_name in outermost_lists(model):
-        for number, layer in model.get_submodule(list_name).named_children():
+    for list_name, layers in outermost(model, nn.ModuleList).items():
+        for number, layer in layers.named_children():
             name = f"{list_name}.{number}"
             parts |= {
                 part: f"{name}.{own}"

@@ -27,7 +27,7 @@ from asyncrl.models.structure import (
     find_structure,
     hooked,
     map_rows,
-    outermost_lists,
+    outermost,
     parts_of_layers,
 )
 from asyncrl.trainer.packing import MicroBatch, pack_texts
@@ -179,8 +179,8 @@ def _lists_by_layer(text: PreTrainedConfig) -> dict[str, list[object]]:
 
 def _layer_kinds(model: PreTrainedModel) -> list[frozenset[LayerFact]]:
     """Return each layer's modules, with the flags and names that they keep."""
-    lists = (model.get_submodule(name) for name in outermost_lists(model))
-    longest = max(lists, key=len, default=())
+    lists = outermost(model, nn.ModuleList).values()
+    longest = max(lists, key=len, default=nn.ModuleList())
     kinds = []
     for layer in longest:
         facts = set[LayerFact]()

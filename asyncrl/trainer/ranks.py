@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
@@ -104,20 +105,15 @@ class Ranks:
             return [value]
         # Not all_gather_object, which would unpickle what other hosts send.
         text = _bytes_tensor(json.dumps(value).encode())
-        length = torch.tensor([len(text)])
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self.group)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        dist.all_gather_into_tensor(lengths, torch.tensor([len(text)]), self.group)
         # all_gather needs tensors of one size.
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, padded, group=self.group)
-        values = []
-        for other, num_bytes in zip(texts, lengths, strict=True):
-            own_text = _to_bytes(other[:num_bytes])
-            values.append(json.loads(own_text))
-        return values
+        longest = int(lengths.max())
+        padded = functional.pad(text, (0, longest - len(text)))
+        texts = torch.zeros(self.size, longest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(texts, padded, self.group)
+        rows = zip(texts, lengths.tolist(), strict=True)
+        return [json.loads(_to_bytes(row[:num_bytes])) for row, num_bytes in rows]
 
     def agree(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Raises Refused on all ranks if it does on one."""
