@@ -70,6 +70,14 @@ class KernelCall:
     tiles: Tiles | None = None
     window: int | None = None
 
+    @property
+    def padded_queries(self) -> Places:
+        return self.queries if self.tiles is None else self.tiles.query_R
+
+    @property
+    def num_rows(self) -> int:
+        return 1 if self.tiles is None else len(self.tiles.missing_B)
+
 
 # All layers of a micro-batch ask with the same layout, in both passes. Layouts hash by
 # identity, so a hit never compares them.
@@ -170,9 +178,7 @@ def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> Kern
 
 
 def _gathered(places: list[slice], device: torch.device) -> Places:
-    if all(
-        one.stop == other.start for one, other in zip(places, places[1:], strict=False)
-    ):
+    if all(one.stop == other.start for one, other in itertools.pairwise(places)):
         return slice(places[0].start, places[-1].stop)
     return to_device(
         torch.cat([torch.arange(place.start, place.stop) for place in places]), device
@@ -487,18 +493,11 @@ def _forward_cpu(
     tensors: tuple[Tensor, ...], call: KernelCall, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return output [1, H, Q, D] and log-sum-exp [1, H, Q]."""
-    query, key, value = tensors
     tiles = call.tiles
+    places = zip(tensors, (call.padded_queries, call.keys, call.keys), strict=True)
+    query, key, value = (_at(tensor, place, call.num_rows) for tensor, place in places)
     if tiles is None:
-        query, key, value = (
-            _at(query, call.queries),
-            _at(key, call.keys),
-            _at(value, call.keys),
-        )
         return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
-    num_rows = len(tiles.missing_B)
-    query = _at(query, tiles.query_R, num_rows)
-    key, value = (_at(tensor, tiles.key_R, num_rows) for tensor in (key, value))
     mask = mask_of(tiles).to(query.dtype)
     if query.is_cuda or softcap is not None:
         found = dense_attention(query, key, value, mask, scale, softcap)
@@ -517,9 +516,7 @@ def _backward_cpu(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
-    tiles = call.tiles
-    own = call.queries if tiles is None else tiles.query_R
-    num_rows = 1 if tiles is None else len(tiles.missing_B)
+    tiles, own, num_rows = call.tiles, call.padded_queries, call.num_rows
     places = zip(tensors, (own, own, call.keys, call.keys, own), strict=True)
     chosen = [_at(tensor, place, num_rows) for tensor, place in places]
     if tiles is None:

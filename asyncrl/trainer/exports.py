@@ -32,7 +32,7 @@ from asyncrl.weights.ipc import (
     SharedTransport,
 )
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import stored_names, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, stored_names, stored_pieces
 
 TRANSPORTS = {
     "lora": AdapterTransport,
@@ -55,8 +55,8 @@ class Exports:
         self._ranks = ranks
         # Engines know tensors by the checkpoint's names. The cuts of stacked experts
         # never change, so they are found once.
-        weights, _ = self._named_weights()
-        self._pieces = stored_pieces(model.policy.model, weights)
+        self._pieces: Pieces = {}
+        self._pieces = stored_pieces(model.policy.model, self.lazy_weights().like)
         place = self._chunk_place()
         self._chunks = Chunks(
             place,
@@ -82,7 +82,10 @@ class Exports:
 
     def lazy_weights(self) -> LazyWeights:
         """Return all weights under the model's names, adapters merged on access."""
-        weights, merges = self._named_weights()
+        if self._model.adapters is None:
+            weights = export.named_weights(self._model.policy.model)
+            return LazyWeights(weights, pieces=self._pieces)
+        weights, merges = self._model.adapters.merging()
         return LazyWeights(weights, merges, self._pieces)
 
     def begin(self, path: Path, version: int) -> Callable[[], api.ExportResponse]:
@@ -136,7 +139,7 @@ class Exports:
         if not self._ranks.is_first:
             export.gather_along(weights, dtype)
             return
-        gathered = export.in_export_dtype(weights, dtype)
+        gathered = dict(export.whole_tensors(weights, dtype))
         save_folder(
             self._model.policy.model,
             gathered,
@@ -145,13 +148,6 @@ class Exports:
             dtype=dtype,
             template=self._spec.chat_template,
         )
-
-    def _named_weights(
-        self,
-    ) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        if self._model.adapters is None:
-            return export.named_weights(self._model.policy.model), {}
-        return self._model.adapters.merging()
 
     def _adapter_tensors(self) -> dict[str, Tensor]:
         assert self._model.adapters is not None

@@ -25,11 +25,11 @@ from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.forward_plan import probe_model
 from asyncrl.weights.export import (
-    in_export_dtype,
     linear_parameters,
     merge,
     named_weights,
     whole_here,
+    whole_tensors,
 )
 from asyncrl.weights.tensor_files import (
     SCALE,
@@ -223,8 +223,8 @@ class Adapters:
         """Return tensors() on CPU in the run's dtype under checkpoint names, and the
         scale. Collective. `names`: stored_names() of the model.
         """
-        tensors = rename_adapters(in_export_dtype(self.tensors(), self._dtype), names)
-        return {**tensors, SCALE: torch.tensor(self.scale)}
+        tensors = dict(whole_tensors(self.tensors(), self._dtype))
+        return {**rename_adapters(tensors, names), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         """Return all weights, and merge functions of adapted weights."""

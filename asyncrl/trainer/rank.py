@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused
@@ -691,28 +691,24 @@ class TrainerRank(TrainedModel):
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []  # none is kept between steps, and offload() waits for an open one
-        models = [self.policy, self.reference]
+        models = nn.ModuleList([self.policy])
+        if self.reference is not None:
+            models.append(self.reference)
         all_trained = [self._trained]
         if self.critic is not None:
             models.append(self.critic.model)
             all_trained.append(self.critic.trained)
-        weights = list[Tensor]()
-        for model in models:
-            if model is not None:
-                weights += model.parameters()
-                weights += model.buffers()
+        weights = [*models.parameters(), *models.buffers()]
         if part == "weights":
             return weights
-        # Float32 weights are their own masters.
-        of_model = {id(tensor) for tensor in weights}
         tensors = list[Tensor]()
         for trained in all_trained:
-            masters = trained.masters.named.values()
-            tensors += [master for master in masters if id(master) not in of_model]
+            tensors += trained.masters.named.values()
             for state in trained.optimizer.state.values():
-                values = state.values()
-                tensors += [value for value in values if isinstance(value, Tensor)]
-        return tensors
+                tensors += filter(torch.is_tensor, state.values())
+        # Float32 weights are their own masters.
+        of_model = {id(tensor) for tensor in weights}
+        return [tensor for tensor in tensors if id(tensor) not in of_model]
 
 
 def _name(batches: list[BatchNumbers]) -> str:

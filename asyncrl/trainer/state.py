@@ -63,9 +63,9 @@ from asyncrl.weights.export import (
     LazyWeights,
     after_what_was_begun,
     entries_of,
-    in_export_dtype,
     merge,
     named_weights,
+    whole_tensors,
 )
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
@@ -539,7 +539,7 @@ def save_model(
                 merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank)
             )
     tell("writing the model")
-    weights = in_export_dtype(named_weights(model), of_dtype)
+    weights = dict(whole_tensors(named_weights(model), of_dtype))
     save_folder(model, weights, base, path, dtype=of_dtype, template=chat_template)
 
 

@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -202,12 +203,8 @@ def _cause(compilation: CompilationMetrics) -> str:
 def _peak_host_bytes() -> int:
     """Return peak memory, or 0 if unknown; ru_maxrss would include the parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    for line in status.splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            num_kib, _ = value.split()
-            return int(num_kib) * 1024
-    return 0
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 class Gap(NamedTuple):

@@ -293,12 +293,11 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
 
 
 def _runs_to(last: TreeNode) -> Runs:
-    runs, node = list[tuple[int, int]](), last
-    while True:
-        runs.append((node.path, node.place + node.length - node.path))
-        if node.left is None:
-            return tuple(reversed(runs))
-        node = node.left
+    """Return the runs of packed tokens up to the end of a node. A path has at most
+    log2(N) parents.
+    """
+    own = (last.path, last.place + last.length - last.path)
+    return (own,) if last.left is None else (*_runs_to(last.left), own)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -156,12 +156,6 @@ def gathered(
             pass
 
 
-def in_export_dtype(
-    weights: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    return dict(whole_tensors(weights, dtype))
-
-
 def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
     """Take part in the writing rank's gathering."""
     for tensor in weights.values():
