@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,6 @@ from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.forward_plan import probe_model
 from asyncrl.weights.export import (
-    linear_parameters,
     merge,
     named_weights,
     whole_here,
@@ -43,15 +43,21 @@ ADAPTER = "default"
 
 def find_targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return full names of the layers to adapt. Raises ConfigError."""
-    unshared = linear_parameters(model)
+    # Tied weights are the same object under two names. An adapter on one would change
+    # both.
+    named = model.named_parameters(remove_duplicate=False)
+    times = Counter(id(parameter) for _, parameter in named)
     head = model.get_output_embeddings()
     called = called_layers(model.config)
     linear = [
         name
         for name, one in model.named_modules()
+        if isinstance(one, nn.Linear)
+        and times[id(one.weight)] == 1
         # The head's weight is sliced without a call of the module (policy.py), so an
         # adapter on it would have no effect.
-        if f"{name}.weight" in unshared and one is not head and _kind(name) in called
+        and one is not head
+        and _kind(name) in called
     ]
     if not linear:
         what = f"trainer.lora: {type(model).__name__} has no linear layers that adapters fit"

@@ -110,9 +110,9 @@ class Ranks:
         # all_gather needs tensors of one size.
         longest = int(lengths.max())
         padded = functional.pad(text, (0, longest - len(text)))
-        texts = torch.zeros(self.size, longest, dtype=torch.uint8)
+        texts = torch.zeros(self.size * longest, dtype=torch.uint8)
         dist.all_gather_into_tensor(texts, padded, self.group)
-        rows = zip(texts, lengths.tolist(), strict=True)
+        rows = zip(texts.view(self.size, -1), lengths.tolist(), strict=True)
         return [json.loads(_to_bytes(row[:num_bytes])) for row, num_bytes in rows]
 
     def agree(self, work: Callable[[], T]) -> T:

@@ -387,20 +387,6 @@ class AdapterTransport(Transport):
         return done(exported.version, answer.model_copy(update={"kind": "lora"}))
 
 
-def linear_parameters(model: nn.Module) -> set[str]:
-    """Return unshared weights of linear layers."""
-    times: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        # Tied weights are the same object under two names. An adapter on one would
-        # change both.
-        times[id(parameter)] = times.get(id(parameter), 0) + 1
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and times.get(id(module.weight)) == 1
-    }
-
-
 def routers_of(model: nn.Module) -> list[Any]:
     """Return the router beside each layer's experts, in order; most return (logits,
     weights, indices), from topk.
