@@ -82,12 +82,7 @@ def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
             chunk = of_config[named]
         elif named in of_config:
             window = of_config[named]
-    softcap = options.get("softcap")
-    return AttentionKind(
-        None if window is None else int(window),
-        None if chunk is None else int(chunk),
-        None if softcap is None else float(softcap),
-    )
+    return AttentionKind(window, chunk, options.get("softcap"))
 
 
 def temperature_correction(

@@ -52,10 +52,8 @@ def length_border(config: PreTrainedConfig) -> LengthBorder | None:
         longest = config.max_position_embeddings
         is_stepwise = "longrope" in rope_type
         if is_stepwise:
-            longest = parameters.get("original_max_position_embeddings") or longest
-            longest = (
-                getattr(config, "original_max_position_embeddings", None) or longest
-            )
+            key = "original_max_position_embeddings"
+            longest = getattr(config, key, None) or parameters.get(key) or longest
         borders.append(LengthBorder(rope_type, int(longest), is_stepwise))
     # Up to the first border, all kinds of layers are independent of the length.
     return min(borders, key=lambda border: border.length, default=None)

@@ -278,8 +278,8 @@ class RankCall(NamedTuple):
     """
 
     body: type[BaseModel] | type[bytes]
-    on_all_ranks: bool
     function: Callable[[TrainerService, Any], Any]
+    on_all_ranks: bool = True
 
     def read(self, content: bytes) -> BaseModel | bytes:
         """Return the body as a message, or as its bytes. Raises Refused for a message of
@@ -291,36 +291,36 @@ class RankCall(NamedTuple):
 
 
 CALLS = {
-    "train": RankCall(bytes, True, TrainerService.train),
-    "forward_backward": RankCall(bytes, True, TrainerService.forward_backward),
-    "optimizer_step": RankCall(bytes, True, TrainerService.optimizer_step),
-    "evaluate": RankCall(bytes, True, TrainerService.evaluate),
-    "begin_export": RankCall(bytes, True, TrainerService.begin_export),
+    "train": RankCall(bytes, TrainerService.train),
+    "forward_backward": RankCall(bytes, TrainerService.forward_backward),
+    "optimizer_step": RankCall(bytes, TrainerService.optimizer_step),
+    "evaluate": RankCall(bytes, TrainerService.evaluate),
+    "begin_export": RankCall(bytes, TrainerService.begin_export),
     "export_chunk": RankCall(
         api.ExportChunkRequest,
-        True,
         lambda self, asked: self.rank.export_chunk(asked.version, asked.index),
     ),
-    "save": RankCall(
-        api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)
-    ),
+    "save": RankCall(api.StateRequest, lambda self, asked: self.rank.save(asked.path)),
     "load_state": RankCall(
-        api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)
+        api.StateRequest, lambda self, asked: self.rank.load_state(asked.path)
     ),
     "begin_save_state": RankCall(
         api.StateRequest,
-        True,
         lambda self, asked: self.rank.begin_save_state(asked.path),
     ),
     "offload": RankCall(
-        api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)
+        api.OffloadRequest, lambda self, asked: self.rank.offload(asked.parts)
     ),
     "onload": RankCall(
-        api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)
+        api.OffloadRequest, lambda self, asked: self.rank.onload(asked.parts)
     ),
-    "export": RankCall(bytes, False, TrainerService.export),
-    "broadcast": RankCall(api.BroadcastRequest, False, TrainerService.broadcast),
-    "wait_save_state": RankCall(bytes, False, TrainerService.wait_save_state),
+    "export": RankCall(bytes, TrainerService.export, on_all_ranks=False),
+    "broadcast": RankCall(
+        api.BroadcastRequest, TrainerService.broadcast, on_all_ranks=False
+    ),
+    "wait_save_state": RankCall(
+        bytes, TrainerService.wait_save_state, on_all_ranks=False
+    ),
 }
 """Each call by its path."""
 
