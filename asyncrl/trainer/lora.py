@@ -26,9 +26,9 @@ from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.forward_plan import probe_model
 from asyncrl.weights.export import (
+    local_if_whole,
     merge,
     named_weights,
-    whole_here,
     whole_tensors,
 )
 from asyncrl.weights.tensor_files import (
@@ -249,8 +249,8 @@ class Adapters:
         lora_A, lora_B = layer.pair()
         # Rounded as the exported adapters are, so that trainer and engines merge the
         # same numbers.
-        whole_A = whole_here(lora_A.detach()).to(self._dtype)
-        whole_B = whole_here(lora_B.detach()).to(self._dtype)
+        whole_A = local_if_whole(lora_A.detach()).to(self._dtype)
+        whole_B = local_if_whole(lora_B.detach()).to(self._dtype)
         return merge(base, whole_A, whole_B, self.scale)
 
     def _set_scale(self, scale: float) -> None:

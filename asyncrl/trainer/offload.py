@@ -55,7 +55,7 @@ class Offload:
         moving = [part for part in PARTS if part in set(parts) - self.away]
         what = f"offload {', '.join(moving)}"
         copies = self._together(
-            what, lambda: {part: self._copied(part) for part in moving}
+            what, lambda: {part: self._copy_out(part) for part in moving}
         )
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
@@ -63,7 +63,7 @@ class Offload:
         # cache gives it back.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._moved(num_bytes, started_s)
+        return self._stats(num_bytes, started_s)
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Restore `parts`, bit for bit. Raises Refused and moves nothing."""
@@ -88,7 +88,7 @@ class Offload:
             del self._copies[part]
             if self._device.type == "cpu":  # no second copy stays in the same memory
                 self._memory[part].free()
-        return self._moved(sum(len(data) for _, data in copied), started_s)
+        return self._stats(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raise Refused if some of `parts` are away."""
@@ -111,7 +111,7 @@ class Offload:
                 return content.as_strided(local.shape, local.stride(), start)
         return local
 
-    def _copied(self, part: TrainerPart) -> Copies:
+    def _copy_out(self, part: TrainerPart) -> Copies:
         found = dict[int, torch.UntypedStorage]()
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
@@ -154,7 +154,7 @@ class Offload:
 
         return self._ranks.agree(moved)
 
-    def _moved(self, num_bytes: int, started_s: float) -> TransferStats:
+    def _stats(self, num_bytes: int, started_s: float) -> TransferStats:
         all_bytes = sum(self._ranks.gather(num_bytes))
         return TransferStats(
             num_bytes=all_bytes, seconds=time.perf_counter() - started_s

@@ -61,7 +61,7 @@ from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
     LazyWeights,
-    after_what_was_begun,
+    after_queued_work,
     entries_of,
     merge,
     named_weights,
@@ -150,7 +150,7 @@ class TrainerState:
         live = self._live(states)
         # On CUDA the step that made these weights may still run. The copy waits for
         # work that was launched until now, and not for the next step.
-        reading = after_what_was_begun(self._device)
+        reading = after_queued_work(self._device)
         saved = SavedState(
             lora=self._spec.trainer.lora,
             progress=progress,
@@ -294,7 +294,7 @@ class TrainerState:
     ) -> None:
         try:
             # a rank without a copy would let the others wait in DCP
-            host = self._ranks.agree(lambda: _copied(copying))
+            host = self._ranks.agree(lambda: _result_of(copying))
             with _errors(path):
                 # No fsync here: the controller syncs the whole checkpoint once, before
                 # it gets its name (Checkpoints.finish). No copy ahead: the tensors are
@@ -399,7 +399,7 @@ def _refuse_other_models(path: Path, saved: SavedState, *, has_critic: bool) -> 
     )
 
 
-def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _result_of(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
         return copying.result()
     except (OSError, MemoryError, RuntimeError) as error:

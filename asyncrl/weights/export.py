@@ -100,12 +100,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     found, kept = dict[str, Tensor](), float32_names(model)
     for name, tensor in weights_of(model).items():
         is_parameter = isinstance(tensor, nn.Parameter)
-        here = whole_here(tensor.detach()) if is_parameter else tensor
+        here = local_if_whole(tensor.detach()) if is_parameter else tensor
         found[name] = here if is_parameter and name not in kept else nn.Buffer(here)
     return found
 
 
-def whole_here(tensor: Tensor) -> Tensor:
+def local_if_whole(tensor: Tensor) -> Tensor:
     # With one rank the local tensor is the whole one. A DTensor would make `are_plain`
     # false, and the export would delay the next step.
     is_one = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
@@ -187,7 +187,7 @@ def export_weights(
     return manifest_of(weights, dtype, version, digests, str(path))
 
 
-def after_what_was_begun(device: torch.device) -> AbstractContextManager[None]:
+def after_queued_work(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which another thread reads a CUDA device's tensors as of now."""
     if device.type != "cuda":
         return nullcontext()
@@ -196,11 +196,11 @@ def after_what_was_begun(device: torch.device) -> AbstractContextManager[None]:
     # thread's stream must wait for it.
     stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(index))
-    return _beside(index, stream)
+    return _on_stream(index, stream)
 
 
 @contextmanager
-def _beside(index: int, stream: torch.cuda.Stream) -> Iterator[None]:
+def _on_stream(index: int, stream: torch.cuda.Stream) -> Iterator[None]:
     # New threads use the first device. A stream context would return to it and create a
     # CUDA context there, half a GB per rank; a device context returns only to existing
     # contexts.
@@ -253,10 +253,13 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 def chunks_of(
     weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int
 ) -> list[LazyWeights]:
-    return [weights.only(names) for names in cut(sizes_of(weights, dtype), chunk_bytes)]
+    return [
+        weights.only(names)
+        for names in names_by_chunk(sizes_of(weights, dtype), chunk_bytes)
+    ]
 
 
-def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
+def names_by_chunk(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
     """Return names by chunk: up to chunk_bytes, or one larger tensor.
 
     Example: sizes a=3, b=4, c=9, d=1 and chunk_bytes=8 give [a, b], [c], [d].
@@ -334,7 +337,7 @@ class Transport:
             # Collective calls stay on this thread. From another one, they could mix
             # with those of the forward pass in a different order on each rank.
             return done(version, export_weights(weights, path, version, dtype))
-        reading = after_what_was_begun(self.end.device)
+        reading = after_queued_work(self.end.device)
 
         def read_and_write() -> ExportResponse:
             with reading:

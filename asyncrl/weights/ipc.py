@@ -41,10 +41,10 @@ from asyncrl.weights.export import (
     HeldTransport,
     LazyWeights,
     Put,
-    cut,
     entries_of,
     gather_along,
     gathered,
+    names_by_chunk,
     sizes_of,
 )
 from asyncrl.weights.tensor_files import (
@@ -302,7 +302,7 @@ class Chunks:
         self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype
     ) -> None:
         self._place = place
-        self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
+        self._chunks = names_by_chunk(sizes_of(like, dtype), chunk_bytes)
         self._dtype = dtype
         self.forget()
 

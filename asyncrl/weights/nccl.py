@@ -190,7 +190,7 @@ class WeightGroup:
         # Receivers know no sizes: first the length of the description, then the
         # description, then buffers that it describes.
         text = bytearray(weights.model_dump_json().encode())
-        with self._beside():
+        with self._in_stream():
             head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
             if self._stream is not None and filled is not None:
                 self._stream.wait_event(filled)
@@ -205,7 +205,7 @@ class WeightGroup:
         """Yield (version, tensors of a buffer), each complete and in separate memory.
         Raises GroupBroken.
         """
-        with self._beside():
+        with self._in_stream():
             length = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._broadcast(length)
             head = torch.empty(
@@ -220,11 +220,11 @@ class WeightGroup:
             )
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with self._beside():
+            with self._in_stream():
                 self._broadcast(buffer)
             yield weights.version, views(chunk.tensors, buffer)
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _in_stream(self) -> AbstractContextManager[object]:
         """Enter the group's stream in this thread. Never keep it open over a yield."""
         return (
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
