@@ -226,9 +226,9 @@ class TrainerService:
 
     async def export(self, _: bytes) -> api.ExportResponse:
         """Wait for the export that has begun, or begin one."""
-        finish = self._take_begun()
-        if finish is None:
-            finish = await self._on_torch_thread(self._begin_and_take)
+        # Another call may take the export that this one begins.
+        while (finish := self._take_begun()) is None:
+            await self._on_torch_thread(lambda: self._together("begin_export", b""))
         try:
             # Not on the torch thread, or the copy would hold up the next step.
             answer = await asyncio.to_thread(finish)
@@ -243,15 +243,6 @@ class TrainerService:
 
     def _take_begun(self) -> Finish | None:
         begun, self._begun = self._begun, None
-        return begun
-
-    def _begin_and_take(self) -> Finish:
-        """Begin an export and take it in one task of the torch thread, so that no other
-        call takes it.
-        """
-        self._together("begin_export", b"")
-        begun = self._take_begun()
-        assert begun is not None
         return begun
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:

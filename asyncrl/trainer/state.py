@@ -15,8 +15,7 @@ import json
 import re
 import shutil
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -141,13 +140,7 @@ class TrainerState:
         """
         # The host memory of the copy is used again, and the writer still reads it.
         self.wait_written()
-        # By name, not by the optimizer's numbers: other numbers of ranks have other
-        # shards, and the same names. Before the first step AdamW has no state.
-        states = dict[str, Mapping[str, Tensor]]()
-        for prefix, model in self._models.items():
-            for name, master in model.masters.named.items():
-                states[prefix + name] = model.optimizer.state.get(master, {})
-        live = self._live(states)
+        live = self._live()
         # On CUDA the step that made these weights may still run. The copy waits for
         # work that was launched until now, and not for the next step.
         reading = after_queued_work(self._device)
@@ -182,33 +175,28 @@ class TrainerState:
         self._refuse_foreign(path, index)
         # A new optimizer has no state, and DCP loads only into tensors that exist. The
         # index says which to make.
-        states = defaultdict[str, dict[str, Tensor]](dict)
         for prefix, model in self._models.items():
+            state = model.optimizer.state
+            state.clear()
             for key, size in _stored_sizes(index, f"{prefix}optimizer.").items():
                 kind, name = key.split(".", 1)
                 master = model.masters.named[name]
                 # AdamW's count of steps has no dimensions, so it is not sharded like
                 # its weight.
                 scalar = torch.zeros((), device=master.device)
-                states[prefix + name][kind] = (
-                    torch.zeros_like(master) if size else scalar
-                )
+                state[master][kind] = torch.zeros_like(master) if size else scalar
         # Other numbers of ranks and kinds of devices have other generators.
         known = index.state_dict_metadata
         live = {
             key: one
-            for key, one in self._live(states).items()
+            for key, one in self._live().items()
             if key in known or "rng." not in key
         }
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
-        for prefix, model in self._models.items():
-            model.optimizer.state.clear()
-            for name, master in model.masters.named.items():
-                if prefix + name in states:
-                    model.optimizer.state[master] = states[prefix + name]
-            # The model computes with rounded copies of the masters, which DCP has just
-            # replaced.
+        # The models compute with rounded copies of the masters, which DCP has just
+        # replaced.
+        for model in self._models.values():
             model.masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -218,14 +206,10 @@ class TrainerState:
 
     def _refuse_foreign(self, path: Path, index: Metadata) -> None:
         """Raise Refused for a state of other weights, before any of them changes."""
-        here = dict[str, tuple[int, ...]]()
-        saved = dict[str, tuple[int, ...]]()
-        for prefix, model in self._models.items():
-            start = f"{prefix}weights."
-            for name, master in model.masters.named.items():
-                here[start + name] = tuple(master.shape)
-            for name, size in _stored_sizes(index, start).items():
-                saved[start + name] = size
+        starts = tuple(f"{prefix}weights." for prefix in self._models)
+        live, stored = self._live(), _stored_sizes(index, "")
+        here = {key: tuple(live[key].shape) for key in live if key.startswith(starts)}
+        saved = {key: stored[key] for key in stored if key.startswith(starts)}
         others = sorted(dict(saved.items() ^ here.items()))
         if others:
             first = others[0]
@@ -237,13 +221,17 @@ class TrainerState:
                 way_out="resume with the model and the trainer.lora of the state.",
             )
 
-    def _live(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return everything that a checkpoint holds, under its names there."""
+    def _live(self) -> dict[str, Tensor]:
+        """Return everything that a checkpoint holds, under its names there: of weights,
+        not of the optimizer's numbers. Other numbers of ranks have other shards, and the
+        same names.
+        """
         live = dict[str, Tensor]()
         for prefix, model in self._models.items():
             for name, master in model.masters.named.items():
                 live[f"{prefix}weights.{name}"] = master.detach()
-                for kind, tensor in states.get(prefix + name, {}).items():
+                # Before the first step AdamW has no state.
+                for kind, tensor in model.optimizer.state.get(master, {}).items():
                     live[f"{prefix}optimizer.{kind}.{name}"] = tensor
         # DCP would write the tensor of one rank for a name that all ranks have.
         live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()

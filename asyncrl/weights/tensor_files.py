@@ -21,7 +21,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
@@ -181,12 +180,12 @@ class Digests:
         if not self._entries:
             return {}
         # One copy to the host for all tensors: each copy waits for the device.
-        sums = torch.cat(self._sums).cpu().numpy().astype("<i4", copy=False)
-        ends = list(accumulate(num_blocks for *_, num_blocks in self._entries))
+        sizes = [num_blocks for *_, num_blocks in self._entries]
+        sums = torch.split(torch.cat(self._sums).cpu(), sizes)
         return {
-            name: _digest_of_sums(name, dtype, shape, sums[end - num_blocks : end].data)
-            for (name, dtype, shape, num_blocks), end in zip(
-                self._entries, ends, strict=True
+            name: _digest_of_sums(name, dtype, shape, own_sums)
+            for (name, dtype, shape, _), own_sums in zip(
+                self._entries, sums, strict=True
             )
         }
 
@@ -216,10 +215,10 @@ class Digests:
 
 
 def _digest_of_sums(
-    name: str, dtype: str, shape: tuple[int, ...], sums: memoryview
+    name: str, dtype: str, shape: tuple[int, ...], sums: Tensor
 ) -> bytes:
     digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
-    digest.update(sums)
+    digest.update(sums.numpy().astype("<i4", copy=False).data)
     return digest.digest()
 
 
