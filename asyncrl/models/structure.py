@@ -26,6 +26,8 @@ NUM_TOKENS, POISONED = 23, 9
 """A length that no width of a model has, and the place of the token with NaN."""
 ALONE = "asyncrl_alone"
 T = TypeVar("T")
+MODEL_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
+"""What the code of a model raises if it cannot run as it is asked to."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
             output = backbone_of(model)(
                 input_ids=ids_1T, position_ids=position_1T, use_cache=False
             )
-        except (
-            TypeError,
-            AttributeError,
-            LookupError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except MODEL_ERRORS as error:
             reason = f"it does not run without attention masks ({type(error).__name__}: {error})"
             raise UnknownAttentionError(reason) from error
         finally:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border
 from asyncrl.models.structure import (
+    MODEL_ERRORS,
     backbone_of,
     find_structure,
     hooked,
@@ -34,14 +35,7 @@ from asyncrl.trainer.packing import MicroBatch, pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.tree import IntN, places_of
 
-MODEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    UnknownAttentionError,
-)
+REFUSALS = (*MODEL_ERRORS, UnknownAttentionError)
 LARGE_STATE = 100.0
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
@@ -259,7 +253,7 @@ def find_plan(model: PreTrainedModel) -> ForwardPlan:
             _compare(short, short_plan, side) for side in _sides(texts, short_border)
         ]
         reason = next(filter(None, reasons), "")
-    except MODEL_ERRORS as error:
+    except REFUSALS as error:
         reason = (
             f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
         )

@@ -155,12 +155,8 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
         hidden_states.is_cpu
         and hidden_states.dtype == self.weight.dtype == torch.float32
     ):
-        output: Tensor = _RMSNorm.apply(
-            hidden_states, self.weight, self.variance_epsilon
-        )  # type: ignore[no-untyped-call]
-    else:
-        output = type(self).forward(self, hidden_states)
-    return output
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
+    return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):
