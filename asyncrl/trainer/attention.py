@@ -234,11 +234,7 @@ def attention(
     # kernels support one head size; zero columns change nothing
     if size < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - size))
-    if (
-        query.shape[2] != key.shape[2]
-        or key.shape != value.shape
-        or query.shape[3] != key.shape[3]
-    ):
+    if query.shape[2:] != key.shape[2:] or key.shape != value.shape:
         shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
         raise UnknownAttentionError(f"its attention reads {shapes}")
     band = (kind.window, kind.chunk, kind.softcap)

@@ -192,16 +192,14 @@ class TrainerService:
         return self._trained(metrics)
 
     def forward_backward(self, batch: bytes) -> api.TrainResponse:
-        header, arrays = api.unpack_batch(batch)
-        metrics = self.rank.forward_backward(header, arrays)
+        metrics = self.rank.forward_backward(*api.unpack_batch(batch))
         return self._trained(metrics)
 
     def optimizer_step(self, _: bytes) -> api.TrainResponse:
         return self._trained(self.rank.optimizer_step())
 
     def evaluate(self, batch: bytes) -> api.TrainResponse:
-        header, arrays = api.unpack_batch(batch)
-        return self._trained(self.rank.evaluate(header, arrays))
+        return self._trained(self.rank.evaluate(*api.unpack_batch(batch)))
 
     def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
         finite = {
