@@ -57,13 +57,8 @@ class Exports:
         # never change, so they are found once.
         self._pieces: Pieces = {}
         self._pieces = stored_pieces(model.policy.model, self.lazy_weights().like)
-        place = self._chunk_place()
-        self._chunks = Chunks(
-            place,
-            self.lazy_weights(),
-            spec.chunk_bytes,
-            model.dtype,
-        )
+        chunks = export.chunks_of(self.lazy_weights(), model.dtype, spec.chunk_bytes)
+        self._chunks = Chunks(self._chunk_place(chunks), chunks, model.dtype)
         end = export.TrainerEnd(
             model.device,
             model.dtype,
@@ -153,7 +148,7 @@ class Exports:
         assert self._model.adapters is not None
         return self._model.adapters.export_tensors(stored_names(self._pieces))
 
-    def _chunk_place(self) -> ChunkPlace:
+    def _chunk_place(self, chunks: list[LazyWeights]) -> ChunkPlace:
         spec = self._spec
         # With "memory", only rank 0 has memory to share. The others take part in
         # gathering, and their file is never written.
@@ -162,13 +157,7 @@ class Exports:
         ):
             return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self._ranks.gather if spec.chunks == "memories" else None
-        dtype = self._model.dtype
-        chunks = export.chunks_of(
-            self.lazy_weights(),
-            dtype,
-            spec.chunk_bytes,
-        )
-        entries = [export.entries_of(chunk, dtype) for chunk in chunks]
+        entries = [export.entries_of(chunk, self._model.dtype) for chunk in chunks]
         return SharedChunk(
             spec.staging_dir,
             entries,

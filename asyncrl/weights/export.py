@@ -253,26 +253,19 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 def chunks_of(
     weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int
 ) -> list[LazyWeights]:
-    return [
-        weights.only(names)
-        for names in names_by_chunk(sizes_of(weights, dtype), chunk_bytes)
-    ]
-
-
-def names_by_chunk(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Return names by chunk: up to chunk_bytes, or one larger tensor.
+    """Return chunks of up to chunk_bytes, or of one larger tensor.
 
     Example: sizes a=3, b=4, c=9, d=1 and chunk_bytes=8 give [a, b], [c], [d].
     """
     chunks: list[list[str]] = []
     room = 0
-    for name, size in sizes.items():
+    for name, size in sizes_of(weights, dtype).items():
         if not chunks or size > room:
             chunks.append([])
             room = chunk_bytes
         chunks[-1].append(name)
         room -= size
-    return chunks
+    return [weights.only(names) for names in chunks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from asyncrl.weights.export import (
     entries_of,
     gather_along,
     gathered,
-    names_by_chunk,
     sizes_of,
 )
 from asyncrl.weights.tensor_files import (
@@ -299,10 +298,10 @@ class Chunks:
     """
 
     def __init__(
-        self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype
+        self, place: ChunkPlace, chunks: Iterable[LazyWeights], dtype: torch.dtype
     ) -> None:
         self._place = place
-        self._chunks = names_by_chunk(sizes_of(like, dtype), chunk_bytes)
+        self._chunks = [list(chunk) for chunk in chunks]
         self._dtype = dtype
         self.forget()
 

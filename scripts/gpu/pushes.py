@@ -82,10 +82,9 @@ def make_chunks(
     weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype
 ) -> Chunks:
     """Return chunks as a colocated trainer makes them."""
-    entries = [
-        entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)
-    ]
-    return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)
+    chunks = chunks_of(weights, dtype, CHUNK_BYTES)
+    entries = [entries_of(chunk, dtype) for chunk in chunks]
+    return Chunks(SharedChunk(staging, entries, device), chunks, dtype)
 
 
 async def push_chunks(
