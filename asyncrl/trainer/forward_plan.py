@@ -100,7 +100,9 @@ def _with_narrow_mlp(config: PreTrainedConfig) -> PreTrainedConfig:
 def _random_model(
     config: PreTrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Norms, gates and scales are not 1 or 0, which would hide them."""
+    """Return a model with random weights. Norms, gates and scales are not 1 or 0, which
+    would hide them.
+    """
     # Without fork_rng, adapters made later would be drawn from this seed, not from the
     # run's.
     with (

@@ -418,7 +418,7 @@ class TrainerRank(TrainedModel):
         return part
 
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
-        """Check demonstrations. Raises Refused."""
+        """Check demonstrations, and return them with their loss tokens. Raises Refused."""
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         return BatchNumbers(header, arrays, objective.loss_tokens(header, arrays))
 
@@ -712,7 +712,7 @@ class TrainerRank(TrainedModel):
 
 
 def _name(batches: list[BatchNumbers]) -> str:
-    """Example: step 3 (groups 10, 11)."""
+    """Return the name of a step for messages, like "step 3 (groups 10, 11)"."""
     ids = dict[str, None]()
     for batch in batches:
         for entry in batch.header.trajectories:

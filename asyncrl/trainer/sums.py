@@ -142,7 +142,7 @@ class VersionSums:
 
 
 def _mean(values: list[float]) -> float:
-    """Return NaN without values."""
+    """Return the mean, or NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 

@@ -24,7 +24,7 @@ class FetchedFiles:
     """A node's files: each is downloaded once, and the newest of each purpose stay."""
 
     def __init__(self) -> None:
-        """Raises ComponentError without space. Blocks."""
+        """Make the folder. Raises ComponentError without space. Blocks."""
         clear_stale_staging()
         self.folder = new_staging_dir()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
@@ -67,7 +67,9 @@ def part_of(path: Path) -> Path:
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Raises ConnectionError after SILENT_S without data, and ClientResponseError."""
+    """Download a file to `path`. Raises ConnectionError after SILENT_S without data, and
+    ClientResponseError.
+    """
     clock = asyncio.get_running_loop().time
     part = part_of(path)
     limits = aiohttp.ClientTimeout(

@@ -339,7 +339,7 @@ class Transport:
         return self._writer.submit(read_and_write)
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Transport nccl. Raises Refused."""
+        """Send a held version to the engines (transport nccl). Raises Refused."""
         raise NotImplementedError
 
 

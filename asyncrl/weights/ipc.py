@@ -104,7 +104,9 @@ def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemor
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Raises OSError, also if a file is too short."""
+    """Open memory that another process has made. Raises OSError, also if a file is too
+    short.
+    """
     if handle.kind == "cuda":
         return open_cuda_memory(handle, device)
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
@@ -132,7 +134,7 @@ def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """CUDA cannot open this process's own allocation."""
+    """Open another process's allocation; CUDA cannot open this process's own."""
     pointer, ordinal = ctypes.c_uint64(), _ordinal(device)
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
     with _current(ordinal):

@@ -60,7 +60,7 @@ class BroadcastTransport(exports.HeldTransport):
     """
 
     def __init__(self, end: exports.TrainerEnd) -> None:
-        """Raises OSError if no store opens."""
+        """Open the store of groups on several nodes. Raises OSError if it cannot."""
         super().__init__(end)
         self._store = serve_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
@@ -149,7 +149,7 @@ class WeightGroup:
     """
 
     def __init__(self, member: GroupMember, device: torch.device) -> None:
-        """Raises GroupBroken."""
+        """Join the group. Raises GroupBroken."""
         self.path = member.path
         self._device = device
         self._timeout = timedelta(seconds=member.timeout_s)
@@ -171,7 +171,7 @@ class WeightGroup:
             raise GroupBroken(f"{what}: {why}{way_out}") from error
 
     def close(self) -> None:
-        """Idempotent; the others notice at their next call."""
+        """Leave the group. Idempotent; the others notice at their next call."""
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             # abort() also ends kernels that wait for a dead member; without it they
@@ -244,7 +244,7 @@ class WeightGroup:
             ) from error
 
     def _wait(self, work: dist.Work) -> None:
-        """Wait on the device too. Raises RuntimeError."""
+        """Wait for a broadcast, on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
         if self._stream is None:
             return

@@ -142,7 +142,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Compute on the tensors' device."""
+    """Return the digest of each tensor, computed on its device."""
     digests = Digests()
     for name, tensor in tensors.items():
         digests.add(name, tensor)
@@ -162,7 +162,7 @@ class Digests:
         """(name, dtype, shape, blocks), in the order of the sums."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """The tensor's content must not change before finish()."""
+        """Add a tensor, whose content must not change before finish()."""
         tensor = tensor.detach().contiguous()
         if tensor.nbytes > SMALL_BYTES.get(tensor.device.type, 2**24):
             self._sums.append(block_sums(tensor))
@@ -245,7 +245,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 @functools.cache
 def block_keys() -> npt.NDArray[np.int8]:
-    """Keys [2048, 8], uniform in -63..63."""
+    """Return the keys [2048, 8], uniform in -63..63."""
     num_keys, num_values = BLOCK_BYTES * NUM_SUMS, 2 * _MAX_KEY + 1
     # Fixed keys, made without a random generator whose numbers could differ between
     # versions: both ends must have the same. Values of 254 and 255 are dropped, since
