@@ -283,10 +283,8 @@ def has_own_head(folder: str | Path) -> bool:
         safe_open(files[heads[0]], "pt") as of_head,
         safe_open(files[min(embeddings, key=len)], "pt") as other,
     ):
-        head, embedding = (
-            of_head.get_tensor(heads[0]),
-            other.get_tensor(min(embeddings, key=len)),
-        )
+        head = of_head.get_tensor(heads[0])
+        embedding = other.get_tensor(min(embeddings, key=len))
     return head.shape != embedding.shape or bool((head != embedding).any())
 
 

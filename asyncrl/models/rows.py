@@ -64,7 +64,8 @@ def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
             num_tokens += length
         else:
             groups.append([row])
-            longest, num_tokens = length, length
+            longest = length
+            num_tokens = length
     # A common prefix is stored once among packed tokens, but each row computes it
     # again, since a recurrence needs it. One row's output is kept.
     is_owned = np.zeros(1 + max(int(row.max()) for row in rows), np.bool_)
@@ -113,7 +114,8 @@ class MixerRows:
     def _run(
         self, forward: Callable[..., object], *args: object, **options: object
     ) -> object:
-        calls, num_tokens = self._calls, self._num_tokens
+        calls = self._calls
+        num_tokens = self._num_tokens
         outputs = list[object]()
         for call in calls:
             row_args = by_row(args, call, num_tokens)

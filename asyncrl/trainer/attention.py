@@ -158,7 +158,12 @@ def _banded_call(
     query_lengths = tuple(len(span.queries) for span in spans)
     key_lengths = tuple(len(span.keys) for span in spans)
     return KernelCall(
-        query_N, key_K, query_lengths, key_lengths, is_causal=True, window=window
+        query_N,
+        key_K,
+        query_lengths,
+        key_lengths,
+        is_causal=True,
+        window=window,
     )
 
 
@@ -238,7 +243,15 @@ def attention(
         shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
         raise UnknownAttentionError(f"its attention reads {shapes}")
     band = (kind.window, kind.chunk, kind.softcap)
-    output = _attend(query, key, value, options.get("s_aux"), number, scale, *band)[0]
+    output = _attend(
+        query,
+        key,
+        value,
+        options.get("s_aux"),
+        number,
+        scale,
+        *band,
+    )[0]
     return output if size == output.shape[3] else output[..., :size], None
 
 
@@ -277,7 +290,8 @@ def _merged(
         run = _forward_cuda if query.is_cuda and call.tiles is None else _forward_cpu
         found, found_logsum = run(tensors, call, scale, kind.softcap)
         if not call.is_causal:
-            before, before_logsum = _at(output, own), _at(logsum, own)
+            before = _at(output, own)
+            before_logsum = _at(logsum, own)
             # Two softmaxes over disjoint keys merge by their masses e^a and e^b: the
             # second one's share, e^b / (e^a + e^b), is sigmoid(b - a).
             weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
@@ -412,7 +426,8 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.settings = inputs[:5], inputs[5:]
+    tensors = inputs[:5]
+    ctx.settings = inputs[5:]
     # The output and its log-sum-exp replace the scores [N, N], which the kernels
     # recompute.
     ctx.save_for_backward(*tensors, *output)
@@ -421,7 +436,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, sinks, number, output, logsum = ctx.saved_tensors
     found = _attend_backward(
-        grad, query, key, value, output, logsum, number, *ctx.settings
+        grad,
+        query,
+        key,
+        value,
+        output,
+        logsum,
+        number,
+        *ctx.settings,
     )
     grad_sinks = None
     if sinks is not None:
@@ -496,7 +518,14 @@ def _forward_cpu(
         return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
     mask = mask_of(tiles).to(query.dtype)
     if query.is_cuda or softcap is not None:
-        found = dense_attention(query, key, value, mask, scale, softcap)
+        found = dense_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale,
+            softcap,
+        )
     else:
         found = _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     output, logsum = (
@@ -512,7 +541,9 @@ def _backward_cpu(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, ...]:
-    tiles, own, num_rows = call.tiles, call.padded_queries, call.num_rows
+    tiles = call.tiles
+    own = call.padded_queries
+    num_rows = call.num_rows
     places = zip(tensors, (own, own, call.keys, call.keys, own), strict=True)
     chosen = [_at(tensor, place, num_rows) for tensor, place in places]
     if tiles is None:
@@ -561,16 +592,24 @@ def _backward_cuda(
     scale: float,
     _: float | None,
 ) -> tuple[Tensor, ...]:
-    own, keys, device = call.queries, call.keys, logsum.device
+    own = call.queries
+    keys = call.keys
+    device = logsum.device
     rows = _rows(tensors, (own, own, keys, keys, own))
     # The operator requires a random state, even without dropout.
     no_dropout = (
         torch.zeros(2, dtype=torch.uint64, device=device),
         torch.empty(0, device=device),
     )
-    logsum, lengths = _at(logsum, own)[0].contiguous(), _lengths(call, device)
+    logsum = _at(logsum, own)[0].contiguous()
+    lengths = _lengths(call, device)
     gradients = _varlen_backward(
-        *rows, logsum, *lengths, *no_dropout, scale=scale, **_window(call)
+        *rows,
+        logsum,
+        *lengths,
+        *no_dropout,
+        scale=scale,
+        **_window(call),
     )
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
 
@@ -593,7 +632,8 @@ def _window(call: KernelCall) -> dict[str, int]:
 def _lengths(
     call: KernelCall, device: torch.device
 ) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    queries, keys = call.query_lengths, call.key_lengths
+    queries = call.query_lengths
+    keys = call.key_lengths
     return (
         _ends(queries, device),
         _ends(keys, device),

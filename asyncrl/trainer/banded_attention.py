@@ -98,7 +98,8 @@ def spans_of(
     # The longest sequence that ends in a path contains all of it, and earlier paths.
     for runs in sorted(layout.rows, key=lambda runs: (runs[-1][0], -runs[-1][1])):
         place_T = places_of(runs)
-        num_known, length = int(is_known_N[place_T].sum()), len(place_T)
+        num_known = int(is_known_N[place_T].sum())
+        length = len(place_T)
         is_known_N[place_T] = True
         chunk = kind.chunk or length
         edges = {
@@ -159,7 +160,8 @@ def _tiles(spans: list[Span], window: int | None, device: torch.device) -> Tiles
         [np.pad(span.keys, (width - len(span.keys), 0), mode="edge") for span in spans]
     )
     is_query_BQ = np.arange(size) >= no_queries_B[:, None]
-    real, missing = np.flatnonzero(is_query_BQ), np.flatnonzero(~is_query_BQ)
+    real = np.flatnonzero(is_query_BQ)
+    missing = np.flatnonzero(~is_query_BQ)
     key_R, query_R, real_queries, no_queries, missing_B = (
         to_device(torch.from_numpy(array), device)
         for array in (

@@ -233,7 +233,8 @@ def should_compile(
     spec: TrainerSpec, model: PreTrainedModel, plan: ForwardPlan, device: torch.device
 ) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
-    setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
+    setting = spec.trainer.compile
+    checkpointing = spec.trainer.gradient_checkpointing
     is_wanted = setting is True or (setting == "auto" and device.type == "cuda")
     reason = (
         why_not_compiled(model, device)
@@ -334,7 +335,8 @@ class TrainedModel:
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        is_sharded, lora = ranks.mesh is not None, spec.trainer.lora
+        is_sharded = ranks.mesh is not None
+        lora = spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype
         model, whole = make_models(spec, dtype, ranks, self.device, kind)
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
@@ -446,7 +448,8 @@ class _Chosen(TorchFunctionMode):
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
-        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+        self._chosen_NK = chosen_NK
+        self._num_experts = num_experts
         self.is_used = False
 
     def __torch_function__(
@@ -459,7 +462,8 @@ class _Chosen(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return found
-        scores, chosen_NK = args[0], self._chosen_NK
+        scores = args[0]
+        chosen_NK = self._chosen_NK
         if (
             scores.shape != (len(chosen_NK), self._num_experts)
             or found.indices.shape != chosen_NK.shape

@@ -318,7 +318,8 @@ def _check_causal(
 
 def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
     """Return the relative distance [T] of each token."""
-    found_TD, expected_TD = found_TD.float().flatten(1), expected_TD.float().flatten(1)
+    found_TD = found_TD.float().flatten(1)
+    expected_TD = expected_TD.float().flatten(1)
     norm_T = expected_TD.norm(dim=-1)
     distance_T: Tensor = (found_TD - expected_TD).norm(dim=-1)
     relative_T: Tensor = distance_T / (norm_T + 1e-3 * norm_T.mean() + 1e-12)

@@ -176,12 +176,20 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        grad, size = grads[0].contiguous(), x.shape[-1]
+        grad = grads[0].contiguous()
+        size = x.shape[-1]
         # Layer norm also subtracts the mean of weight * grad.
         nothing = torch.zeros_like(scale)
         wanted = [True, ctx.needs_input_grad[1], False]
         grad_x, grad_weight, _ = _norm_backward(
-            grad, x, [size], nothing, scale, weight, None, wanted
+            grad,
+            x,
+            [size],
+            nothing,
+            scale,
+            weight,
+            None,
+            wanted,
         )
         grad_x += (grad @ weight).div_(size)[..., None] * scale
         return grad_x, grad_weight, None
@@ -204,15 +212,18 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        output, half = x * cos, x.shape[-1] // 2
+        output = x * cos
+        half = x.shape[-1] // 2
         output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
         output[..., half:].addcmul_(x[..., :half], sin[..., half:])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), grad = ctx.saved_tensors, grads[0]
-        grad_x, half = grad * cos, grad.shape[-1] // 2
+        cos, sin = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = grad * cos
+        half = grad.shape[-1] // 2
         grad_x[..., :half].addcmul_(grad[..., half:], sin[..., half:])
         grad_x[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1.0)
         return grad_x, None, None

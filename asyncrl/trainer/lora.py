@@ -124,7 +124,12 @@ class MergedLinear(lora.Linear):
         if not scale:
             return self.get_base_layer()(x)  # type: ignore[no-any-return]
         return _MergedLinear.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, self.weight, self.bias, *self.pair(), scale, self.kept
+            x,
+            self.weight,
+            self.bias,
+            *self.pair(),
+            scale,
+            self.kept,
         )
 
 

@@ -30,7 +30,8 @@ def try_model(config: RunConfig, folder: Path) -> None:
         source = str(folder / "config.json")
         way_out = "correct that file, or fetch it again."
     else:
-        source, way_out = ARCHITECTURE, CORRECT
+        source = ARCHITECTURE
+        way_out = CORRECT
     with loading(source, way_out), torch.device("meta"):
         if scratch is None:
             architecture = text_config(folder)

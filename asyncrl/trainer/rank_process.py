@@ -240,7 +240,8 @@ class TrainerService:
         return answer
 
     def _take_begun(self) -> Finish | None:
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         return begun
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:

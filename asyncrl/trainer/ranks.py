@@ -258,7 +258,11 @@ def _open_store(spec: TrainerSpec, where: str) -> Store:
         return serve_store(where, world_size=size, timeout=timeout)
     host, _, port = where.rpartition(":")
     return dist.TCPStore(  # type: ignore[attr-defined]
-        host, int(port), size, wait_for_workers=False, timeout=timeout
+        host,
+        int(port),
+        size,
+        wait_for_workers=False,
+        timeout=timeout,
     )
 
 

@@ -170,7 +170,8 @@ class TrainerState:
         # A write that still runs makes collective calls on the same group, from another
         # thread: the ranks would mistake the messages of one for those of the other.
         self.wait_written()
-        saved, index = read_state(path), _read_index(path)
+        saved = read_state(path)
+        index = _read_index(path)
         _refuse_other_models(path, saved, has_critic=len(self._models) > 1)
         self._refuse_foreign(path, index)
         # A new optimizer has no state, and DCP loads only into tensors that exist. The
@@ -207,7 +208,8 @@ class TrainerState:
     def _refuse_foreign(self, path: Path, index: Metadata) -> None:
         """Raise Refused for a state of other weights, before any of them changes."""
         starts = tuple(f"{prefix}weights." for prefix in self._models)
-        live, stored = self._live(), _stored_sizes(index, "")
+        live = self._live()
+        stored = _stored_sizes(index, "")
         here = {key: tuple(live[key].shape) for key in live if key.startswith(starts)}
         saved = {key: stored[key] for key in stored if key.startswith(starts)}
         others = sorted(dict(saved.items() ^ here.items()))
@@ -375,7 +377,8 @@ def _refuse_other_models(path: Path, saved: SavedState, *, has_critic: bool) -> 
     """
     if saved.has_critic == has_critic:
         return
-    lacks, keeps = "a critic", "no critic"
+    lacks = "a critic"
+    keeps = "no critic"
     if has_critic:
         lacks, keeps = keeps, lacks
     raise Refused(
@@ -528,7 +531,14 @@ def save_model(
             )
     tell("writing the model")
     weights = dict(whole_tensors(named_weights(model), of_dtype))
-    save_folder(model, weights, base, path, dtype=of_dtype, template=chat_template)
+    save_folder(
+        model,
+        weights,
+        base,
+        path,
+        dtype=of_dtype,
+        template=chat_template,
+    )
 
 
 def save_peft(
@@ -547,7 +557,13 @@ def save_peft(
     with loading(base):
         names = names_in_whole_model(base)
     adapters = rename_adapters(_read_adapters(state, getattr(torch, dtype)), names)
-    save_adapter(path, adapters, lora, name, revision)
+    save_adapter(
+        path,
+        adapters,
+        lora,
+        name,
+        revision,
+    )
     copy_files(base, path, chat_template, TOKENIZER)
 
 

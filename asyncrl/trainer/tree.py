@@ -201,7 +201,8 @@ def _trie(
             nodes.append(node)
             if parent is not None:
                 parent.children.append(node)
-            depth, parent = end, node
+            depth = end
+            parent = node
         # A sequence that ends here is a prefix of the others, so it sorts first.
         while low < high and ordered[low].length == end:
             assert parent is not None, "a sequence has tokens"
@@ -234,12 +235,14 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
             for child in node.children:
                 # The child repeats the node's tokens, which it reads from its own
                 # sequence.
-                child.first, child.parent = node.first, node.parent
+                child.first = node.first
+                child.parent = node.parent
             if node.parent is not None:
                 node.parent.children += node.children
                 if not node.ends:
                     node.parent.children.remove(node)
-            node.children, node.behind = [], 0
+            node.children = []
+            node.behind = 0
             # A sequence that ends in the node still needs the node's tokens, as a leaf.
             if not node.ends:
                 continue
@@ -269,11 +272,14 @@ def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
     # So its tokens are consecutive, and one piece per branch covers them.
     while todo:
         head, num_left = todo.pop()
-        path, start = [head], end
+        path = [head]
+        start = end
         while path[-1].children:
             path.append(path[-1].children[0])
         for node in path:
-            node.place, node.path, node.left = end, start, head.parent
+            node.place = end
+            node.path = start
+            node.left = head.parent
             end += node.length
         passes[0].append(Piece(start, end - start, start, end - start))
         branches = [node for node in path if len(node.children) > 1]

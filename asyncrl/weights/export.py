@@ -97,7 +97,8 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     parameters and leaves buffers. So a float32 router stays float32 in a bfloat16
     export, as the engine's own model holds it.
     """
-    found, kept = dict[str, Tensor](), float32_names(model)
+    found = dict[str, Tensor]()
+    kept = float32_names(model)
     for name, tensor in weights_of(model).items():
         is_parameter = isinstance(tensor, nn.Parameter)
         here = local_if_whole(tensor.detach()) if is_parameter else tensor
@@ -321,7 +322,9 @@ class Transport:
         """Bring the weights to the engines; no weight may change before the Future
         ends. Raises OSError, here or in the Future.
         """
-        weights, version, dtype = exported.merged(), exported.version, self.end.dtype
+        weights = exported.merged()
+        version = exported.version
+        dtype = self.end.dtype
         if not self.end.is_first:
             # Only rank 0 writes, but its full_tensor() calls need every rank.
             gather_along(weights, dtype)
@@ -350,7 +353,8 @@ class HeldTransport(Transport, ABC):
         """Copy the weights over the held ones; write a file too if evaluation needs
         one. Raises OSError, also without memory, or RuntimeError.
         """
-        end, version = self.end, exported.version
+        end = self.end
+        version = exported.version
         written = super().begin(exported, path).result() if end.is_file_wanted else None
         weights = exported.merged()
         if not end.is_first:

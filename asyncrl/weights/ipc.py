@@ -120,7 +120,8 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
     # So that no other allocation shares the block, and becomes readable to the engine.
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
-    pointer, shared = ctypes.c_uint64(), IpcHandle()
+    pointer = ctypes.c_uint64()
+    shared = IpcHandle()
     ordinal = _ordinal(device)
     with _current(ordinal):
         _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
@@ -135,7 +136,8 @@ def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """Open another process's allocation; CUDA cannot open this process's own."""
-    pointer, ordinal = ctypes.c_uint64(), _ordinal(device)
+    pointer = ctypes.c_uint64()
+    ordinal = _ordinal(device)
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
     with _current(ordinal):
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
@@ -148,7 +150,8 @@ def name_of(device: torch.device) -> str:
     """Return the UUID of a CUDA device, in MIG mode the instance's. Raises OSError."""
     if device.type != "cuda":
         return ""
-    found, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    found = ctypes.c_int()
+    uuid = (ctypes.c_ubyte * 16)()
     _cuda("cuInit", ctypes.c_uint(0))
     _cuda("cuDeviceGet", ctypes.byref(found), ctypes.c_int(_ordinal(device)))
     _cuda("cuDeviceGetUuid_v2", ctypes.byref(uuid), found)
@@ -165,7 +168,9 @@ class _Allocation:
     def __init__(
         self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
     ) -> None:
-        self._pointer, self._ordinal, self._end = pointer, ordinal, end
+        self._pointer = pointer
+        self._ordinal = ordinal
+        self._end = end
         data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
         self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
 
@@ -182,7 +187,8 @@ class IpcHandle(ctypes.Structure):
 
 @functools.cache
 def _context(ordinal: int) -> ctypes.c_void_p:
-    device, context = ctypes.c_int(), ctypes.c_void_p()
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
     _cuda("cuInit", ctypes.c_uint(0))
     _cuda("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
     _cuda("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -325,7 +331,8 @@ class Chunks:
         if version != self._version:
             self.forget()
             self._version = version
-        names, is_last = self._chunks[index], self.is_last(index)
+        names = self._chunks[index]
+        is_last = self.is_last(index)
         # A restarted trainer may be asked for the last chunk first. The digest of the
         # whole covers all tensors, so those that it has not gathered for this version
         # are gathered now, only to be hashed.
@@ -358,7 +365,8 @@ class Chunks:
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
-    placed, end = [], 0
+    placed = []
+    end = 0
     for name, dtype, shape in entries:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
         size = math.prod(shape) * getattr(torch, dtype).itemsize

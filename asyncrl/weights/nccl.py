@@ -172,7 +172,8 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group. Idempotent; the others notice at their next call."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None and self._device.type == "cuda":
             # abort() also ends kernels that wait for a dead member; without it they
             # would occupy the device.
@@ -234,7 +235,9 @@ class WeightGroup:
         if self._group is None:
             raise GroupBroken("the group is closed")
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self._timeout
         try:
             self._wait(self._group.broadcast([tensor], options))
         except RuntimeError as error:
@@ -279,10 +282,8 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
         return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     make = dist.ProcessGroupGloo.create_device
-    gloo._timeout, gloo._devices = (
-        timeout,
-        [make(interface=name) for name in interfaces],
-    )
+    gloo._timeout = timeout
+    gloo._devices = [make(interface=name) for name in interfaces]
     return dist.ProcessGroupGloo(store, member.rank, member.size, gloo)
 
 

@@ -83,7 +83,8 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
-        start, end = end, end + math.prod(shape) * getattr(torch, dtype).itemsize
+        start = end
+        end += math.prod(shape) * getattr(torch, dtype).itemsize
         head[name] = {
             "dtype": _FILE_NAMES[dtype],
             "shape": list(shape),
@@ -132,7 +133,8 @@ def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
         num_bytes += tensor.nbytes
         if num_bytes >= MIN_HASHED_BYTES:
             yield some
-            some, num_bytes = {}, 0
+            some = {}
+            num_bytes = 0
     if some:
         yield some
 
@@ -205,7 +207,8 @@ class Digests:
         self._sums.append(block_sums(torch.cat(parts)))
         for name, tensor in self._small.items():
             self._note(name, tensor)
-        self._small, self._small_bytes = {}, 0
+        self._small = {}
+        self._small_bytes = 0
 
     def _note(self, name: str, tensor: Tensor) -> None:
         num_blocks = -(-tensor.nbytes // BLOCK_BYTES)
@@ -246,7 +249,8 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 @functools.cache
 def block_keys() -> npt.NDArray[np.int8]:
     """Return the keys [2048, 8], uniform in -63..63."""
-    num_keys, num_values = BLOCK_BYTES * NUM_SUMS, 2 * _MAX_KEY + 1
+    num_keys = BLOCK_BYTES * NUM_SUMS
+    num_values = 2 * _MAX_KEY + 1
     # Fixed keys, made without a random generator whose numbers could differ between
     # versions: both ends must have the same. Values of 254 and 255 are dropped, since
     # 256 is no multiple of 127.
@@ -263,7 +267,8 @@ def block_sums(tensor: Tensor) -> Tensor:
     """Return the sums of a contiguous tensor's bytes, int32 [blocks, 8] on its device."""
     import torch
 
-    flat, keys = tensor.reshape(-1).view(torch.int8), _keys_on(tensor.device)
+    flat = tensor.reshape(-1).view(torch.int8)
+    keys = _keys_on(tensor.device)
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]
