@@ -53,3 +53,8 @@ class GatewayConfig(FrozenConfig):
     (generator.on_overflow) (none = no limit)."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
     """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""
+
+    @property
+    def honours_sampling(self) -> bool:
+        """Whether calls of a run may set their own cuts, bias and penalties."""
+        return self.on_sampling_override == "honour"

@@ -227,9 +227,14 @@ class RunConfig(FrozenConfig):
     @property
     def uses_supports(self) -> bool:
         """Whether trained calls may have a support. vLLM must be told at its start."""
-        is_honoured = self.gateway.on_sampling_override == "honour"
-        has_cuts = self.rollout.sampling.is_cut or is_honoured
+        has_cuts = self.rollout.sampling.is_cut or self.gateway.honours_sampling
         return has_cuts and self.rollout.facts.reports_supports
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether trained calls may have a bias or penalties."""
+        has_own = self.rollout.sampling.adjustment is not None
+        return has_own or self.gateway.honours_sampling
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

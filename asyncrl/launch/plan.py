@@ -19,7 +19,13 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
-from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_config import (
+    ADJUSTED_BYTES,
+    CPU_MICRO_BATCH_TOKENS,
+    MIN_SLICE,
+    MOST_ADJUSTED,
+    MOST_LOGITS,
+)
 from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
@@ -426,6 +432,9 @@ def model_memory(
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if trainer.deterministic and kind == "cuda":
         work += tokens * DETERMINISTIC_BYTES
+    if config.adjusts_logits:
+        logits = shape.logits_at_once(tokens, kind)
+        work += logits + ADJUSTED_BYTES * min(logits, MOST_ADJUSTED)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
@@ -672,10 +681,13 @@ class ModelShape:
         """Return the peak of a forward-backward: saved tensors, and float32 logits of a
         slice with their gradient.
         """
-        logits = min(
-            max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab
-        )
+        logits = self.logits_at_once(num_tokens, kind)
         return self.saved_bytes(num_tokens, item, kept=kept) + 2 * 4 * logits
+
+    def logits_at_once(self, num_tokens: int, kind: str) -> int:
+        """Return the logits in a slice of the vocabulary."""
+        most = max(MOST_LOGITS[kind], MIN_SLICE * num_tokens)
+        return min(most, num_tokens * self.vocab)
 
     def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
         """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to

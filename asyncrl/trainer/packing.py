@@ -23,7 +23,7 @@ from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import (
     AdjustedCalls,
     ChangedLogits,
-    changes_of_pairs,
+    PairChanges,
 )
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.supports import FULL, SupportRows, SupportSets
@@ -561,7 +561,7 @@ def _assemble(
     pair_U, source_U = both_M[first_U], source_M[first_U]
     support_rows = changed = None
     num_plain = len(source_U)
-    changes = changes_of_pairs(adjusted, arrays.ids, source_U)
+    changes = PairChanges.of(adjusted, arrays.ids, source_U)
     if supports is not None:
         set_U = supports.set_N[source_U]
         num_plain = int((set_U == FULL).sum())
@@ -574,7 +574,7 @@ def _assemble(
                 changes,
             )
     if changes is not None:
-        changed = ChangedLogits.of_plain(changes, num_plain, device)
+        changed = changes.of_plain(num_plain, device)
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
     if allowed is not None:

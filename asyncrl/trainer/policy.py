@@ -26,7 +26,7 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
-from asyncrl.trainer.adjustments import Changed, ChangedLogits
+from asyncrl.trainer.adjustments import ChangedLogits, ChangedSlice
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
@@ -67,7 +67,7 @@ class HeadUse(NamedTuple):
 
     def logits(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> tuple[Tensor, Changed | None]:
+    ) -> tuple[Tensor, ChangedSlice | None]:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
         changed = None
         if self.changed is not None:

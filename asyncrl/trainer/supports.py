@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
-from asyncrl.trainer.adjustments import ChangedLogits, Changes
+from asyncrl.trainer.adjustments import ChangedEntries, PairChanges
 from asyncrl.trainer.tree import BoolN, to_device
 
 FULL = -1
@@ -93,7 +93,7 @@ class SupportRows:
     id_E: Tensor
     target_R: Tensor
     ids: npt.NDArray[np.int32]
-    changed: ChangedLogits | None = None
+    changed: ChangedEntries | None = None
 
     @classmethod
     def of(
@@ -102,10 +102,10 @@ class SupportRows:
         target_R: npt.NDArray[np.int64],
         num_plain: int,
         device: torch.device,
-        changes: Changes | None = None,
+        changes: PairChanges | None = None,
     ) -> SupportRows:
         """`sets`: the support of each pair. `target_R`: its target, which is in it.
-        `changes`: of all pairs, in order of their ids.
+        `changes`: of all pairs.
         """
         ids = np.concatenate(sets)
         row_E = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
@@ -121,14 +121,8 @@ class SupportRows:
         )
         changed = None
         if changes is not None:
-            changes = changes.from_row(num_plain)
-            # Entries ascend by id, then by pair, so both have one number.
-            number_E = ids.astype(np.int64) * len(sets) + row_E
-            number_A = changes.id_A * len(sets) + changes.row_A
-            place_A = np.searchsorted(number_E, number_A)
-            is_kept_A = np.append(number_E, -1)[place_A] == number_A
-            kept = changes.where(is_kept_A)
-            changed = ChangedLogits.of(kept, [place_A[is_kept_A]], device)
+            pair_E = row_E + num_plain
+            changed = changes.of_entries(pair_E, ids.astype(np.int64), device)
         return cls(num_plain, row, id, target, ids, changed)
 
     def parts(self, slices: Iterator[slice]) -> Iterator[tuple[slice, slice]]:
@@ -143,10 +137,7 @@ class SupportRows:
         """Return the entries' adjusted logits, and their derivatives (None: 1)."""
         if self.changed is None:
             return value_E, None
-        (place_A,) = self.changed.index
-        changed = self.changed.apply(value_E[place_A], slice(None), temperature)
-        slope_E = torch.ones_like(value_E).index_copy(0, place_A, changed.slope_A)
-        return value_E.index_copy(0, place_A, changed.value_A), slope_E
+        return self.changed.apply(value_E, temperature)
 
     def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a
