@@ -9,7 +9,7 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -92,7 +92,8 @@ class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI
     client, or `client`.
 
-    After the attempt, every call gets 401.
+    `agent`: path of a sub-agent, from child(). Other clients than `client` send it as
+    X-Session-ID. After the attempt, every call gets 401.
     """
 
     base_url: str
@@ -100,6 +101,21 @@ class Session:
     model: str
     outcome_key: str | None = None
     http_client: Callable[[], Any] = lambda: None
+    agent: str = ""
+
+    def child(self, role: str) -> Session:
+        """Return the session of a sub-agent. Its tokens belong to this rollout, with its
+        reward or one of their own: Outcome(turn_rewards={"main": 1, "ROLE": 0}).
+
+        Example: session.child("searcher").child("reader") is the agent searcher/reader.
+        """
+        if not role or "/" in role or not role.isprintable() or not role.isascii():
+            raise ConfigError(
+                f"session.child({role!r:.80}) has no name for the agent",
+                rule="a role is printable ASCII without /",
+                way_out='name it, such as session.child("searcher").',
+            )
+        return replace(self, agent=f"{self.agent}/{role}".lstrip("/"))
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
@@ -112,6 +128,7 @@ class Session:
             max_retries=MAX_RETRIES,
             timeout=None,
             http_client=self.http_client(),
+            default_headers={"X-Session-ID": self.agent} if self.agent else None,
         )
 
 

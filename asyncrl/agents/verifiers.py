@@ -153,7 +153,7 @@ class VerifiersHarness:
                 rule="each of several trained agents has its own reward",
             )
         # The library sends the id of an agent's trace with its calls (X-Session-ID).
-        rewards = {trace.id: float(trace.reward) for trace in traces}
+        rewards = {trace.id: float(trace.reward) for trace in traces if trace.calls}
         metrics = {
             f"{trace.agent.name}/{name}": value
             for trace in traces

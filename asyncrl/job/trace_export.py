@@ -122,6 +122,8 @@ def _turn(
         "finish_reason": call.finish_reason,
         "policy_versions": branch.tokens.versions[sampled].tolist(),
     }
+    if call.agent:
+        metadata["agent"] = call.agent
     for credit in branch.credits:
         if credit.start <= call.start < credit.end:
             metadata["reward"] = credit.reward

@@ -207,7 +207,8 @@ class PolicyCall:
     """One call of the policy in a trajectory, which sampled tokens [start, end).
 
     `name`: of the completion, such as chatcmpl-3. Times are in seconds since the epoch.
-    `tools`: (id, name) of each tool that the answer calls.
+    `tools`: (id, name) of each tool that the answer calls. `agent`: X-Session-ID of the
+    request, such as searcher/reader; "" for the rollout's own agent.
     """
 
     start: int
@@ -217,6 +218,7 @@ class PolicyCall:
     ended_s: float
     finish_reason: str
     tools: tuple[tuple[str, str], ...] = ()
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,14 +273,19 @@ Rollout = tuple[Trajectory, ...]
 """The branches of one finished rollout."""
 
 
+MAIN_AGENT = "main"
+"""Name of the rollout's own agent in Outcome.turn_rewards."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Outcome of a rollout, from its harness.
 
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
-    maps all completion ids (chatcmpl-0, ...) to rewards: each completion is a separate
-    sample of the advantage. `turn_states` maps completion ids to the state before the
-    turn, for algorithm.turn_discount; of the others, equal prompt ids are equal states.
+    maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
+    each completion is a separate sample of the advantage. `turn_states` maps completion
+    ids to the state before the turn, for algorithm.turn_discount; of the others, equal
+    prompt ids are equal states.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is

@@ -51,7 +51,8 @@ class ShownPart(TypedDict):
 
     A sampled part has `tokens`, three characters for each token: chr(48 + its length in
     `text`), and its probability in percent, 00 to 99. `versions`: [first token,
-    policy_version]. `reward`: of the turn. A cut text has `tokens` for its beginning.
+    policy_version]. `reward`: of the turn. `agent`: of a sub-agent's call. A cut text
+    has `tokens` for its beginning.
 
     Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled
     "so" (97 %), version 8 sampled " 42" (92 %).
@@ -64,6 +65,7 @@ class ShownPart(TypedDict):
     tokens: NotRequired[str]
     versions: NotRequired[list[tuple[int, int]]]
     reward: NotRequired[float]
+    agent: NotRequired[str]
 
 
 Mate = tuple[int, float, float | None, int, str]
@@ -205,6 +207,9 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             part["versions"] = [
                 (start, starts[start]) for start in starts if 0 <= start < len(ids)
             ]
+        agents = [call.agent for call in branch.calls if call.start <= first < call.end]
+        if any(agents):
+            part["agent"] = agents[0]
         inside = [
             each
             for each in branch.credits

@@ -158,6 +158,7 @@ class TracedRun:
                 "gen_ai.request.model": self.model,
                 "gen_ai.response.id": call.name,
                 "gen_ai.response.finish_reasons": [call.finish_reason],
+                **({"gen_ai.agent.name": call.agent} if call.agent else {}),
                 "gen_ai.usage.input_tokens": call.start,
                 "gen_ai.usage.output_tokens": call.end - call.start,
                 "asyncrl.branch": branch.branch,

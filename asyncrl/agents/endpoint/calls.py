@@ -58,7 +58,7 @@ class GatewayCall:
     request: SamplingRequest
     is_streamed: bool
     is_trained: bool
-    speaker: str | None = None
+    agent: str = ""
     """X-Session-ID of the request: one of several agents in a rollout."""
     is_sampled: bool = False
     is_delivered: bool = False

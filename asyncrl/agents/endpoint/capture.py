@@ -138,9 +138,9 @@ class Capture:
         return len(self._nodes)
 
     @property
-    def names(self) -> set[str]:
-        """Return the names of all completions."""
-        return set(self._nodes)
+    def agents(self) -> dict[str, str]:
+        """Return the agent of each completion, by name."""
+        return {name: node.call.agent for name, node in self._nodes.items()}
 
     @property
     def num_branch_tokens(self) -> int:
@@ -214,9 +214,11 @@ class Capture:
         *,
         is_trained: bool = True,
         begun_s: float | None = None,
+        agent: str = "",
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's
         distribution. `begun_s`: time of the request, in seconds since the epoch.
+        `agent`: who made the call.
         """
         # The engine answers with the whole prompt. The parents already hold its first
         # `num_known` tokens. The likeliest tokens were for the client's answer only.
@@ -248,6 +250,7 @@ class Capture:
             now_s,
             "tool_calls" if tools else completion.finish_reason or "",
             tuple(tools),
+            agent,
         )
         node = ChatNode(
             name=name,

@@ -56,6 +56,10 @@ from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.worker_api import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
+AGENT_HEADER = "x-session-id"
+"""Of a call: which agent of its rollout made it."""
+MAX_AGENT = 256
+"""Characters of it."""
 """Size of the largest call; a larger one gets 413."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
@@ -309,7 +313,7 @@ class Gateway:
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
-        call.speaker = request.headers.get("x-session-id")
+        call.agent = request.headers.get(AGENT_HEADER, "")
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
             # not hold up the heads of later streams. If sampling fails, gather raises
@@ -433,9 +437,15 @@ def shown_key(request: Request) -> str:
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
     """Return the identity of a call, and whether it is a retry of OpenAI's or
-    Anthropic's client.
+    Anthropic's client. Equal calls of two agents are no retries of each other.
     """
-    digest = blake2b(dialect.name.encode() + body, digest_size=16).digest()
+    agent = request.headers.get(AGENT_HEADER, "")
+    if len(agent) > MAX_AGENT:
+        raise invalid(
+            f"{AGENT_HEADER} has {len(agent)} characters; at most {MAX_AGENT} are read"
+        )
+    head = f"{dialect.name} {agent}\n".encode()
+    digest = blake2b(head + body, digest_size=16).digest()
     return digest, request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
