@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Fraction, FrozenConfig, PositiveFraction
 
 GROUP_ADVANTAGES = (
     "grpo",
@@ -50,21 +56,21 @@ class AlgorithmConfig(FrozenConfig):
     """
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The probability ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: PositiveFloat = 0.2
     """The probability ratio is clipped above 1 + clip_high."""
     clip_delta: float | None = Field(default=None, gt=1)
     """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 +
     clip_high (none = off).
     """
-    off_policy_mask: float | None = Field(default=None, gt=0)
+    off_policy_mask: PositiveFloat | None = None
     """Off-policy sequence masking: mask tokens with a negative advantage if their
     sequence's mean of behaviour - current logprob exceeds this, in nats (none = off).
     """
-    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    top_entropy: PositiveFraction = 1.0
     """Train only this fraction of a step's loss tokens, with the highest entropy (1 =
     all).
     """
-    importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    importance_cap: PositiveFloat | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop,
     decoupled_ppo) (auto = 5 for the correction icepop, else 2).
     """
@@ -72,7 +78,7 @@ class AlgorithmConfig(FrozenConfig):
     """Proximal logprobs: recomputed with the weights before the batch, or interpolated
     between behaviour and current by staleness.
     """
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the initial weights (0 = off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
@@ -84,38 +90,38 @@ class AlgorithmConfig(FrozenConfig):
     """Add the KL term to each token's loss, or subtract it from the reward (estimator
     k1).
     """
-    distill_weight: float = Field(default=0.0, ge=0)
+    distill_weight: NonNegativeFloat = 0.0
     """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher
     - behaviour logprob) (0 = off).
     """
-    reward_weight: float = Field(default=1.0, ge=0)
+    reward_weight: NonNegativeFloat = 1.0
     """Weight of the reward's advantage (0 = only distillation)."""
-    sft_weight: float = Field(default=0.0, ge=0)
+    sft_weight: NonNegativeFloat = 0.0
     """Weight of the mean negative log-likelihood of `demonstrations`, per token of their
     answers, which is added to the loss of each optimizer step (0 = off).
     """
-    sft_steps: int = Field(default=0, ge=0)
+    sft_steps: NonNegativeInt = 0
     """Steps over which sft_weight falls linearly to 0 (0 = it is constant)."""
     router_replay: bool = False
     """Route each token to the experts that the engine used (R3,
     https://arxiv.org/abs/2510.11370).
     """
-    overlong_tokens: int = Field(default=0, ge=0)
+    overlong_tokens: NonNegativeInt = 0
     """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
     off)."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    gae_lambda: Fraction = 0.95
     """Lambda of gae: 0 trusts the critic's next value, 1 the rewards that followed."""
-    discount: float = Field(default=1.0, gt=0, le=1)
+    discount: PositiveFraction = 1.0
     """Discount of gae per sampled token."""
     whiten_advantages: bool = True
     """Give the advantages of gae mean 0 and deviation 1 over the batch's loss tokens.
     """
-    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    turn_discount: Fraction | None = None
     """Credit each turn of an agent with its own and all later rewards, discounted by
     this per turn. For rloo, gigpo and `module:function` (none = one reward per rollout,
     or a turn's own).
     """
-    state_weight: float = Field(default=1.0, ge=0)
+    state_weight: NonNegativeFloat = 1.0
     """Weight in gigpo of the comparison of turns that started from the same state."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import NonNegativeInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -14,7 +14,7 @@ OnOverdue = Literal["wait", "mask", "drop"]
 class BufferConfig(FrozenConfig):
     """The staleness bound, and how far generation runs ahead."""
 
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: NonNegativeInt = 1
     """Hard bound, in policy versions, on the age of every token with a loss weight (0 =
     on-policy).
     """

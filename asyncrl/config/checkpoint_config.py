@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, FrozenConfig
 
 
 class CheckpointConfig(FrozenConfig):
@@ -18,7 +18,7 @@ class CheckpointConfig(FrozenConfig):
     """Batches between two checkpoints (none = none; a resumed run then trains the
     journaled batches again).
     """
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    Tag,
+    model_validator,
+)
 
-from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.fields import Count, FrozenConfig, Name, tag_of
 from asyncrl.config.task_config import TaskConfig
 from asyncrl.messages.sampling import SamplingParameters
 
@@ -26,7 +33,7 @@ class EvalConfig(FrozenConfig):
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
     """Prompts and rewards, like the section `task`, in file order."""
-    every: int = Field(default=20, ge=1)
+    every: Count = 20
     """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
     """Also evaluate the initial weights."""
@@ -36,15 +43,15 @@ class EvalConfig(FrozenConfig):
     or the CPU if the rollout engines use it or the machine has no CUDA device; else
     rollout.
     """
-    num_prompts: int = Field(default=64, ge=1)
+    num_prompts: Count = 64
     """Prompts per evaluation, from the task's first."""
-    samples: int = Field(default=1, ge=1)
+    samples: Count = 1
     """Completions per prompt."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature (0 = greedy)."""
-    slots: int = Field(default=32, ge=1)
+    slots: Count = 32
     """Samples that are decoded at once."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: PositiveFloat = 1800.0
     """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported.
     """
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.messages.records import Count as Count
+
 
 class FrozenConfig(BaseModel):
     """Frozen; refuses unknown keys."""
@@ -52,6 +54,12 @@ def tag_of(value: Any) -> str:
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 """Part of prompt ids and metric names."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA if available, else CPU."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -91,7 +91,7 @@ class GeneratorConfig(FrozenConfig):
     posted: /v1/outcome, with a key per task, before the rollout ends. later: /v1/outcome,
     also hours after its end (docs/rewards.md). none: the task's reward function.
     """
-    outcome_timeout_s: float | None = Field(default=86_400.0, gt=0)
+    outcome_timeout_s: PositiveFloat | None = 86_400.0
     """Timeout for a reward that is posted later, in seconds since the end of its rollout,
     or since a resume. On expiry the rollout fails (none = no limit).
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -46,7 +46,7 @@ class ObserveConfig(FrozenConfig):
     """Readers of the run directory, which contains the config, the logs and every
     conversation.
     """
-    heartbeat_s: float = Field(default=60.0, gt=0)
+    heartbeat_s: PositiveFloat = 60.0
     """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is
     restarted. Without the eval engine the run continues.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
 from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import (
     ADJUSTMENTS,
@@ -26,7 +26,7 @@ MOST_ENGINES = 10_000
 class EngineRange(FrozenConfig):
     """Limits of `asyncrl scale`."""
 
-    min: int = Field(default=1, ge=1)
+    min: Count = 1
     """Minimum number of running engines."""
     max: int = Field(ge=1, le=MOST_ENGINES)
     """Maximum number of engines, used to plan devices, memory and threads."""
@@ -53,7 +53,7 @@ class RolloutConfig(FrozenConfig):
         *(name for engine in ENGINES.values() for name in engine.free_settings),
     )
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: Count = 8
     """Rollouts of one prompt, scored against each other."""
     num_engines: Annotated[int, Field(ge=1, le=MOST_ENGINES)] | EngineRange = 1
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
@@ -72,25 +72,25 @@ class RolloutConfig(FrozenConfig):
     """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the
     run starts its own).
     """
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: Count = 1
     """Devices per vLLM engine."""
-    slots: int = Field(default=64, ge=1)
+    slots: Count = 64
     """Sequences that one engine decodes at once."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: Count = 256
     """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call
     of an agent.
     """
-    max_prompt_tokens: int = Field(default=256, ge=1)
+    max_prompt_tokens: Count = 256
     """Maximum prompt tokens. A longer prompt fails, and is never cut."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature, also of logprobs."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: PositiveFraction = 1.0
     """Sample from the likeliest tokens, up to this total probability (1 = all). The
     trainer renormalises over the same tokens (docs/sampling.md).
     """
-    top_k: int = Field(default=0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample from this number of likeliest tokens (0 = all)."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the likeliest token's probability
     (0 = all).
     """
@@ -106,14 +106,14 @@ class RolloutConfig(FrozenConfig):
     """Divides the logits above 0, and multiplies those below 0, of tokens of the prompt
     and the call, 0.01 to 100.
     """
-    timeout_s: float | None = Field(default=600.0, gt=0)
+    timeout_s: PositiveFloat | None = 600.0
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
-    retries: int = Field(default=2, ge=0)
+    retries: NonNegativeInt = 2
     """Retries of a failed rollout, within timeout_s."""
-    max_failed_groups: int = Field(default=16, ge=1)
+    max_failed_groups: Count = 16
     """End the run after this number of consecutive groups without a usable rollout."""
-    max_requeues: int = Field(default=3, ge=0)
+    max_requeues: NonNegativeInt = 3
     """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
     """Make a request's tokens depend only on its prompt, seed and weights (auto = true
@@ -127,7 +127,7 @@ class RolloutConfig(FrozenConfig):
     kernel. A step of 64 rows of a 0.6B model takes 0.7 of the time on an H100, a step
     of 256 rows the same.
     """
-    cache_tokens: int = Field(default=0, ge=0)
+    cache_tokens: NonNegativeInt = 0
     """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request
     waits until the cache has free pages for all its tokens (0 = slots times the longest
     request).

@@ -16,7 +16,7 @@ from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.demonstrations_config import DemonstrationsConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
@@ -44,7 +44,7 @@ class RunConfig(FrozenConfig):
 
     free_keys: ClassVar = ("launcher",)
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""
     launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
     """Launcher of the run's processes. local: this machine. ray: the Ray cluster of

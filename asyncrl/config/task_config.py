@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
-from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.fields import Count, Fraction, FrozenConfig, Name, tag_of
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.judge_config import JudgeConfig, JudgedReward
 from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
@@ -63,7 +71,7 @@ class TaskLimits(_PartOfTask):
         "max_prompt_tokens": "engines have one length; set rollout.max_prompt_tokens",
     }
 
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: PositiveFloat | None = None
     """Instead of rollout.timeout_s."""
     max_tokens: PositiveInt | None = None
     """Instead of rollout.max_tokens, and not above it."""
@@ -88,9 +96,9 @@ class TaskAlgorithm(_PartOfTask):
 
     advantage: str | None = None
     """Instead of algorithm.advantage; over this task's samples in the batch."""
-    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    turn_discount: Fraction | None = None
     """Instead of algorithm.turn_discount."""
-    state_weight: float | None = Field(default=None, ge=0)
+    state_weight: NonNegativeFloat | None = None
     """Instead of algorithm.state_weight."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Factor of this task's advantages in the loss."""
@@ -169,13 +177,13 @@ class TaskConfig(FrozenConfig):
     """Execution of the reward function: inline on the event loop, in threads, or in
     processes, which can be killed (auto = process for `math`, else thread).
     """
-    reward_workers: int = Field(default=4, ge=1)
+    reward_workers: Count = 4
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
     """Special tokens in sampled answers. visible: as text, such as <unk>, except the
     end-of-turn token. stripped: removed; hidden tokens can collect reward.
     """
-    reward_timeout_s: float = Field(default=30.0, gt=0)
+    reward_timeout_s: PositiveFloat = 30.0
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
     @property

@@ -27,6 +27,8 @@ Number = Annotated[
     float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
 ]
 
+Count = Annotated[int, Field(ge=1)]
+
 State = Annotated[str, Field(min_length=1, max_length=256)]
 """Key of an environment's state. A longer one can be hashed."""
 

@@ -18,7 +18,13 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    field_validator,
+)
 
 from asyncrl.base.errors import ErrorBody, Message
 from asyncrl.base.failures import FailureKind
@@ -83,10 +89,10 @@ class TakeRequest(WorkerMessage):
     worker has; `busy`: why it takes no work now.
     """
 
-    number: int = Field(ge=0)
+    number: NonNegativeInt
     max_items: int = Field(ge=0, le=100_000)
     holding: list[str]
-    wait_s: float = Field(default=MAX_WAIT_S, ge=0)
+    wait_s: NonNegativeFloat = MAX_WAIT_S
     is_draining: bool = False
     is_leaving: bool = False
     labels: list[str] = []
