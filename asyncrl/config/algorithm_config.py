@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    model_validator,
 )
 
 from asyncrl.config.fields import Fraction, FrozenConfig, PositiveFraction
@@ -137,53 +137,43 @@ class AlgorithmConfig(FrozenConfig):
             return self.sft_weight
         return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
 
-    @model_validator(mode="after")
-    def _terms_agree(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_terms()
+        yield from self._conflicts_of_turns()
+
+    def _conflicts_of_terms(self) -> Iterator[str]:
         # The reward is one number per rollout, so the penalty is a sum over its tokens.
         # Only the sum of k1 is the log ratio of the whole answer.
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         if is_kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
-            )
+            yield f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
         if self.reward_weight == self.distill_weight == 0:
-            raise ValueError(
-                "reward_weight=0 and distill_weight=0 leave nothing to learn from"
-            )
+            yield "reward_weight=0 and distill_weight=0 leave nothing to learn from"
         # Both change only the reward, which has no weight here.
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
-            raise ValueError(
-                "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
-            )
+            yield "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
         if self.sft_steps > 0 and self.sft_weight == 0:
-            raise ValueError("sft_steps has no effect with sft_weight=0; remove it")
+            yield "sft_steps has no effect with sft_weight=0; remove it"
         only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
         if only_gae and not self.needs_critic:
-            raise ValueError(
+            yield (
                 f"{only_gae[0]} has no effect with advantage={self.advantage}; set advantage=gae, or "
-                f"remove it"
+                "remove it"
             )
         # Masked tokens are states of gae too, and nobody computes their logprobs.
         if self.needs_critic and is_kl_in_reward:
-            raise ValueError("advantage=gae has no KL in its rewards; set kl_in=loss")
+            yield "advantage=gae has no KL in its rewards; set kl_in=loss"
         if self.needs_critic and self.reward_weight == 0:
-            raise ValueError(
-                "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
-            )
-        return self
+            yield "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
 
-    @model_validator(mode="after")
-    def _turns_agree(self) -> Self:
+    def _conflicts_of_turns(self) -> Iterator[str]:
         is_known = self.advantage in TURN_ADVANTAGES or ":" in self.advantage
         if self.turn_discount is not None and not is_known:
-            raise ValueError(
+            yield (
                 f"turn_discount is for advantage={', '.join(TURN_ADVANTAGES)} or module:function: "
                 f"{self.advantage} would compare a turn with other turns of its rollout"
             )
         if self.advantage == "gigpo" and self.turn_discount is None:
-            raise ValueError("advantage=gigpo needs turn_discount; the paper's is 0.95")
+            yield "advantage=gigpo needs turn_discount; the paper's is 0.95"
         if self.given("state_weight") and self.advantage != "gigpo":
-            raise ValueError(
-                f"state_weight has no effect with advantage={self.advantage}; remove it"
-            )
-        return self
+            yield f"state_weight has no effect with advantage={self.advantage}; remove it"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
 from asyncrl.config.fields import Count, FrozenConfig
 
@@ -27,14 +28,10 @@ class CheckpointConfig(FrozenConfig):
     evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
     """
 
-    @model_validator(mode="after")
-    def _multiples_exist(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Only versions that are saved can be kept: with every=50, step 75 does not
         # exist.
         if self.keep_every is not None and (
             self.every is None or self.keep_every % self.every
         ):
-            raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of every={self.every}"
-            )
-        return self
+            yield f"keep_every={self.keep_every} is not a multiple of every={self.every}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import (
     Discriminator,
@@ -10,7 +11,6 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     Tag,
-    model_validator,
 )
 
 from asyncrl.config.fields import Count, FrozenConfig, Name, tag_of
@@ -63,21 +63,15 @@ class EvalConfig(FrozenConfig):
     def called(self) -> str:
         return self.name or self.task.called
 
-    @model_validator(mode="after")
-    def _can_be_evaluated(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Each evaluation samples the same prompts, the first ones in file order, or its
         # curve would mean nothing. Its name is eval.name.
-        if given := self.task.given(*NOT_EVALUATED):
-            raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
+        for key in self.task.given(*NOT_EVALUATED):
+            yield f"task.{key} is not for evaluations; remove it"
         if self.called == "task":  # a task reports eval/task/NAME
-            raise ValueError(
-                "an evaluation cannot be called task; set eval.name to another one"
-            )
+            yield "an evaluation cannot be called task; set eval.name to another one"
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples={self.samples} are all the same at temperature=0; set either to 1"
-            )
-        return self
+            yield f"samples={self.samples} are all the same at temperature=0; set either to 1"
 
 
 Evals = Annotated[

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -38,6 +38,18 @@ class FrozenConfig(BaseModel):
             key: None if value == "none" and key in nullable else value
             for key, value in values.items()
         }
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield why settings do not go together. Only the first sentence is shown: the
+        ones after it are often its consequences.
+        """
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_conflict(self) -> Self:
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
 
     def given(self, *names: str) -> list[str]:
         return [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -127,14 +127,11 @@ class GeneratorConfig(FrozenConfig):
     def is_harness(self) -> bool:
         return self.remote or kind_of(self) is not None
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
-            raise ValueError(
-                f"give at most one of {', '.join(kinds)}, and no empty command"
-            )
+            yield f"give at most one of {', '.join(kinds)}, and no empty command"
         # A setting that this kind does not read is refused. Ignored, it would be a
         # false sense of safety: sandbox for a python function, for example, which runs
         # in the worker itself.
@@ -155,21 +152,13 @@ class GeneratorConfig(FrozenConfig):
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
-                raise ValueError(
-                    f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
-                )
-        if self.sandbox == "none" and (
-            given := self.given("sandbox_paths", "max_memory_mb")
-        ):
-            raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
+                yield f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
+        if self.sandbox == "none":
+            for name in self.given("sandbox_paths", "max_memory_mb"):
+                yield f"{name} needs generator.sandbox=bubblewrap"
         if self.outcomes != "later" and self.given("outcome_timeout_s"):
-            raise ValueError(
-                f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
-            )
+            yield f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(
-                f"env and pass_env both give {', '.join(both)}; remove it from either"
-            )
-        return self
+            yield f"env and pass_env both give {', '.join(both)}; remove it from either"

@@ -21,7 +21,7 @@ from asyncrl.config.sft_config import DataConfig, SftConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 
-OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
+OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")
 SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
 """A setting with spaces: a.b = 3, a.b =3, a.b= 3, a.b: 3, a.b 3."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from asyncrl.config.fields import DType, FrozenConfig
 
@@ -61,17 +62,11 @@ class ModelConfig(FrozenConfig):
     override them.
     """
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError(
-                "give one of model.path (a folder or hub id) and model.scratch (random weights)"
-            )
+            yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
         if self.revision is not None and self.path is None:
-            raise ValueError(
-                f"model.revision={self.revision} is of a hub id, and model.scratch has none"
-            )
-        return self
+            yield f"model.revision={self.revision} is of a hub id, and model.scratch has none"
 
     @property
     def source(self) -> str | None:

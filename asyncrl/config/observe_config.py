@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -51,18 +52,13 @@ class ObserveConfig(FrozenConfig):
     restarted. Without the eval engine the run continues.
     """
 
-    @model_validator(mode="after")
-    def _trackers_are_known(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
-                raise ValueError(
-                    f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
-                )
-        if unused := [name for name in self.tracker_args if name not in self.trackers]:
-            raise ValueError(
-                f"tracker_args has {unused[0]}, but trackers does not; add or remove it"
-            )
-        return self
+                yield f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
+        for name in self.tracker_args:
+            if name not in self.trackers:
+                yield f"tracker_args has {name}, but trackers does not; add or remove it"
 
     @property
     def dir_mode(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
 from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
@@ -35,11 +36,9 @@ class EngineRange(FrozenConfig):
     def numbers(self) -> range:
         return range(self.min, self.max + 1)
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(f"min={self.min} is above max={self.max}")
-        return self
+            yield f"min={self.min} is above max={self.max}"
 
 
 class RolloutConfig(FrozenConfig):
@@ -193,58 +192,56 @@ class RolloutConfig(FrozenConfig):
     def max_length(self) -> int:
         return self.max_prompt_tokens + self.max_tokens
 
-    @model_validator(mode="after")
-    def _adjustments_fit_the_engine(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_adjustments()
+        yield from self._conflicts_with_engine()
+        yield from self._conflicts_of_urls()
+
+    def _conflicts_of_adjustments(self) -> Iterator[str]:
         given = ", ".join(self.given(*ADJUSTMENTS))
         if given and not self.facts.has_model:
-            raise ValueError(
+            yield (
                 f"{given}: engine={self.engine} has no logits to change; set engine: embedded or vllm, or "
                 f"remove {given}"
             )
         if given and self.has_drafts:
-            raise ValueError(
+            yield (
                 f"{given}: vLLM does not apply it exactly to tokens that it drafts; remove {given}, or the "
                 "speculative settings of rollout.vllm"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _settings_fit_the_engine(self) -> Self:
+    def _conflicts_with_engine(self) -> Iterator[str]:
         # A setting of another engine would be ignored, for example a memory limit of
         # vLLM.
         for engine, facts in ENGINES.items():
-            if self.engine != engine and (given := self.given(*facts.settings)):
-                raise ValueError(
-                    f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it"
-                )
+            for key in self.given(*facts.settings):
+                if self.engine != engine:
+                    yield f"{key} is for rollout.engine={engine}, not {self.engine}; remove it"
         # Without the support the ratio would be wrong by all that the cut took away.
         if self.sampling.is_cut and not self.facts.reports_supports:
             cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))
-            raise ValueError(
+            yield (
                 f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
                 "set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0"
             )
         if self.cache_tokens and not self.fused_decode:
-            raise ValueError(
+            yield (
                 f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "
                 "fused_decode is false; set fused_decode: true, or cache_tokens: 0"
             )
         if 0 < self.cache_tokens < self.max_length:
-            raise ValueError(
+            yield (
                 f"cache_tokens={self.cache_tokens} is below max_prompt_tokens + max_tokens = "
                 f"{self.max_length}, so the longest request would never start; raise it, or set it to 0"
             )
+
+    def _conflicts_of_urls(self) -> Iterator[str]:
         if self.urls is None:
-            return self
+            return
         # A server named twice would get twice its slots. A range is refused, because
         # the run cannot start or stop servers that are not its own.
         num = len(set(self.urls))
         if self.is_scaled or not len(self.urls) == num == self.max_engines:
-            raise ValueError(
-                f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
-            )
-        if given := self.given("vllm", "tensor_parallel"):
-            raise ValueError(
-                f"{given[0]} is for servers that the run starts; remove it or rollout.urls"
-            )
-        return self
+            yield f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
+        for key in self.given("vllm", "tensor_parallel"):
+            yield f"{key} is for servers that the run starts; remove it or rollout.urls"

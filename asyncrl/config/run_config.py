@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
@@ -231,28 +230,20 @@ class RunConfig(FrozenConfig):
         has_cuts = self.rollout.sampling.is_cut or is_honoured
         return has_cuts and self.rollout.facts.reports_supports
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        # Only the first conflict is shown: the ones after it are often its
-        # consequences.
-        conflicts = itertools.chain(
-            self._batch_conflicts(),
-            self._engine_conflicts(),
-            self._checkpoint_conflicts(),
-            self._eval_conflicts(),
-            self._algorithm_conflicts(),
-            self._limit_conflicts(),
-            self._critic_conflicts(),
-            self._demonstration_conflicts(),
-            self._teacher_conflicts(),
-            self._task_conflicts(),
-            self._reward_conflicts(),
-            self._posted_conflicts(),
-            self._generator_conflicts(),
-        )
-        for conflict in conflicts:
-            raise ValueError(conflict)
-        return self
+    def conflicts(self) -> Iterator[str]:
+        yield from self._batch_conflicts()
+        yield from self._engine_conflicts()
+        yield from self._checkpoint_conflicts()
+        yield from self._eval_conflicts()
+        yield from self._algorithm_conflicts()
+        yield from self._limit_conflicts()
+        yield from self._critic_conflicts()
+        yield from self._demonstration_conflicts()
+        yield from self._teacher_conflicts()
+        yield from self._task_conflicts()
+        yield from self._reward_conflicts()
+        yield from self._posted_conflicts()
+        yield from self._generator_conflicts()
 
     def _batch_conflicts(self) -> Iterator[str]:
         num_groups = self.trainer.num_groups

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import ClassVar, Self
+from collections.abc import Collection, Iterator
+from typing import ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
@@ -116,16 +116,12 @@ class SftConfig(FrozenConfig):
             observe=self.observe,
         )
 
-    @model_validator(mode="after")
-    def _is_a_run_without_engines(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         for section, keys in IGNORED.items():
-            if given := getattr(self, section).given(*keys):
-                raise ValueError(
-                    f"{section}.{given[0]} has no effect on supervised fine-tuning; remove it"
-                )
+            for key in getattr(self, section).given(*keys):
+                yield f"{section}.{key} has no effect on supervised fine-tuning; remove it"
         try:
             self.as_run()
         except ValidationError as error:
             message = str(error.errors()[0]["msg"])
-            raise ValueError(message.removeprefix("Value error, ")) from error
-        return self
+            yield message.removeprefix("Value error, ")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Discriminator,
@@ -224,49 +224,35 @@ class TaskConfig(FrozenConfig):
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
         return name if name[:1].isalpha() else f"task-{name}"
 
-    @model_validator(mode="after")
-    def _workers_are_shared(self) -> Self:
-        generator = self.generator
-        given = generator and generator.given("remote", "workers", "concurrency")
-        if given:
-            raise ValueError(
-                f"generator.{given[0]} cannot differ between tasks, which share the run's workers; write it "
+    def conflicts(self) -> Iterator[str]:
+        generator = self.generator or GeneratorConfig()
+        for key in generator.given("remote", "workers", "concurrency"):
+            yield (
+                f"generator.{key} cannot differ between tasks, which share the run's workers; write it "
                 "in `generator` of the run"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
-            raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
+            yield f"give exactly one of {', '.join(names)} (given: {given})"
         # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
-            raise ValueError(
-                "task.digest is of the data of task.files or task.dataset; remove it"
-            )
+            yield "task.digest is of the data of task.files or task.dataset; remove it"
         if self.reward_pool != "auto" and isinstance(
             self.reward, JudgedReward | ModelledReward
         ):
             kind = "judge" if self.judge is not None else "model"
-            raise ValueError(
-                f"task.reward_pool is for functions, not for a {kind}; remove it"
-            )
+            yield f"task.reward_pool is for functions, not for a {kind}; remove it"
         if self.scores_itself and self.reward is not None:
-            raise ValueError(
-                f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
-            )
+            yield f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
         if self.verifiers and "task" in self.args:
-            raise ValueError(
-                "args.task does not reach the workers that play and score; write generator.args.taskset.task"
+            yield (
+                "args.task does not reach the workers that play and score; write "
+                "generator.args.taskset.task"
             )
         if self.verifiers and self.system_prompt is not None:
-            raise ValueError(
-                "system_prompt does not reach a verifiers environment; write generator.args.taskset"
-            )
-        return self
+            yield "system_prompt does not reach a verifiers environment; write generator.args.taskset"
 
 
 Tasks = Annotated[

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import Interrupt, TransportName
@@ -100,13 +101,11 @@ class WeightSyncConfig(FrozenConfig):
     def file_transport(self) -> TransportName:
         return "shm" if self.disk_dir is None else "disk"
 
-    @model_validator(mode="after")
-    def _disk_has_a_place(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Both directions: disk without a folder has no place, and a folder with another
         # transport would be ignored.
         if self.facts.is_file_shared != (self.disk_dir is not None):
-            raise ValueError(
+            yield (
                 f"transport={self.transport} with disk_dir={self.disk_dir}: only disk writes "
                 "there, to a folder that trainer and engines share"
             )
-        return self
