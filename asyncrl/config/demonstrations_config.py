@@ -5,7 +5,7 @@ fine-tuning.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -25,7 +25,7 @@ class RowsConfig(FrozenConfig):
     """Hugging Face dataset, instead of `files`: hub id or folder."""
     split: str = "train"
     """Split of `dataset`."""
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of `datasets.load_dataset`."""
     shuffle: bool = True
     """Shuffle by seed, differently each epoch (false = file order)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,7 +24,7 @@ class FrozenConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_the_off_word(cls, values: Any) -> Any:
+    def _none_is_the_off_word(cls, values: object) -> object:
         """Read `none` as null if the field allows null."""
         if not isinstance(values, dict):
             return values
@@ -59,7 +59,7 @@ class FrozenConfig(BaseModel):
         ]
 
 
-def tag_of(value: Any) -> str:
+def tag_of(value: object) -> str:
     """Tag one form of a section, without the tag in errors."""
     return "[several]" if isinstance(value, list) else "[one]"
 

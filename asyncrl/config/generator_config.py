@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -23,7 +23,7 @@ class HarnessKind:
 
     place: str
     metavar: str
-    parse: Callable[[str], Any] = str
+    parse: Callable[[str], object] = str
 
 
 HARNESSES: Mapping[str, HarnessKind] = {
@@ -66,7 +66,7 @@ class GeneratorConfig(FrozenConfig):
     """
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of the verifiers or OpenEnv environment, or keyword arguments of the
     python function.
     """

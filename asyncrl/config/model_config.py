@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -13,7 +13,7 @@ from asyncrl.config.fields import DType, FrozenConfig
 class ScratchConfig(FrozenConfig):
     """A small model with random weights, seeded by `seed`."""
 
-    architecture: dict[str, Any]
+    architecture: dict[str, object]
     """Keys of a transformers config, `model_type` included, without vocab_size and
     token ids.
     """
@@ -57,7 +57,7 @@ class ModelConfig(FrozenConfig):
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's
     own).
     """
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
     """Variables of the chat template, such as enable_thinking: false; calls may
     override them.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -25,7 +25,7 @@ class ObserveConfig(FrozenConfig):
     """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with
     the extra of its name), or `module:Class` (docs/monitoring.md) ([] = none).
     """
-    tracker_args: dict[str, dict[str, Any]] = {}
+    tracker_args: dict[str, dict[str, object]] = {}
     """Keyword arguments of each tracker by its name, such as {wandb: {project:
     letters}} (docs/monitoring.md).
     """

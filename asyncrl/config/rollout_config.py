@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -62,7 +62,7 @@ class RolloutConfig(FrozenConfig):
     """
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, object] = {}
     """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
     """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout).
@@ -162,7 +162,7 @@ class RolloutConfig(FrozenConfig):
     def memory_keys(self) -> list[str]:
         """Return the written keys that fix how much memory an engine takes."""
         key = self.facts.arguments_key
-        names = self._of_kind(key, dict[str, Any]())
+        names = self._of_kind(key, dict[str, object]())
         plain = {name: name.lstrip("-").replace("-", "_") for name in names}
         return [
             f"rollout.{key}.{name}"

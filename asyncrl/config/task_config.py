@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     Discriminator,
@@ -26,7 +26,7 @@ from asyncrl.messages.records import SessionRules
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 
 
-def _form_of(reward: Any) -> str:
+def _form_of(reward: object) -> str:
     if isinstance(reward, ModelledReward) or (
         isinstance(reward, dict) and "model" in reward
     ):
@@ -48,7 +48,7 @@ class _PartOfTask(FrozenConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_shared(cls, values: Any) -> Any:
+    def _refuse_shared(cls, values: object) -> object:
         for name in values if isinstance(values, dict) else ():
             if reason := cls.shared.get(name):
                 raise ValueError(f"{name} cannot differ between tasks: {reason}")
@@ -145,7 +145,7 @@ class TaskConfig(FrozenConfig):
     """Number of prompts of a generated task (python, reasoning_gym, endless verifiers
     environments).
     """
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of the task itself, passed unchanged; of a verifiers environment, fields
     of its taskset, over generator.args.taskset.
     """

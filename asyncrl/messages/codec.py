@@ -61,7 +61,7 @@ class Frame:
     """Arrays of shape [items]."""
 
     kind: str
-    arrays: Mapping[str, npt.NDArray[Any]]
+    arrays: Mapping[str, npt.NDArray[np.generic]]
     text: Any
 
     @property
@@ -71,7 +71,7 @@ class Frame:
 
 
 def write_frame(
-    kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None
+    kind: str, arrays: Mapping[str, npt.NDArray[np.generic]], text: Any = None
 ) -> bytes:
     """Encode a frame. `text`: anything that JSON can hold.
 

@@ -44,7 +44,7 @@ class Ragged(NamedTuple):
         return [values[start:end] for start, end in pairwise(ends)]
 
 
-Values = npt.NDArray[Any] | Ragged
+Values = npt.NDArray[np.generic] | Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Tokens:
 
     # ---- frames
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return flat arrays for a frame, without calls: ids, spans int32 [4 S],
         columns.
         """
@@ -328,7 +328,7 @@ class Tokens:
         spans = np.fromiter(
             chain.from_iterable(self.spans), np.int32, 4 * len(self.spans)
         )
-        arrays = {"ids": self.ids, "spans": spans}
+        arrays: dict[str, npt.NDArray[np.generic]] = {"ids": self.ids, "spans": spans}
         for name, values in self.columns.items():
             if isinstance(values, Ragged):
                 arrays[name + SIZES] = values.sizes
@@ -487,7 +487,7 @@ def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
         links.append(column.filled(len(part.ids), width) if values is None else values)
     if column.shape == "any":
         return Ragged(*(np.concatenate(arrays) for arrays in zip(*links, strict=True)))
-    joined: npt.NDArray[Any] = np.concatenate(links)
+    joined: npt.NDArray[np.generic] = np.concatenate(links)
     return joined
 
 
