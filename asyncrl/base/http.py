@@ -25,10 +25,11 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import NoReturn, TypeVar, get_type_hints
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ErrorBody, fatal_line
@@ -309,7 +310,7 @@ def make_app(
     expected = f"Bearer {secret}".encode()
 
     @web.middleware
-    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("authorization", "").encode(errors="replace")
         # In constant time: the duration of == shows how many first characters are
         # right.

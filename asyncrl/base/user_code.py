@@ -59,8 +59,8 @@ def load_function(
     setting: str,
     *,
     usage: str,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any] | None = None,
+    arguments: tuple[object, ...],
+    keywords: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
     """Import a function that can be called like `usage`. Raises ConfigError."""
     function: Callable[..., Any] = load_object(spec, setting)
@@ -71,9 +71,9 @@ def load_function(
 
 
 def check_call(
-    function: Any,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any],
+    function: object,
+    arguments: tuple[object, ...],
+    keywords: Mapping[str, object],
     *,
     said: str,
     usage: str,
@@ -142,7 +142,7 @@ MAX_HUNG = 64
 """Nothing can end a hung call, and each keeps its stack and perhaps a thread."""
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
-_abandoned: set[asyncio.Task[Any]] = set()
+_abandoned: set[asyncio.Task[object]] = set()
 """Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
@@ -233,7 +233,7 @@ async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
         return None, error
 
 
-def abandon(task: asyncio.Task[Any]) -> None:
+def abandon(task: asyncio.Task[object]) -> None:
     """Unregister a task, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
@@ -255,7 +255,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], object]] | None]()
         self._idle = threading.Semaphore(0)
         """Threads that wait for a call that is not submitted yet."""
 
@@ -280,7 +280,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls.put(None)  # for the next thread
 
 
-def _make_call(answer: Future[Any], call: Callable[[], Any]) -> None:
+def _make_call(answer: Future[Any], call: Callable[[], object]) -> None:
     if not answer.set_running_or_notify_cancel():
         return
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -34,7 +34,7 @@ class _KeysOnce(yaml.SafeLoader):
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Any, Any]:
+    ) -> dict[Hashable, object]:
         lines = dict[str, int]()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):

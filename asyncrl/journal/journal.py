@@ -53,7 +53,7 @@ _decided_s: ContextVar[float] = ContextVar("decided_s")
 class _Job(NamedTuple):
     """A queued decision. `answer` None: nobody waits."""
 
-    decide: Callable[[sqlite3.Connection], Any]
+    decide: Callable[[sqlite3.Connection], object]
     answer: Future[Any] | None
     decided_s: float
 
@@ -318,7 +318,7 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
 
 
 def _event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, object]
 ) -> None:
     """Record an event for `inspect`."""
     row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
@@ -500,7 +500,7 @@ class Journal:
 
     def _put(
         self,
-        decide: Callable[[sqlite3.Connection], Any],
+        decide: Callable[[sqlite3.Connection], object],
         answer: Future[Any] | None = None,
     ) -> None:
         if self._failed.done():
@@ -548,7 +548,7 @@ class Journal:
                 job = self._queue.get()
         self._connection.close()
 
-    def _write(self, jobs: list[_Job]) -> list[Any]:
+    def _write(self, jobs: list[_Job]) -> list[object]:
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         try:

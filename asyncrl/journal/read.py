@@ -306,7 +306,9 @@ def _alive(
     return tuple(ready), tuple(running)
 
 
-def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group:
+def _group(
+    connection: sqlite3.Connection, group_id: int, *prompt: *tuple[str, int, str]
+) -> Group:
     rollouts = rollouts_of(connection, group_id)
     if not rollouts:
         raise ValueError(f"group {group_id} is ready or taken but has no trajectory")

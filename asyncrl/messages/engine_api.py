@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -129,7 +129,7 @@ class JudgeResponse(Message):
 class RewardRequest(Message):
     """Score a completion. `question`: the prompt's messages as one text."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, object]]
     question: str
     completion: str
 

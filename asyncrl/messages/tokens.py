@@ -213,12 +213,8 @@ class Tokens:
 
     def as_context(self) -> Tokens:
         """Return the same tokens as if they had been read only."""
-        columns = {
-            name: values
-            for name, values in self.columns.items()
-            if COLUMNS[name].covers == "all"
-        }
-        return Tokens(self.ids, columns=columns)
+        whole = self.kept(lambda column: column.covers == "all")
+        return Tokens(self.ids, columns=whole.columns)
 
     def sampled_by(self, engine: int) -> Tokens:
         return replace(
@@ -235,11 +231,7 @@ class Tokens:
 
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
-        bounds = [*pairwise(accumulate(sizes, initial=0))]
-        if bounds and bounds[-1][1] != len(self.ids):
-            raise ValueError(
-                f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens"
-            )
+        bounds = bounds_of(sizes, len(self.ids))
         names = [*self.columns]
         # A zip of no columns is empty, and the zip below would then return no parts at
         # all.
@@ -401,6 +393,16 @@ class SegmentPart(NamedTuple):
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Counted from the first new token."""
         return self.new.spans
+
+
+def bounds_of(sizes: Sequence[int], num_items: int) -> list[tuple[int, int]]:
+    """Return the bounds of parts of these sizes. Raises ValueError if they are not all
+    items.
+    """
+    bounds = [*pairwise(accumulate(sizes, initial=0))]
+    if sum(sizes) != num_items:
+        raise ValueError(f"parts of {sizes[:6]}... are {sum(sizes)} of {num_items}")
+    return bounds
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import (
     ConfigDict,
@@ -62,9 +62,9 @@ class WorkItem(Message):
     rollout_id: str
     prompt_id: str
     messages: list[dict[str, str]]
-    answer: Any = None
+    answer: object = None
     has_answer: bool = False
-    info: dict[str, Any] = {}
+    info: dict[str, object] = {}
     sample_index: int
     attempt: int
     seed: int
@@ -120,7 +120,7 @@ class FailureBody(ErrorBody):
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _known(cls, kind: Any) -> Any:
+    def _known(cls, kind: object) -> object:
         return kind if kind in [*FailureKind] else FailureKind.AGENT_CRASH
 
 
@@ -249,10 +249,10 @@ class ChatTokenizer(Protocol):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        settings: Mapping[str, object] | None = None,
         is_open: bool = True,
     ) -> str:
         """Return the chat, with the beginning of the next answer if `is_open`.
