@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import options, random_qwen3, reported
+from common import options, random_qwen3, reported, trainer_spec
 from engine_replies import ask
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
 from asyncrl.journal.schema import encode_trajectory
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt
 from asyncrl.messages.sampling import SamplingRequest
@@ -31,7 +31,7 @@ from asyncrl.messages.tokens import SUPPORT, Tokens, in_journal
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.trainer_client import TrainerSpec, pack_groups
+from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -59,7 +59,6 @@ def main() -> None:
         reported("sampling_replay", is_kept=arguments.write),
     ):
         scratch = Path(folder)
-        (scratch / "staging").mkdir()
         model = arguments.model
         if model is None:
             model = scratch / "model"
@@ -86,7 +85,7 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
         dtype="float32",
         device="cpu",
         slots=16,
-        max_length=128,
+        max_length=160,
         deterministic=False,
     )
     engine = build_engine(spec)
@@ -95,20 +94,7 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
     engine.stop()
     # At this rate a step changes no weight.
     trainer = TrainerConfig(learning_rate=1e-30, micro_batch_tokens=2048)
-    rank = TrainerRank(
-        TrainerSpec.model_validate(
-            {
-                "model_path": str(model),
-                "device": "cpu",
-                "dtype": "float32",
-                "trainer": trainer.model_dump(),
-                "algorithm": AlgorithmConfig().model_dump(),
-                "staging_dir": str(scratch / "staging"),
-                "record_path": str(scratch / "trained.jsonl"),
-                "measures_gap": True,
-            }
-        )
-    )
+    rank = TrainerRank(trainer_spec(model, scratch, trainer=trainer, measures_gap=True))
     print(
         "cut                              supports  mean ratio  outside 0.9..1.1   s/step"
     )
