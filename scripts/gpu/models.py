@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from common import trainer_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -117,19 +118,14 @@ def make_spec(
     **values: Any,
 ) -> TrainerSpec:
     """Return the spec of a trainer in this process."""
-    (bench.folder / "staging").mkdir(exist_ok=True)
-    return TrainerSpec.model_validate(
-        {
-            "model_path": str(model),
-            "dtype": "bfloat16",
-            "device": bench.device,
-            "trainer": TrainerConfig(**(trainer or {})).model_dump(),
-            "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
-            "measures_gap": False,  # a random batch has no engine logprobs
-            "staging_dir": bench.folder / "staging",
-            "record_path": bench.folder / "trained.jsonl",
-            **values,
-        }
+    given = {"dtype": "bfloat16", "device": bench.device} | values
+    return trainer_spec(
+        model,
+        bench.folder,
+        trainer=TrainerConfig(**(trainer or {})),
+        algorithm=AlgorithmConfig(**(algorithm or {})),
+        measures_gap=False,  # a random batch has no engine logprobs
+        **given,
     )
 
 
