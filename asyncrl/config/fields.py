@@ -18,6 +18,8 @@ class FrozenConfig(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        # JSON has no infinite numbers: a child process would read null.
+        allow_inf_nan=False,
     )
     free_keys: ClassVar[Collection[str]] = ()
     """Keys that change no computed value, so that a resume accepts any (`*` = all)."""

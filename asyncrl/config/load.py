@@ -156,7 +156,7 @@ def checked(
 
 
 def _texts(values: object) -> Iterator[tuple[str, str]]:
-    """Yield each text in a config, with its key. YAML's aliases may put a list into
+    """Yield each text in a config, names of keys included, with its key. YAML's aliases may put a list into
     itself, or a list of lists a million times: each is read once.
     """
     waiting: list[tuple[str, object]] = [("", values)]
@@ -168,7 +168,10 @@ def _texts(values: object) -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping | list) and id(value) not in read:
             read.add(id(value))
             inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += ((f"{key}.{name}".removeprefix("."), one) for name, one in inner)
+            for name, one in inner:
+                waiting.append((f"{key}.{name}".removeprefix("."), one))
+                # The next to be read: a place cannot be printed before its names are.
+                waiting.append((f"a key of {key or 'the top level'}", name))
 
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:

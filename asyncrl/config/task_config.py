@@ -118,7 +118,7 @@ class TaskConfig(FrozenConfig):
 
     name: Name | None = None
     """Task name in prompt ids, metrics and overrides (none = from its source)."""
-    share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    share: PositiveFloat | None = None
     """Share of the prompts, relative to the other tasks (none = equal shares)."""
     python: str | None = None
     """`module:Class` of a custom task, built with `args` and the run's seed."""

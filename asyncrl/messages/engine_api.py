@@ -20,7 +20,7 @@ class LatencyModel(Message):
     """rollout.engine=simulated."""
 
     # `asyncrl keys` prints them
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
     decode_step_s: PositiveFloat = 0.002
     """Seconds of a decode step, regardless of the number of sequences."""
