@@ -217,9 +217,9 @@ class UserCalls:
         call.add_done_callback(self._hung.discard)
         self.num_abandoned += 1
         if self.num_abandoned == 1:
-            what = f"a call of {self.name} kept running after the time limit"
             self._warn(
-                f"{what}. The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
+                f"a call of {self.name} kept running after the time limit. "
+                f"The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
             )
 
 
@@ -339,7 +339,9 @@ def load_loss(spec: str) -> Callable[..., Any]:
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
-    usage = "advantage(reward_B, group_B)"
     return load_function(
-        spec, "algorithm.advantage", usage=usage, arguments=(None, None)
+        spec,
+        "algorithm.advantage",
+        usage="advantage(reward_B, group_B)",
+        arguments=(None, None),
     )

@@ -127,6 +127,11 @@ class GeneratorConfig(FrozenConfig):
     def is_harness(self) -> bool:
         return self.remote or kind_of(self) is not None
 
+    @property
+    def brings_reward(self) -> bool:
+        """Return whether the harness may bring the reward itself; else the task must."""
+        return self.is_harness and self.outcomes != "none"
+
     def conflicts(self) -> Iterator[str]:
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]

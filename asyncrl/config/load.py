@@ -43,11 +43,11 @@ class _KeysOnce(yaml.SafeLoader):
             # YAML keeps the last one, so an edit of the first would silently have no
             # effect.
             if key.value in lines:
-                what = (
-                    f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
-                )
                 raise yaml.constructor.ConstructorError(
-                    None, None, what, key.start_mark
+                    None,
+                    None,
+                    f"{key.value} appears twice, in lines {lines[key.value]} and {line}",
+                    key.start_mark,
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
@@ -151,8 +151,10 @@ def checked(
                 if key in lines
                 else key + separator + message
             )
-        way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
-        raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
+        raise ConfigError(
+            "\n  ".join(lines.values()),
+            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` starts no run.",
+        ) from error
 
 
 def _texts(values: object) -> Iterator[tuple[str, str]]:
