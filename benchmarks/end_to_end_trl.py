@@ -35,7 +35,6 @@ os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 import pyarrow as pa
 import torch
-from common import plain_options
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -116,7 +115,9 @@ def make_config(config: RunConfig, arguments: argparse.Namespace) -> GRPOConfig:
 
 def main() -> None:
     """Train as the config says."""
-    parser = plain_options(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--run-dir", type=Path, required=True)

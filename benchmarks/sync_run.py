@@ -10,6 +10,7 @@ other: at max_staleness 0 they must agree bit for bit.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import tempfile
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from common import plain_options
 from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
@@ -190,7 +190,9 @@ class SyncRun:
 
 def main() -> None:
     """Run one config."""
-    parser = plain_options(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--run-dir", type=Path, required=True)
