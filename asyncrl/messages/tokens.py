@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -232,29 +232,19 @@ class Tokens:
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
         bounds = bounds_of(sizes, len(self.ids))
-        names = [*self.columns]
-        # A zip of no columns is empty, and the zip below would then return no parts at
-        # all.
-        columns: Iterable[tuple[Values, ...]] = repeat(())
-        if names:
-            columns = zip(
-                *(_split(values, bounds) for values in self.columns.values()),
-                strict=True,
-            )
         spans = _split_spans(self.spans, bounds)
-        calls: Iterable[list[CallSpan]] = repeat([])
-        if self.calls:
-            calls = _split_spans(self.calls, bounds)
+        calls = _split_spans(self.calls, bounds)
+        columns = {
+            name: _split(values, bounds) for name, values in self.columns.items()
+        }
         return [
             Tokens(
                 self.ids[start:end],
-                tuple(of_part),
-                dict(zip(names, values, strict=True)),
-                tuple(of_calls),
+                tuple(spans[part]),
+                {name: parts[part] for name, parts in columns.items()},
+                tuple(calls[part]),
             )
-            for (start, end), of_part, values, of_calls in zip(
-                bounds, spans, columns, calls, strict=False
-            )
+            for part, (start, end) in enumerate(bounds)
         ]
 
     def copy(self) -> Tokens:
