@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import options, random_qwen3, reported
+from common import options, random_qwen3, reported, trainer_spec
 from engine_replies import ask
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
 from asyncrl.engines.pool import SegmentJoin
 from asyncrl.journal.schema import encode_trajectory
 from asyncrl.messages.records import (
@@ -40,7 +40,7 @@ from asyncrl.messages.tokens import SUPPORT, Tokens, in_journal
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.trainer_client import TrainerSpec, pack_groups
+from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -69,7 +69,6 @@ def main() -> None:
         reported("sampling_replay", is_kept=arguments.write),
     ):
         scratch = Path(folder)
-        (scratch / "staging").mkdir()
         model = arguments.model
         if model is None:
             model = scratch / "model"
@@ -106,20 +105,7 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
     engine.stop()
     # At this rate a step changes no weight.
     trainer = TrainerConfig(learning_rate=1e-30, micro_batch_tokens=2048)
-    rank = TrainerRank(
-        TrainerSpec.model_validate(
-            {
-                "model_path": str(model),
-                "device": "cpu",
-                "dtype": "float32",
-                "trainer": trainer.model_dump(),
-                "algorithm": AlgorithmConfig().model_dump(),
-                "staging_dir": str(scratch / "staging"),
-                "record_path": str(scratch / "trained.jsonl"),
-                "measures_gap": True,
-            }
-        )
-    )
+    rank = TrainerRank(trainer_spec(model, scratch, trainer=trainer, measures_gap=True))
     print(f"{'call':54} replay    mean ratio  outside 0.9..1.1   s/step")
     for name, (header, arrays) in batches.items():
         bare = arrays.kept(lambda column: column.name != SUPPORT)

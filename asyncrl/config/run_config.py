@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
@@ -16,7 +15,7 @@ from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.demonstrations_config import DemonstrationsConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
@@ -44,7 +43,7 @@ class RunConfig(FrozenConfig):
 
     free_keys: ClassVar = ("launcher",)
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""
     launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
     """Launcher of the run's processes. local: this machine. ray: the Ray cluster of
@@ -153,21 +152,23 @@ class RunConfig(FrozenConfig):
         return max((one.slots for one in self.evals.values()), default=0)
 
     @property
+    def all_tasks(self) -> list[TaskConfig]:
+        """Return the tasks of training and of evaluations."""
+        return [*self.tasks.values(), *(each.task for each in self.evals.values())]
+
+    @property
     def reward_models(self) -> list[RewardModelConfig]:
-        """Return the distinct reward models of tasks and evaluations."""
-        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
-        return list(
-            dict.fromkeys(
-                task.reward_model for task in tasks if task.reward_model is not None
-            )
-        )
+        """Return the distinct reward models of all tasks."""
+        models = (task.reward_model for task in self.all_tasks)
+        return list(dict.fromkeys(model for model in models if model is not None))
 
     @property
     def served_judges(self) -> list[JudgeConfig]:
         """Return the distinct judges that the run serves."""
-        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
-        judges = (task.judge for task in tasks if task.judge is not None)
-        return list(dict.fromkeys(judge for judge in judges if judge.is_served))
+        judges = (task.judge for task in self.all_tasks)
+        return list(
+            dict.fromkeys(judge for judge in judges if judge and judge.is_served)
+        )
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -236,28 +237,23 @@ class RunConfig(FrozenConfig):
         has_own = self.rollout.sampling.adjustment is not None
         return has_own or self.gateway.honours_sampling
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        # Only the first conflict is shown: the ones after it are often its
-        # consequences.
-        conflicts = itertools.chain(
-            self._batch_conflicts(),
-            self._engine_conflicts(),
-            self._checkpoint_conflicts(),
-            self._eval_conflicts(),
-            self._algorithm_conflicts(),
-            self._limit_conflicts(),
-            self._critic_conflicts(),
-            self._demonstration_conflicts(),
-            self._teacher_conflicts(),
-            self._task_conflicts(),
-            self._reward_conflicts(),
-            self._posted_conflicts(),
-            self._generator_conflicts(),
-        )
-        for conflict in conflicts:
-            raise ValueError(conflict)
-        return self
+    def conflicts(self) -> Iterator[str]:
+        for part in (
+            self._batch_conflicts,
+            self._engine_conflicts,
+            self._checkpoint_conflicts,
+            self._eval_conflicts,
+            self._algorithm_conflicts,
+            self._limit_conflicts,
+            self._critic_conflicts,
+            self._demonstration_conflicts,
+            self._teacher_conflicts,
+            self._task_conflicts,
+            self._reward_conflicts,
+            self._posted_conflicts,
+            self._generator_conflicts,
+        ):
+            yield from part()
 
     def _batch_conflicts(self) -> Iterator[str]:
         num_groups = self.trainer.num_groups
@@ -425,11 +421,10 @@ class RunConfig(FrozenConfig):
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
-        labelled = [name for name, task in tasks.items() if task.labels]
-        is_labelled = bool(labelled) or any(
-            one.task.labels for one in self.evals.values()
+        is_labelled = any(task.labels for task in self.all_tasks)
+        is_remote = all(
+            self.generators[name].remote for name, task in tasks.items() if task.labels
         )
-        is_remote = all(self.generators[name].remote for name in labelled)
         if is_labelled and not (self.generator.remote and is_remote):
             yield (
                 "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
@@ -437,31 +432,23 @@ class RunConfig(FrozenConfig):
             )
 
     def _posted_conflicts(self) -> Iterator[str]:
-        harnesses = self.harnesses
-        is_later = self.generator.outcomes == "later"
-        if any(each.outcomes == "later" for each in harnesses) and (
-            len(harnesses) > 1 or not is_later
-        ):
+        is_later = any(each.outcomes == "later" for each in self.harnesses)
+        if is_later and self.harnesses != [self.generator]:
             yield "outcomes=later is for one program; set it in `generator`, and no other task.generator"
         for name, task in self.tasks.items():
-            is_later = self.generators[name].outcomes == "later"
-            if is_later and task.reward is not None:
+            if self.generators[name].outcomes == "later" and task.reward is not None:
                 key = f"{key_of('task', name)}.reward"
                 yield f"generator.outcomes=later takes only posted rewards; remove {key}"
 
     def _reward_conflicts(self) -> Iterator[str]:
         models = self.reward_models
-        if len(models) > 1:
-            first, second, *_ = models
-            key = next(
-                name
-                for name in RewardModelConfig.model_fields
-                if getattr(first, name) != getattr(second, name)
-            )
-            yield (
-                f"task.reward.model.{key} is {getattr(first, key)} and {getattr(second, key)}; a run has one "
-                "reward model, so give all tasks and evaluations the same section"
-            )
+        for key in RewardModelConfig.model_fields:
+            given = dict.fromkeys(getattr(model, key) for model in models)
+            if len(given) > 1:
+                yield (
+                    f"task.reward.model.{key} is {' and '.join(map(str, given))}; a run has one reward "
+                    "model, so give all tasks and evaluations the same section"
+                )
         judges = self.served_judges
         for key in ("model", "revision", "engine", "max_length"):
             if len(values := {str(getattr(judge, key)) for judge in judges}) > 1:
@@ -482,25 +469,20 @@ class RunConfig(FrozenConfig):
         is_used = any(task.generator is None for task in self.tasks.values())
         if generator.is_harness and not is_used and self.eval is None:
             yield "every task has its `generator`, so that of the run has no use; remove it"
-        generators = self.generators
         for name, task in self.tasks.items():
-            if task.verifiers != (generators[name].verifiers is not None):
+            if task.verifiers != (self.generators[name].verifiers is not None):
                 yield f"set both generator.verifiers and {key_of('task', name)}.verifiers, or none"
         num_played = sum(one.task.verifiers for one in self.evals.values())
         num_evals = 0 if generator.verifiers is None else len(self.evals)
         if num_played not in (0, num_evals):
             yield "eval.task.verifiers needs generator.verifiers, and is set for all evaluations or for none"
-        # A harness may bring the reward itself; with outcomes=none the task must.
-        has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
-            own = generators[name]
-            is_paid = own.is_harness and own.outcomes != "none"
-            if not task.has_score and not is_paid:
+            if not task.has_score and not self.generators[name].brings_reward:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
+        # Nobody posts rewards later for evaluations.
+        is_paid = generator.brings_reward and generator.outcomes != "later"
         for name, one in self.evals.items():
-            # Nobody posts rewards later for evaluations.
-            is_at_once = has_harness and generator.outcomes != "later"
-            if not one.task.has_score and not (is_at_once and self.evaluates_agent):
+            if not one.task.has_score and not (is_paid and self.evaluates_agent):
                 yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 

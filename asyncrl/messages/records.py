@@ -27,6 +27,8 @@ Number = Annotated[
     float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
 ]
 
+Count = Annotated[int, Field(ge=1)]
+
 State = Annotated[str, Field(min_length=1, max_length=256)]
 """Key of an environment's state. A longer one can be hashed."""
 
@@ -69,7 +71,7 @@ class Adjustment:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def read_bias(plain: Mapping[Any, float]) -> dict[int, float]:
+def read_bias(plain: Mapping[str, float] | Mapping[int, float]) -> dict[int, float]:
     """Return a bias with ids as numbers; keys of JSON are text."""
     return {int(token_id): bias for token_id, bias in plain.items()}
 
