@@ -17,6 +17,7 @@ import pytest
 import torch
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
+from pydantic import ValidationError
 from tiny_model import make_tiny_model
 from token_cases import trajectory_of
 from trainer_cases import (
@@ -29,14 +30,23 @@ from trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
+from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.base.http import Caller, Refused
+from asyncrl.config import AlgorithmConfig, RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
-from asyncrl.messages.tokens import SUPPORT, TEACHER, Ragged, Tokens
+from asyncrl.messages.tokens import (
+    SUPPORT,
+    TEACHER,
+    TEACHER_IDS,
+    TEACHER_TOP,
+    Ragged,
+    Tokens,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 # one process imports the modules that they fork
@@ -90,6 +100,22 @@ def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.nda
     return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
 
 
+def check_tops(
+    model: Any, branch: Trajectory, temperature: float, has_term: np.ndarray
+) -> None:
+    ids, logprobs = (branch.tokens.column(name) for name in (TEACHER_IDS, TEACHER_TOP))
+    if not has_term.any():
+        assert not len(ids.values)
+        return
+    tokens = torch.from_numpy(branch.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1] / temperature
+    top = torch.log_softmax(logits, -1)[has_term[1:]].topk(4)
+    assert ids.sizes.tolist() == (4 * has_term).tolist()
+    assert ids.values.tolist() == top.indices.flatten().tolist()
+    np.testing.assert_allclose(logprobs.values, top.values.flatten(), atol=2e-5)
+
+
 def test_teachers_logprobs_equal_a_plain_forwards(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -104,7 +130,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, on_lost=None)
+        teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
         found = await asyncio.gather(
             *(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS])
         )
@@ -130,6 +156,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
             is_cut = branch.tokens.column(SUPPORT).sizes > 0
             expected[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
             np.testing.assert_allclose(taught(branch.tokens), expected, atol=2e-5)
+            check_tops(model, branch, temperature, branch.loss_mask & ~is_cut)
 
 
 def test_gradient_follows_reward_and_reverse_kl(
@@ -159,6 +186,159 @@ def test_gradient_follows_reward_and_reverse_kl(
     assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(
         divergence, abs=1e-5
     )
+
+
+TEMPERATURE = 0.7
+LOSSES = [
+    ({"distill_loss": "topk_reverse_kl"}, 1.0),
+    ({"distill_loss": "jsd", "distill_beta": 0}, 0.0),
+    ({"distill_loss": "jsd", "distill_beta": 0.3}, 0.3),
+]
+
+
+def student_logits(model: Any, header: Any, arrays: Tokens) -> torch.Tensor:
+    """Logits before all sampled tokens, [M, V]."""
+    parts = []
+    for entry in header.trajectories:
+        ids = torch.from_numpy(arrays.ids[entry.start : entry.end].astype(np.int64))
+        mask = torch.from_numpy(arrays.is_sampled[entry.start + 1 : entry.end])
+        parts.append(model(input_ids=ids[None]).logits[0, :-1][mask])
+    return torch.cat(parts)
+
+
+def trl_loss(
+    student_MV: torch.Tensor, teacher_MV: torch.Tensor, top_k: int, beta: float
+) -> torch.Tensor:
+    """TRL's loss over the whole vocabulary, or over the top_k and a bucket, mean over
+    tokens.
+    """
+    from trl.experimental.gkd import gkd_trainer
+    from trl.experimental.server_distillation import server_distillation_trainer as trl
+
+    if top_k == VOCABULARY:
+        dense: torch.Tensor = gkd_trainer.GKDTrainer.generalized_jsd_loss(
+            student_MV[None],
+            teacher_MV[None],
+            beta=beta,
+            temperature=TEMPERATURE,
+            reduction="sum",
+        )
+        return dense / len(student_MV)
+    student, teacher = (
+        torch.log_softmax(logits / TEMPERATURE, -1)
+        for logits in (student_MV, teacher_MV)
+    )
+    chosen = teacher.topk(top_k).indices
+    is_valid = torch.ones_like(chosen, dtype=torch.bool)
+    (student, mask), (teacher, _) = (
+        trl._add_tail_bucket(logprobs.gather(-1, chosen), is_valid)
+        for logprobs in (student, teacher)
+    )
+    sparse: torch.Tensor = trl._jsd_divergence(student, teacher, beta, mask)
+    return sparse.sum(-1).mean()
+
+
+# TRL's import is no warning of ours.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_plain_head", [True, False])
+@pytest.mark.parametrize("top_k", [1, 8, VOCABULARY])
+@pytest.mark.parametrize(("settings", "beta"), LOSSES)
+def test_losses_over_likeliest_tokens_equal_trls(
+    make_step: MakeStep,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    beta: float,
+    top_k: int,
+    has_plain_head: bool,
+) -> None:
+    header, arrays = make_batch()
+    num_sampled = int(arrays.is_sampled.sum())
+    teacher_MV = 2 * torch.randn(
+        num_sampled, VOCABULARY, generator=torch.Generator().manual_seed(3)
+    )
+    top = torch.log_softmax(teacher_MV / TEMPERATURE, -1).topk(top_k)
+    sizes = np.where(arrays.is_sampled, top_k, 0).astype(np.int32)
+    arrays = changed(
+        arrays,
+        teacher_logprobs=np.zeros(len(sizes), np.float32),
+        teacher_ids=Ragged(top.indices.flatten().numpy().astype(np.int32), sizes),
+        teacher_top_logprobs=Ragged(top.values.flatten().numpy(), sizes),
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    student_MV = student_logits(model, header, arrays)
+    loss = 0.3 * trl_loss(student_MV, teacher_MV, top_k, beta)
+    loss.backward()
+    algorithm = {"distill_weight": 0.3, "reward_weight": 0, "distill_top_k": top_k}
+    step = make_step(algorithm=algorithm | settings, temperature=TEMPERATURE)
+    plan = replace(step.policy.plan, has_plain_head=has_plain_head)
+    monkeypatch.setattr(step.policy, "plan", plan)
+    # Several slices of the vocabulary.
+    monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 16)
+    monkeypatch.setattr(policy_module, "MIN_SLICE", 20)
+    metrics = step.forward_backward(header, arrays)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_forward_kl_of_samples_is_the_gradient_of_the_whole() -> None:
+    student_V = torch.randn(6, requires_grad=True)
+    teacher_V = torch.log_softmax(torch.randn(6), -1)
+    current_V = torch.log_softmax(student_V, -1)
+    behaviour_V = current_V.detach()
+    advantage_V = losses.distillation(behaviour_V, teacher_V, "forward_kl")
+    # The mean over all samples, each as often as the student draws it.
+    surrogate = -(behaviour_V.exp() * advantage_V * current_V).sum()
+    divergence = (teacher_V.exp() * (teacher_V - current_V)).sum()
+    found, expected = (
+        torch.autograd.grad(one, student_V, retain_graph=True)[0]
+        for one in (surrogate, divergence)
+    )
+    assert float((teacher_V - behaviour_V).exp().max()) < losses.MOST_RATIO
+    torch.testing.assert_close(found, expected)
+    rare = losses.distillation(torch.tensor([-30.0]), torch.tensor([0.0]), "forward_kl")
+    assert rare.tolist() == [losses.MOST_RATIO - 1]
+
+
+def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> None:
+    header, arrays = make_batch()
+    lists = [[VOCABULARY] if is_sampled else [] for is_sampled in arrays.is_sampled]
+    broken = changed(arrays, teacher_ids=Ragged.of(lists, "<i4"))
+    with pytest.raises(Refused, match=f"ids {VOCABULARY} to {VOCABULARY}"):
+        make_step().forward_backward(header, broken)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distill_loss": "jsd"},
+        {"distill_weight": 1, "distill_top_k": 8},
+        {"distill_weight": 1, "distill_loss": "topk_reverse_kl", "distill_beta": 0.2},
+    ],
+)
+def test_distill_setting_without_effect_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="has no effect with distill_"):
+        AlgorithmConfig(**settings)
+
+
+def test_more_likeliest_tokens_than_the_model_has_are_refused(
+    tiny_model_dir: Path,
+) -> None:
+    algorithm = {"distill_weight": 1, "distill_loss": "jsd", "distill_top_k": 1024}
+    config = {
+        "model": {"path": str(tiny_model_dir)},
+        "task": {"files": ["x"], "reward": "math"},
+        "teacher": {"path": str(tiny_model_dir)},
+        "algorithm": algorithm,
+    }
+    found = RunConfig.model_validate(config)
+    with pytest.raises(ConfigError, match=r"distill_top_k=1024, and the model has \d+"):
+        find_models(found, HFChatTokenizer(tiny_model_dir))
+    with pytest.raises(ValidationError, match="1024"):
+        AlgorithmConfig(**algorithm | {"distill_top_k": 1025})
 
 
 def test_teacher_of_other_tokens_is_refused(

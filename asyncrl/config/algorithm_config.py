@@ -85,9 +85,20 @@ class AlgorithmConfig(FrozenConfig):
     k1).
     """
     distill_weight: float = Field(default=0.0, ge=0)
-    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher
-    - behaviour logprob) (0 = off).
+    """Weight of the distance to the teacher: in advantages, or in the loss for a
+    distill_loss over the teacher's likeliest tokens (0 = off).
     """
+    distill_loss: Literal["reverse_kl", "forward_kl", "topk_reverse_kl", "jsd"] = (
+        "reverse_kl"
+    )
+    """Distance to the teacher: KL(student || teacher) or KL(teacher || student) by
+    sampled tokens; or KL(student || teacher) or the generalised JSD over the teacher's
+    likeliest tokens and one bucket for all others.
+    """
+    distill_top_k: int = Field(default=16, ge=1, le=1024)
+    """The teacher's likeliest tokens that topk_reverse_kl and jsd compare."""
+    distill_beta: float = Field(default=0.5, ge=0, le=1)
+    """Beta of jsd: 0 is KL(teacher || student), 1 KL(student || teacher)."""
     reward_weight: float = Field(default=1.0, ge=0)
     """Weight of the reward's advantage (0 = only distillation)."""
     sft_weight: float = Field(default=0.0, ge=0)
@@ -130,6 +141,31 @@ class AlgorithmConfig(FrozenConfig):
         if self.sft_steps == 0:
             return self.sft_weight
         return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
+
+    @property
+    def teacher_top_k(self) -> int:
+        """The likeliest tokens that a teacher reports (0: only the sampled one)."""
+        is_sampled = self.distill_loss in ("reverse_kl", "forward_kl")
+        return 0 if is_sampled else self.distill_top_k
+
+    @model_validator(mode="after")
+    def _distills(self) -> Self:
+        given = self.given("distill_loss", "distill_top_k", "distill_beta")
+        if given and self.distill_weight == 0:
+            raise ValueError(
+                f"{given[0]} has no effect with distill_weight=0; set distill_weight, or remove it"
+            )
+        users = {
+            "distill_top_k": ("topk_reverse_kl", "jsd"),
+            "distill_beta": ("jsd",),
+        }
+        for name in self.given(*users):
+            if self.distill_loss not in users[name]:
+                raise ValueError(
+                    f"{name} has no effect with distill_loss={self.distill_loss}; set distill_loss="
+                    f"{users[name][-1]}, or remove it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _terms_agree(self) -> Self:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
@@ -14,7 +15,14 @@ from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-from asyncrl.messages.tokens import SUPPORT, TEACHER
+from asyncrl.messages.tokens import (
+    SUPPORT,
+    TEACHER,
+    TEACHER_IDS,
+    TEACHER_TOP,
+    Ragged,
+    Values,
+)
 
 
 class Teacher(RoleClient):
@@ -23,18 +31,20 @@ class Teacher(RoleClient):
         caller: Caller,
         *,
         temperature: float,
+        top_k: int = 0,
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
         self._temperature = temperature
+        self._top_k = top_k
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
         return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
 
     async def judge(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with teacher_logprobs in each branch."""
+        """Return the rollout with the columns of the teacher in each branch."""
         return tuple([await self._judge(branch) for branch in rollout])
 
     async def _judge(self, branch: Trajectory) -> Trajectory:
@@ -49,6 +59,7 @@ class Teacher(RoleClient):
             token_ids=branch.token_ids[:end].tolist(),
             start=start,
             temperature=self._temperature,
+            top_k=self._top_k,
         )
         answer = await self.call("/score", request, ScoreResponse)
         found = np.array(answer.logprobs, np.float32)
@@ -62,19 +73,44 @@ class Teacher(RoleClient):
             raise EngineError(
                 self.name, what, rule=rule, way_out=f"read {self.name}'s log."
             )
-        logprobs = np.zeros(len(branch.token_ids), np.float32)
-        logprobs[start:end] = found
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
-        logprobs[~branch.loss_mask] = 0.0
+        has_term = branch.loss_mask.copy()
         # Under a grammar or from adjusted logits the teacher would have sampled other
         # tokens: no term.
         for span in branch.tokens.calls:
-            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[
-                span.start : span.end
-            ]
+            has_term[span.start : span.end] = False
         # The same for a call of an agent with its own top_p, top_k or min_p.
-        is_cut = branch.tokens.column(SUPPORT).sizes > 0
-        logprobs[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
+        has_term &= branch.tokens.column(SUPPORT).sizes == 0
+        logprobs = branch.tokens.behaviour_logprobs.copy()
+        logprobs[has_term] = found[has_term[start:end]]
         self._num_scored += len(places)
-        return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))
+        columns: dict[str, Values] = {TEACHER: logprobs}
+        if self._top_k > 0:
+            columns |= self._tops(answer, has_term, slice(start, end))
+        return replace(branch, tokens=branch.tokens.with_columns(columns))
+
+    def _tops(
+        self,
+        answer: ScoreResponse,
+        has_term: npt.NDArray[np.bool_],
+        scored: slice,
+    ) -> dict[str, Values]:
+        """Return the columns of the likeliest ids, of tokens with a term."""
+        num_entries = (scored.stop - scored.start) * self._top_k
+        ids = np.array(answer.top_ids, np.int32)
+        logprobs = np.array(answer.top_logprobs, np.float32)
+        is_whole = len(ids) == len(logprobs) == num_entries
+        if not is_whole or not np.isfinite(logprobs).all():
+            raise EngineError(
+                self.name,
+                f"answered {len(ids)} likeliest ids with {len(logprobs)} logprobs, of {num_entries}",
+                rule=f"{self._top_k} ids with finite logprobs a token",
+                way_out=f"read {self.name}'s log.",
+            )
+        is_kept = np.repeat(has_term[scored], self._top_k)
+        sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
+        return {
+            TEACHER_IDS: Ragged(ids[is_kept], sizes),
+            TEACHER_TOP: Ragged(logprobs[is_kept], sizes),
+        }

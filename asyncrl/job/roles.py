@@ -155,7 +155,10 @@ def _teacher_launch(order: ServerOrder) -> Launch:
 
 def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
     return Teacher(
-        caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost
+        caller,
+        temperature=order.config.rollout.temperature,
+        top_k=order.config.algorithm.teacher_top_k,
+        on_lost=order.on_lost,
     )
 
 

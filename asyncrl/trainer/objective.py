@@ -41,7 +41,12 @@ from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
-from asyncrl.trainer.supports import SupportSets, check_supports
+from asyncrl.trainer.supports import (
+    SupportSets,
+    TeacherRows,
+    check_supports,
+    check_teacher_ids,
+)
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
 
@@ -83,6 +88,7 @@ def check_batch(
         )
     check_supports(arrays, vocab_size)
     check_adjusted(arrays, vocab_size)
+    check_teacher_ids(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
@@ -379,11 +385,16 @@ class Objective:
         settings = self.settings
         assert TEACHER in batch.arrays.columns, "every rollout has passed the teacher"
         teacher_N = batch.arrays.column(TEACHER)
+        taught_N = settings.reward_weight * advantage_N
+        # A loss over several tokens has a gradient of its own (micro_loss).
+        if settings.teacher_top_k > 0:
+            return taught_N
         has_loss = batch.has_loss
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[has_loss])
         teacher_M = torch.from_numpy(teacher_N[has_loss])
-        distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
-        taught_N = settings.reward_weight * advantage_N
+        distilled_M = losses.distillation(
+            behaviour_M, teacher_M, settings.distill_loss
+        ).numpy()
         taught_N[has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
@@ -447,8 +458,11 @@ class Objective:
         current_M: Tensor,
         batch: BatchNumbers,
         step: StepNumbers,
+        entry_E: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
-        """Return this part of the loss, and sums of statistics, without a device sync."""
+        """Return this part of the loss, and sums of statistics, without a device sync.
+        `entry_E`: logprobs of micro.teacher's entries, with gradient.
+        """
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             values_M = torch.from_numpy(values_N[micro.source_M])
@@ -512,10 +526,28 @@ class Objective:
             teacher_M = over_tokens(batch.arrays.column(TEACHER))
             kl_M = losses.kl(detached_M, teacher_M, "k1")
             stats["kl_teacher"] = kl_M.sum()
+        if micro.teacher is not None and entry_E is not None:
+            loss_M = loss_M + self._distance(micro.teacher, entry_E, len(loss_M))
         weight_S = to_device(step.weight_S[micro.trajectory_S], current_M.device)
         weight_M = weight_S[micro.sequence_M]
         loss = (loss_M * weight_M).sum()
         return loss, stats
+
+    def _distance(
+        self, teacher: TeacherRows, student_E: Tensor, num_tokens: int
+    ) -> Tensor:
+        # Exact at each sampled place, so neither the ratio nor a correction weighs it.
+        # Like the KL to the initial weights, it comes after the masks.
+        settings = self.settings
+        is_reverse = settings.distill_loss == "topk_reverse_kl"
+        distance_M = losses.divergence(
+            student_E,
+            teacher.teacher_E,
+            teacher.token_E,
+            num_tokens,
+            1.0 if is_reverse else settings.distill_beta,
+        )
+        return settings.distill_weight * distance_M
 
     def _proximal(
         self,
