@@ -5,8 +5,10 @@ dies.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import job_runs
 import numpy as np
 import pytest
 import torch
+import yaml
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from pydantic import ValidationError
@@ -36,6 +39,8 @@ from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
+from asyncrl.job.roles import extra_servers
+from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
     SUPPORT,
@@ -132,7 +137,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
         caller = Caller("teacher", url, SECRET)
         teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
         found = await asyncio.gather(
-            *(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS])
+            *(teacher.judge(rollout, "") for rollout in [*ROLLOUTS, *ROLLOUTS])
         )
         await caller.aclose()
         return found
@@ -361,6 +366,22 @@ def test_teacher_of_other_tokens_is_refused(
         find_models(RunConfig.model_validate(config), ours)
 
 
+def test_two_teachers_of_one_task_are_refused() -> None:
+    tasks = [{"python": "a:B"}, {"python": "a:C", "name": "c"}]
+    teachers = [{"path": "a", "tasks": ["B", "c"]}, {"path": "b", "tasks": ["c"]}]
+    config = {
+        "model": {"path": "m"},
+        "task": tasks,
+        "teacher": teachers,
+        "algorithm": {"distill_weight": 1},
+    }
+    with pytest.raises(ValidationError, match=r"task\.c has 2 teachers; name each"):
+        RunConfig.model_validate(config)
+    teachers[0]["tasks"] = ["B"]
+    roles = extra_servers(RunConfig.model_validate(config))
+    assert [*roles] == ["teacher-0", "teacher-1"]
+
+
 # ---- runs
 
 
@@ -369,6 +390,46 @@ def divergences(run_dir: Path) -> list[float]:
         step["policy/kl_teacher"]
         for step in job_runs.read_lines(run_dir / "metrics.jsonl")
     ]
+
+
+@pytest.mark.slow
+def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
+    scratch = ScratchConfig(**job_runs.CONFIG["model"]["scratch"])
+    folders = {"words": tmp_path / "a", "letters": tmp_path / "b"}
+    for seed, folder in enumerate(folders.values(), 11):
+        make_scratch_model(ScratchSpec(out=folder, seed=seed, scratch=scratch))
+    config = job_runs.write_config(
+        tmp_path,
+        algorithm={"distill_weight": 1.0, "distill_loss": "jsd", "distill_top_k": 4},
+        trainer={"num_steps": 2},
+    )
+    values = yaml.safe_load(config.read_text())
+    values["task"] = [job_runs.CONFIG["task"] | {"name": name} for name in folders]
+    values["teacher"] = [
+        {"path": str(folder), "tasks": [name]} for name, folder in folders.items()
+    ]
+    config.write_text(json.dumps(values))
+    run_dir = tmp_path / "run"
+    ended = job_runs.run(config, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    with reading(run_dir / "journal.sqlite") as connection:
+        groups = [read_batch(connection, version).groups for version in range(2)]
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(folder)
+        for name, folder in folders.items()
+    }
+    num_scored = Counter[str]()
+    for group in itertools.chain.from_iterable(groups):
+        model = models[group.prompt.task]
+        for branch in group.trajectories:
+            mask = branch.loss_mask
+            expected = plain_logprobs(model, branch, 1.0)[mask[1:]]
+            np.testing.assert_allclose(taught(branch.tokens)[mask], expected, atol=2e-5)
+            check_tops(model, branch, 1.0, mask)
+            num_scored[group.prompt.task] += int(mask.sum())
+    assert len(num_scored) == 2
+    last = job_runs.read_lines(run_dir / "metrics.jsonl")[-1]
+    assert last["teacher/tokens"] >= num_scored.total(), "of both teachers"
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
-from asyncrl.config.teacher_config import TeacherConfig
+from asyncrl.config.teacher_config import TeacherConfig, Teachers
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
@@ -72,8 +72,8 @@ class RunConfig(FrozenConfig):
     """
     demonstrations: DemonstrationsConfig | None = None
     """Demonstrations for algorithm.sft_weight (none = off)."""
-    teacher: TeacherConfig | None = None
-    """A model for on-policy distillation (none = off)."""
+    teacher: Teachers | None = None
+    """A model for on-policy distillation, or a list of several (none = off)."""
     eval: Evals | None = None
     """A held-out task, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -151,6 +151,11 @@ class RunConfig(FrozenConfig):
     @property
     def eval_slots(self) -> int:
         return max((one.slots for one in self.evals.values()), default=0)
+
+    @property
+    def teachers(self) -> list[TeacherConfig]:
+        given = [] if self.teacher is None else self.teacher
+        return given if isinstance(given, list) else [given]
 
     @property
     def reward_models(self) -> list[RewardModelConfig]:
@@ -391,8 +396,18 @@ class RunConfig(FrozenConfig):
         weight = self.algorithm.distill_weight
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
-        if (self.teacher is not None) != (weight > 0):
+        if bool(self.teachers) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
+        known = ", ".join(filter(None, self.tasks))
+        for teacher in self.teachers:
+            for name in teacher.tasks or ():
+                if name not in self.tasks:
+                    yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+        for name in self.tasks:
+            num_teachers = sum(teacher.scores(name) for teacher in self.teachers)
+            if self.teachers and num_teachers != 1:
+                key = key_of("task", name)
+                yield f"{key} has {num_teachers} teachers; name each task in the teacher.tasks of one teacher"
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"

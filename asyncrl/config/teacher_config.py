@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from asyncrl.config.fields import FrozenConfig
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from asyncrl.config.fields import FrozenConfig, Name, tag_of
 
 TEACHER_SLOTS = 16
 """Sequences that a teacher reads at once."""
@@ -10,7 +14,7 @@ TEACHER_SLOTS = 16
 
 class TeacherConfig(FrozenConfig):
     """A second model for on-policy distillation (docs/algorithms.md), in a separate
-    engine server.
+    engine server. A list of sections gives several teachers.
     """
 
     path: str
@@ -18,3 +22,15 @@ class TeacherConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
     """
+    tasks: Annotated[list[Name], Field(min_length=1)] | None = None
+    """Names of the tasks whose rollouts it scores (none = all)."""
+
+    def scores(self, task: str) -> bool:
+        return self.tasks is None or task in self.tasks
+
+
+Teachers = Annotated[
+    Annotated[TeacherConfig, Tag("[one]")]
+    | Annotated[list[TeacherConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]

@@ -64,9 +64,9 @@ class RoleClient(ServerClient):
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
-    async def judge(self, rollout: Rollout) -> Rollout:
-        """Return a finished rollout with what this server adds to it: by default,
-        nothing. Raises RequestRefused (data) or EngineError.
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+        """Return a finished rollout of a task with what this server adds to it: by
+        default, nothing. Raises RequestRefused (data) or EngineError.
         """
         return rollout
 

@@ -32,19 +32,25 @@ class Teacher(RoleClient):
         *,
         temperature: float,
         top_k: int = 0,
+        scores: Callable[[str], bool] = lambda _: True,
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
         self._temperature = temperature
         self._top_k = top_k
+        self._scores = scores
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
         return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
 
-    async def judge(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with the columns of the teacher in each branch."""
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+        """Return the rollout with the columns of the teacher in each branch, or as it
+        is if another teacher scores its task.
+        """
+        if not self._scores(task):
+            return rollout
         return tuple([await self._judge(branch) for branch in rollout])
 
     async def _judge(self, branch: Trajectory) -> Trajectory:

@@ -14,14 +14,15 @@ A server is always in one of these states:
                 the old process, such as the served weights.
     gone        Nothing waits for it: it is parked, or the run continues without it, or the run ends.
 
-A new role is a row here, its server, and a subclass of RoleClient. Placement, `asyncrl
+A new role is a row here, its server, and a subclass of RoleClient; a run may have
+several teachers, so each one is a row of its own (roles_of). Placement, `asyncrl
 check`, supervision, status and metrics follow from the row.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -31,7 +32,7 @@ from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
-from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS, TeacherConfig
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
 from asyncrl.engines.reward_client import RewardModelClient, find_label
@@ -45,6 +46,7 @@ ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
 JUDGE = "judge"
 REWARD = "reward"
+TEACHER = "teacher"
 
 
 class Loss(Enum):
@@ -132,18 +134,29 @@ def _eval_order(order: ServerOrder) -> ServerOrder:
     return replace(order, is_rollout=False, slots=order.config.eval_slots, group=None)
 
 
-# ---- the teacher
+# ---- teachers
 
 
-def _teacher_placement(config: RunConfig) -> ExtraServer | None:
-    if config.teacher is None:
-        return None
+def _teacher_roles(config: RunConfig) -> Iterator[Role]:
+    teachers = config.teachers
+    for number, teacher in enumerate(teachers):
+        yield Role(
+            name=f"{TEACHER}-{number}" if len(teachers) > 1 else TEACHER,
+            on_loss=Loss.RESTART,
+            launch=_teacher_launch,
+            client=partial(_teacher_client, teacher),
+            placement=partial(_teacher_placement, teacher),
+            order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+        )
+
+
+def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
     return ExtraServer(
-        key="teacher",
+        key=TEACHER,
         written=config.placement.teacher,
         engine="embedded",
         slots=TEACHER_SLOTS + 1,
-        model=ModelConfig(path=config.teacher.path, revision=config.teacher.revision),
+        model=ModelConfig(path=teacher.path, revision=teacher.revision),
         model_key="teacher.path",
     )
 
@@ -153,11 +166,14 @@ def _teacher_launch(order: ServerOrder) -> Launch:
     return Launch("asyncrl_servers.embedded", spec)
 
 
-def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
+def _teacher_client(
+    teacher: TeacherConfig, order: ServerOrder, caller: Caller
+) -> Teacher:
     return Teacher(
         caller,
         temperature=order.config.rollout.temperature,
         top_k=order.config.algorithm.teacher_top_k,
+        scores=teacher.scores,
         on_lost=order.on_lost,
     )
 
@@ -268,14 +284,6 @@ _ROWS = (
         order=_eval_order,
     ),
     Role(
-        name="teacher",
-        on_loss=Loss.RESTART,
-        launch=_teacher_launch,
-        client=_teacher_client,
-        placement=_teacher_placement,
-        order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
-    ),
-    Role(
         name=JUDGE,
         on_loss=Loss.RESTART,
         launch=_judge_launch,
@@ -293,14 +301,21 @@ _ROWS = (
     ),
 )
 ROLES = {role.name: role for role in _ROWS}
-"""In the order in which they choose devices."""
+"""Roles that a run has once, or not at all."""
+
+
+def roles_of(config: RunConfig) -> dict[str, Role]:
+    """Return the roles of a run by name, in the order in which they choose devices."""
+    rows = [*ROLES.values()]
+    rows[2:2] = _teacher_roles(config)
+    return {role.name: role for role in rows}
 
 
 def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
     """Return what the placement must find a device for, besides trainer and rollout
     engines.
     """
-    wanted = {name: role.placement(config) for name, role in ROLES.items()}
+    wanted = {name: role.placement(config) for name, role in roles_of(config).items()}
     return {name: server for name, server in wanted.items() if server is not None}
 
 

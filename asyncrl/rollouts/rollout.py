@@ -788,7 +788,7 @@ class JudgedGenerator:
     """
 
     generator: Generator
-    judge: Callable[[Rollout], Awaitable[Rollout]]
+    judge: Callable[[Rollout, str], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -796,7 +796,7 @@ class JudgedGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            return await self.judge(rollout)
+            return await self.judge(rollout, attempt.prompt.task)
 
         return score_and_judge
 
