@@ -43,10 +43,10 @@ from asyncrl.job.roles import extra_servers
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
     SUPPORT,
     TEACHER,
-    TEACHER_IDS,
-    TEACHER_TOP,
     Ragged,
     Tokens,
 )
@@ -108,7 +108,9 @@ def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.nda
 def check_tops(
     model: Any, branch: Trajectory, temperature: float, has_term: np.ndarray
 ) -> None:
-    ids, logprobs = (branch.tokens.column(name) for name in (TEACHER_IDS, TEACHER_TOP))
+    ids, logprobs = (
+        branch.tokens.column(name) for name in (DISTILL_IDS, DISTILL_LOGPROBS)
+    )
     if not has_term.any():
         assert not len(ids.values)
         return
@@ -267,8 +269,8 @@ def test_losses_over_likeliest_tokens_equal_trls(
     arrays = changed(
         arrays,
         teacher_logprobs=np.zeros(len(sizes), np.float32),
-        teacher_ids=Ragged(top.indices.flatten().numpy().astype(np.int32), sizes),
-        teacher_top_logprobs=Ragged(top.values.flatten().numpy(), sizes),
+        distill_ids=Ragged(top.indices.flatten().numpy().astype(np.int32), sizes),
+        distill_logprobs=Ragged(top.values.flatten().numpy(), sizes),
     )
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     student_MV = student_logits(model, header, arrays)
@@ -311,7 +313,7 @@ def test_forward_kl_of_samples_is_the_gradient_of_the_whole() -> None:
 def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> None:
     header, arrays = make_batch()
     lists = [[VOCABULARY] if is_sampled else [] for is_sampled in arrays.is_sampled]
-    broken = changed(arrays, teacher_ids=Ragged.of(lists, "<i4"))
+    broken = changed(arrays, distill_ids=Ragged.of(lists, "<i4"))
     with pytest.raises(Refused, match=f"ids {VOCABULARY} to {VOCABULARY}"):
         make_step().forward_backward(header, broken)
 

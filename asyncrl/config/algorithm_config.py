@@ -143,8 +143,8 @@ class AlgorithmConfig(FrozenConfig):
         return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
 
     @property
-    def teacher_top_k(self) -> int:
-        """The likeliest tokens that a teacher reports (0: only the sampled one)."""
+    def num_distill_ids(self) -> int:
+        """The ids that distillation compares at each token (0: only the sampled one)."""
         is_sampled = self.distill_loss in ("reverse_kl", "forward_kl")
         return 0 if is_sampled else self.distill_top_k
 

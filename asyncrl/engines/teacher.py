@@ -16,10 +16,10 @@ from asyncrl.engines.role_client import RoleClient
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
     SUPPORT,
     TEACHER,
-    TEACHER_IDS,
-    TEACHER_TOP,
     Ragged,
     Values,
 )
@@ -117,6 +117,6 @@ class Teacher(RoleClient):
         is_kept = np.repeat(has_term[scored], self._top_k)
         sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
         return {
-            TEACHER_IDS: Ragged(ids[is_kept], sizes),
-            TEACHER_TOP: Ragged(logprobs[is_kept], sizes),
+            DISTILL_IDS: Ragged(ids[is_kept], sizes),
+            DISTILL_LOGPROBS: Ragged(logprobs[is_kept], sizes),
         }

@@ -581,7 +581,7 @@ def find_models(
     if one that reads token ids has others than the trained model. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
-    if config.algorithm.teacher_top_k > len(ours):
+    if config.algorithm.num_distill_ids > len(ours):
         raise ConfigError(
             f"algorithm.distill_top_k={config.algorithm.distill_top_k}, and the model has {len(ours)} tokens",
             way_out=f"set algorithm.distill_top_k={len(ours)} or lower.",

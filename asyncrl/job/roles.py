@@ -172,7 +172,7 @@ def _teacher_client(
     return Teacher(
         caller,
         temperature=order.config.rollout.temperature,
-        top_k=order.config.algorithm.teacher_top_k,
+        top_k=order.config.algorithm.num_distill_ids,
         scores=teacher.scores,
         on_lost=order.on_lost,
     )

@@ -88,7 +88,8 @@ class RoleServer:
     def gauges(self) -> dict[str, float]:
         if self.supervisor is None:
             return self.client.gauges()
-        # teacher-0 and teacher-1 report as `teacher`; Fleet.gauges() adds them.
+        # Servers of one kind, such as NAME-0 and NAME-1, report as NAME: Fleet.gauges()
+        # adds them.
         kind, _, _ = self.role.name.partition("-")
         return self.client.gauges() | {f"{kind}/restarts": self.supervisor.num_restarts}
 

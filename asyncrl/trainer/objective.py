@@ -42,10 +42,10 @@ from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
 from asyncrl.trainer.supports import (
+    DistillRows,
     SupportSets,
-    TeacherRows,
+    check_distill_ids,
     check_supports,
-    check_teacher_ids,
 )
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
@@ -88,7 +88,7 @@ def check_batch(
         )
     check_supports(arrays, vocab_size)
     check_adjusted(arrays, vocab_size)
-    check_teacher_ids(arrays, vocab_size)
+    check_distill_ids(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
@@ -387,7 +387,7 @@ class Objective:
         teacher_N = batch.arrays.column(TEACHER)
         taught_N = settings.reward_weight * advantage_N
         # A loss over several tokens has a gradient of its own (micro_loss).
-        if settings.teacher_top_k > 0:
+        if settings.num_distill_ids > 0:
             return taught_N
         has_loss = batch.has_loss
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[has_loss])
@@ -461,7 +461,7 @@ class Objective:
         entry_E: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
         """Return this part of the loss, and sums of statistics, without a device sync.
-        `entry_E`: logprobs of micro.teacher's entries, with gradient.
+        `entry_E`: logprobs of micro.distilled's entries, with gradient.
         """
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
@@ -526,15 +526,15 @@ class Objective:
             teacher_M = over_tokens(batch.arrays.column(TEACHER))
             kl_M = losses.kl(detached_M, teacher_M, "k1")
             stats["kl_teacher"] = kl_M.sum()
-        if micro.teacher is not None and entry_E is not None:
-            loss_M = loss_M + self._distance(micro.teacher, entry_E, len(loss_M))
+        if micro.distilled is not None and entry_E is not None:
+            loss_M = loss_M + self._distance(micro.distilled, entry_E, len(loss_M))
         weight_S = to_device(step.weight_S[micro.trajectory_S], current_M.device)
         weight_M = weight_S[micro.sequence_M]
         loss = (loss_M * weight_M).sum()
         return loss, stats
 
     def _distance(
-        self, teacher: TeacherRows, student_E: Tensor, num_tokens: int
+        self, distilled: DistillRows, student_E: Tensor, num_tokens: int
     ) -> Tensor:
         # Exact at each sampled place, so neither the ratio nor a correction weighs it.
         # Like the KL to the initial weights, it comes after the masks.
@@ -542,8 +542,8 @@ class Objective:
         is_reverse = settings.distill_loss == "topk_reverse_kl"
         distance_M = losses.divergence(
             student_E,
-            teacher.teacher_E,
-            teacher.token_E,
+            distilled.other_E,
+            distilled.token_E,
             num_tokens,
             1.0 if is_reverse else settings.distill_beta,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.messages.tokens import ROUTING, TEACHER_IDS, Tokens
+from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import (
     AdjustedCalls,
@@ -26,7 +26,7 @@ from asyncrl.trainer.adjustments import (
     changes_of_pairs,
 )
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.supports import FULL, SupportRows, SupportSets, TeacherRows
+from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
     BoolN,
     IntN,
@@ -378,7 +378,7 @@ class MicroBatch:
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
     `trajectory_S` in the header. Pairs without a support come first; `allowed_P`,
-    `changed` and `teacher` are of these, `supports` of the others.
+    `changed` and `distilled` are of these, `supports` of the others.
     """
 
     token_ids_N: Tensor
@@ -393,7 +393,7 @@ class MicroBatch:
     allowed_P: AllowedRows | None = None
     changed: ChangedLogits | None = None
     supports: SupportRows | None = None
-    teacher: TeacherRows | None = None
+    distilled: DistillRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: each token's experts at sampling."""
 
@@ -587,9 +587,6 @@ def _assemble(
         if len(used) > first:
             bits_KB = allowed.bits_KB[used[first:]]
             allowed_P = AllowedRows.of(bits_KB, number_P - first, device)
-    teacher = None
-    if TEACHER_IDS in arrays.columns:
-        teacher = TeacherRows.of(arrays, source_M, pair_M, device)
     routing_N = None
     if ROUTING in arrays.columns:
         # A token's experts are recorded with the token after it; those of a text's last
@@ -615,6 +612,6 @@ def _assemble(
         allowed_P=allowed_P,
         changed=changed,
         supports=support_rows,
-        teacher=teacher,
+        distilled=DistillRows.of(arrays, source_M, pair_M, device),
         routing_N=routing_N,
     )

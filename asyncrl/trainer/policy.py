@@ -39,7 +39,7 @@ log = logging.getLogger("asyncrl.trainer")
 class Scores(NamedTuple):
     """Scores of M tokens, float32 nats of softmax(adjusted logits / temperature) over
     the token's support. Only `logprob_M` and `entry_E` have a gradient. `entry_E`: the
-    logprobs of MicroBatch.teacher's entries.
+    logprobs of MicroBatch.distilled's entries.
     """
 
     logprob_M: Tensor
@@ -479,7 +479,7 @@ class Policy(nn.Module):
                     temperature,
                     micro.allowed_P,
                     micro.changed,
-                    micro.teacher,
+                    micro.distilled,
                     self.is_compiled,
                 )
                 hidden_PD = chosen_UD[:num_plain]
@@ -501,7 +501,7 @@ class Policy(nn.Module):
         if num_plain:
             parts.append(
                 _whole_scores(
-                    logits_UV[:num_plain], target_P, micro.allowed_P, micro.teacher
+                    logits_UV[:num_plain], target_P, micro.allowed_P, micro.distilled
                 )
             )
         if supports is not None:

@@ -1,6 +1,6 @@
 """Chosen ids of the vocabulary per token. Supports of sampled tokens: the sets of ids
 from which top_p, top_k and min_p let the engine draw them; the trainer renormalises
-over them. And a teacher's likeliest ids, whose logprobs the trainer needs.
+over them. And the ids that a loss compares with another model (algorithm.distill_loss).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
     SUPPORT,
-    TEACHER_IDS,
-    TEACHER_TOP,
     Ragged,
     Tokens,
 )
@@ -79,18 +79,18 @@ def check_supports(arrays: Tokens, vocab_size: int) -> None:
         )
 
 
-def check_teacher_ids(arrays: Tokens, vocab_size: int) -> None:
+def check_distill_ids(arrays: Tokens, vocab_size: int) -> None:
     """Raise Refused (422) for ids that the model does not have."""
-    tops = arrays.columns.get(TEACHER_IDS)
+    tops = arrays.columns.get(DISTILL_IDS)
     if not isinstance(tops, Ragged) or not len(tops.values):
         return
     lowest, highest = int(tops.values.min()), int(tops.values.max())
     if lowest < 0 or highest >= vocab_size:
         raise Refused(
             422,
-            f"the teacher's likeliest tokens have ids {lowest} to {highest}",
+            f"distillation compares token ids {lowest} to {highest}",
             rule=f"ids are 0 to {vocab_size - 1}",
-            way_out="use a teacher with the vocabulary of the model; start the run again.",
+            way_out="distil from a model with the same vocabulary; start the run again.",
         )
 
 
@@ -125,20 +125,20 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class TeacherRows(Entries):
-    """A teacher's likeliest ids of a micro-batch's tokens. `token_E` int64: the loss
-    token of each entry. `teacher_E` float32: the teacher's logprobs, in nats.
+class DistillRows(Entries):
+    """The ids that distillation compares. `token_E` int64: the loss token of each entry.
+    `other_E` float32: the other model's logprobs, in nats.
     """
 
     token_E: Tensor
-    teacher_E: Tensor
+    other_E: Tensor
 
     @classmethod
     def of(
         cls, arrays: Tokens, source_M: IntN, pair_M: IntN, device: torch.device
-    ) -> TeacherRows | None:
+    ) -> DistillRows | None:
         """Return the entries of the tokens at `source_M`, or None if there are none."""
-        tops: Ragged = arrays.column(TEACHER_IDS)
+        tops: Ragged = arrays.column(DISTILL_IDS)  # empty without distillation
         sizes_M = tops.sizes[source_M]
         num_entries = int(sizes_M.sum())
         if num_entries == 0:
@@ -155,9 +155,9 @@ class TeacherRows(Entries):
             to_device(torch.from_numpy(array.astype(np.int64)), device)
             for array in (pair_M[token_E], ids, token_E)
         )
-        logprob_E = arrays.column(TEACHER_TOP).values[place_E]
-        teacher_E = to_device(torch.from_numpy(logprob_E), device)
-        return cls(row, id, ids, token, teacher_E)
+        logprob_E = arrays.column(DISTILL_LOGPROBS).values[place_E]
+        other_E = to_device(torch.from_numpy(logprob_E), device)
+        return cls(row, id, ids, token, other_E)
 
 
 @dataclass(frozen=True)
