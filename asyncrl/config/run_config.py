@@ -28,7 +28,7 @@ from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
-from asyncrl.config.teacher_config import TeacherConfig, Teachers
+from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teachers
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
@@ -403,6 +403,18 @@ class RunConfig(FrozenConfig):
             for name in teacher.tasks or ():
                 if name not in self.tasks:
                     yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+        # vLLM computes prompt_logprobs before the temperature.
+        is_embedded = all(teacher.is_embedded for teacher in self.teachers)
+        if not is_embedded and self.rollout.temperature != 1:
+            yield (
+                f"vLLM tells a teacher's logprobs of temperature 1 only, not "
+                f"rollout.temperature={self.rollout.temperature}; set it to 1, or teacher.engine=embedded"
+            )
+        if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
+            yield (
+                f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
+                "most that vLLM tells of a teacher; lower it, or set teacher.engine=embedded"
+            )
         for name in self.tasks:
             num_teachers = sum(teacher.scores(name) for teacher in self.teachers)
             if self.teachers and num_teachers != 1:

@@ -1,19 +1,24 @@
-"""Client of a teacher: its logprobs of sampled tokens, for distillation."""
+"""Clients of a teacher: its logprobs of sampled tokens, for distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.http import Caller
+from asyncrl.base.errors import ConfigError, EngineError, EngineLost
+from asyncrl.base.http import Caller, CallGarbled, CallRefused
+from asyncrl.base.waits import within
 from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
-from asyncrl.engines.role_client import RoleClient
-from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
+from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
+from asyncrl.engines.vllm_process import Read, TokenLogprob, VllmProcess
+from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.tokens import (
     DISTILL_IDS,
@@ -67,7 +72,7 @@ class Teacher(RoleClient):
             temperature=self._temperature,
             top_k=self._top_k,
         )
-        answer = await self.call("/score", request, ScoreResponse)
+        answer = await self._score(request)
         found = np.array(answer.logprobs, np.float32)
         if (
             len(found) != end - start
@@ -96,6 +101,9 @@ class Teacher(RoleClient):
             columns |= self._tops(answer, has_term, slice(start, end))
         return replace(branch, tokens=branch.tokens.with_columns(columns))
 
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        return await self.call("/score", request, ScoreResponse)
+
     def _tops(
         self,
         answer: ScoreResponse,
@@ -120,3 +128,109 @@ class Teacher(RoleClient):
             DISTILL_IDS: Ragged(ids[is_kept], sizes),
             DISTILL_LOGPROBS: Ragged(logprobs[is_kept], sizes),
         }
+
+
+class PromptScores(Read):
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+
+
+class Completions(Read):
+    choices: list[PromptScores] = Field(min_length=1, max_length=1)
+
+
+class ServedModel(Read):
+    id: str
+    max_model_len: int | None = None
+
+
+class ServedModels(Read):
+    data: list[ServedModel] = Field(min_length=1)
+
+
+class ServedTeacher(Teacher):
+    """A teacher behind /v1/completions with prompt_logprobs, as vLLM serves it. Its
+    first model is the teacher. Its logprobs are of temperature 1.
+
+    `max_length`: tokens of the longest text.
+    """
+
+    def __init__(self, caller: Caller, *, max_length: int, **others: Any) -> None:
+        super().__init__(caller, temperature=1.0, **others)
+        self._max_length = max_length
+        self._model = ""
+
+    def _open_scope(self) -> CallScope:
+        self._process = VllmProcess(self._caller, 0, "")
+        return self._process
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        await self._process.get("/v1/models", ServedModels, timeout_s)
+        return EngineHealth(
+            policy_version=0, num_running=0, num_queued=0, tokens_generated=0
+        )
+
+    async def ready(self, timeout_s: float) -> EngineHealth:
+        """Try the server. Raises ConfigError if it tells no logprobs, or EngineLost."""
+        late = EngineLost(self.name, f"was not ready within {timeout_s:g} s")
+        async with within(timeout_s, lambda: late):
+            try:
+                served = await self._process.get("/v1/models", ServedModels)
+                model = served.data[0]
+                self._model = model.id
+                probe = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
+                await self._post(probe)
+            except (CallRefused, CallGarbled) as failure:
+                raise self._unusable(str(failure)) from failure
+        # The server also samples one token, which is not used.
+        if model.max_model_len is not None and model.max_model_len <= self._max_length:
+            raise self._unusable(
+                f"max_model_len={model.max_model_len} for texts of {self._max_length} tokens"
+            )
+        return await self.health(timeout_s=timeout_s)
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        async def send() -> ScoreResponse:
+            async with self._scope.calls():
+                return await self._post(request)
+
+        return await self.repeated("an answer to /v1/completions", send)
+
+    async def _post(self, request: ScoreRequest) -> ScoreResponse:
+        """Raises ConfigError for an answer without logprobs, CallRefused or CallLost."""
+        body = {
+            "model": self._model,
+            "prompt": request.token_ids,
+            "prompt_logprobs": request.top_k,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        answer = await self._process.post(
+            "/v1/completions", body, Completions, CALL_TIMEOUT_S
+        )
+        told = (answer.choices[0].prompt_logprobs or [])[request.start :]
+        asked = request.token_ids[request.start :]
+        logprobs, top = list[float](), list[tuple[int, float]]()
+        for token, entry in zip(asked, told, strict=False):
+            by_id = {number: one.logprob for number, one in (entry or {}).items()}
+            # The token's own logprob is there too, also if it is not a likely one.
+            likeliest = sorted(by_id.items(), key=lambda item: -item[1])
+            if token not in by_id or len(likeliest) < request.top_k:
+                break
+            logprobs.append(by_id[token])
+            top += likeliest[: request.top_k]
+        if len(logprobs) < len(asked):
+            raise self._unusable(
+                f"prompt_logprobs={request.top_k} gave {len(logprobs)} of {len(asked)} tokens their logprobs"
+            )
+        return ScoreResponse(
+            logprobs=logprobs,
+            top_ids=[number for number, _ in top],
+            top_logprobs=[logprob for _, logprob in top],
+        )
+
+    def _unusable(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.name} at {self._caller.url} cannot score: {what}",
+            rule="its /v1/completions answers prompt_logprobs",
+            way_out="serve the teacher with vLLM, or set teacher.base_url=none: then the run serves it.",
+        )

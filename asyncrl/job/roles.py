@@ -21,14 +21,17 @@ check`, supervision, status and metrics follow from the row.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from asyncrl.base.http import Caller
+from asyncrl.base.errors import ConfigError, EngineLost
+from asyncrl.base.http import Caller, CallLost
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
@@ -37,7 +40,7 @@ from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
 from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
-from asyncrl.engines.teacher import Teacher
+from asyncrl.engines.teacher import ServedTeacher, Teacher
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.placement import ExtraServer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -47,6 +50,8 @@ EVAL_ENGINE = "engine-eval"
 JUDGE = "judge"
 REWARD = "reward"
 TEACHER = "teacher"
+REACH_S = 10.0
+"""Limit for the answers of a server that others have started."""
 
 
 class Loss(Enum):
@@ -60,13 +65,15 @@ class Loss(Enum):
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a process starts. `start_factor`: multiple of supervision.start_timeout_s
-    until it serves.
+    until it serves. `url`: others have started it, and its key is `secret`.
     """
 
     module: str
     spec: Body
     python: Callable[[], Path] | None = None
     start_factor: int = 1
+    url: str = ""
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +150,10 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
         yield Role(
             name=f"{TEACHER}-{number}" if len(teachers) > 1 else TEACHER,
             on_loss=Loss.RESTART,
-            launch=_teacher_launch,
+            launch=partial(_teacher_launch, teacher),
             client=partial(_teacher_client, teacher),
             placement=partial(_teacher_placement, teacher),
-            order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+            order=partial(_teacher_order, teacher),
         )
 
 
@@ -154,14 +161,39 @@ def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer
     return ExtraServer(
         key=TEACHER,
         written=config.placement.teacher,
-        engine="embedded",
+        engine=teacher.engine,
+        is_remote=teacher.base_url is not None,
         slots=TEACHER_SLOTS + 1,
         model=ModelConfig(path=teacher.path, revision=teacher.revision),
         model_key="teacher.path",
     )
 
 
-def _teacher_launch(order: ServerOrder) -> Launch:
+def _teacher_order(teacher: TeacherConfig, order: ServerOrder) -> ServerOrder:
+    order = replace(order, is_rollout=False, slots=1, group=None)
+    if teacher.is_embedded:
+        return order
+    # vLLM samples one token behind each text.
+    return replace(
+        order,
+        serves_policy=False,
+        slots=TEACHER_SLOTS,
+        max_length=order.max_length + 1,
+    )
+
+
+def _remote_caller(teacher: TeacherConfig) -> Caller:
+    assert teacher.base_url is not None
+    url = teacher.base_url.rstrip("/").removesuffix("/v1")
+    return Caller(TEACHER, url, os.environ.get(teacher.key_variable or "", ""))
+
+
+def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
+    if teacher.base_url is not None:
+        remote = _remote_caller(teacher)
+        return Launch("", {}, url=remote.url, secret=remote.secret)
+    if teacher.engine == "vllm":
+        return _launch_of(order, "vllm")
     spec = embedded_spec(order) | {"num_kept": 0, "score_slots": TEACHER_SLOTS}
     return Launch("asyncrl_servers.embedded", spec)
 
@@ -169,13 +201,56 @@ def _teacher_launch(order: ServerOrder) -> Launch:
 def _teacher_client(
     teacher: TeacherConfig, order: ServerOrder, caller: Caller
 ) -> Teacher:
+    config = order.config
+    if not teacher.is_embedded:
+        return _served_teacher(teacher, config, caller, order.on_lost)
     return Teacher(
         caller,
-        temperature=order.config.rollout.temperature,
-        top_k=order.config.algorithm.num_distill_ids,
+        temperature=config.rollout.temperature,
+        top_k=config.algorithm.num_distill_ids,
         scores=teacher.scores,
         on_lost=order.on_lost,
     )
+
+
+def _served_teacher(
+    teacher: TeacherConfig,
+    config: RunConfig,
+    caller: Caller,
+    on_lost: Callable[[EngineLost], None] | None = None,
+) -> ServedTeacher:
+    return ServedTeacher(
+        caller,
+        max_length=config.rollout.max_length,
+        top_k=config.algorithm.num_distill_ids,
+        scores=teacher.scores,
+        on_lost=on_lost,
+    )
+
+
+def reach_servers(config: RunConfig) -> list[str]:
+    """Try the servers that others have started; return what `asyncrl check` prints.
+    Blocks. Raises ConfigError.
+    """
+    lines = list[str]()
+    for teacher in config.teachers:
+        if teacher.base_url is not None:
+            asyncio.run(_reach(teacher, config))
+            lines.append(f"{TEACHER}: {teacher.path} at {teacher.base_url} answers")
+    return lines
+
+
+async def _reach(teacher: TeacherConfig, config: RunConfig) -> None:
+    caller = _remote_caller(teacher)
+    try:
+        await _served_teacher(teacher, config, caller).ready(REACH_S)
+    except (CallLost, EngineLost) as lost:
+        raise ConfigError(
+            f"teacher.base_url={teacher.base_url} cannot be reached: {lost}",
+            way_out="start the server, or correct teacher.base_url.",
+        ) from lost
+    finally:
+        await caller.aclose()
 
 
 # ---- a judge
@@ -327,12 +402,16 @@ class OwnModel:
     key: str
     reads_token_ids: bool = True
     """It needs the vocabulary of the run's."""
+    is_remote: bool = False
+    """Only its tokenizer is read."""
 
 
 def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
     found = {
-        name: OwnModel(server.model, server.model_key, server.reads_token_ids)
+        name: OwnModel(
+            server.model, server.model_key, server.reads_token_ids, server.is_remote
+        )
         for name, server in extra_servers(config).items()
         if server.model is not None
     }

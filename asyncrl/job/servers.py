@@ -10,7 +10,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -250,11 +250,14 @@ class Servers:
         """
         order = self.order(role, name or role.name, devices[0], share=share)
         launch = role.launch(order)
+        secret = self.secret
         if url:
-            secret = os.environ.get(self.config.rollout.facts.key_env, "")
-            child = Process(order.name, f"the log of {url}", url.rstrip("/"))
+            key = os.environ.get(self.config.rollout.facts.key_env, "")
+            launch = replace(launch, url=url.rstrip("/"), secret=key)
+        if launch.url:
+            secret = launch.secret
+            child = Process(order.name, f"the log of {launch.url}", launch.url)
         else:
-            secret = self.secret
             child = self._process(
                 order.name,
                 launch.module,
