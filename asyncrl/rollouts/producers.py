@@ -54,7 +54,8 @@ class RunningGroup:
 
     `failures`: (number of attempts, reason) by sample_index, with 0 attempts for a
     prompt that can never be sampled. `sampled`: the rollouts that have all their
-    tokens, also those that are being scored.
+    tokens, also those that are being scored; `rewarded`: those that only their teachers
+    have yet to read.
     """
 
     ticket: Ticket
@@ -64,6 +65,7 @@ class RunningGroup:
     failures: dict[int, tuple[int, str]]
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     sampled: set[int] = field(default_factory=set)
+    rewarded: set[int] = field(default_factory=set)
 
     @property
     def to_run(self) -> list[int]:
@@ -294,7 +296,8 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards, or samples again.
+        """Notify the buffer when a group only waits for rewards or teachers, or samples
+        again.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
@@ -303,12 +306,16 @@ class Producers:
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
             group.sampled.discard(index)
+            group.rewarded.discard(index)
             if is_running:
                 self.sink.samples_again_nowait(group_id)
             return
         group.sampled.add(index)
+        if phase == "teaching":
+            group.rewarded.add(index)
         if is_running and group.sampled.issuperset(group.to_run):
-            self.sink.sampled_nowait(group_id)
+            has_rewards = group.rewarded.issuperset(group.to_run)
+            self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
