@@ -57,7 +57,7 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
         teacher = ServedTeacher(
-            caller, max_length=MAX_LENGTH, top_k=4, scores=bool, on_lost=None
+            caller, temperature=1.0, max_length=MAX_LENGTH, top_k=4, on_lost=None
         )
         try:
             await teacher.ready(400.0)
@@ -103,6 +103,7 @@ def test_run_learns_from_teachers_that_vllm_serves(
         trainer={"num_steps": 2},
     )
     with vllm_process(spec, tmp_path / "vllm") as server:
+        server.wait_ready()
         values = yaml.safe_load(config.read_text())
         values["task"] = [job_runs.CONFIG["task"] | {"name": name} for name in "ab"]
         values["teacher"] = [
@@ -231,8 +232,12 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("teacher", "changes", "words"),
     [
-        ({"base_url": "http://a/v1", "engine": "vllm"}, {}, "engine is of a teacher"),
-        ({"key_variable": "KEY"}, {}, "key_variable is of a teacher with base_url"),
+        (
+            {"base_url": "http://a/v1", "engine": "vllm"},
+            {},
+            "engine has no effect with base_url=http",
+        ),
+        ({"key_variable": "KEY"}, {}, "key_variable has no effect with base_url=None"),
         ({"engine": "vllm"}, {"rollout": {"temperature": 0.7}}, "temperature 1 only"),
         (
             {"engine": "vllm"},

@@ -145,25 +145,21 @@ class AlgorithmConfig(FrozenConfig):
     @property
     def num_distill_ids(self) -> int:
         """The ids that distillation compares at each token (0: only the sampled one)."""
-        is_sampled = self.distill_loss in ("reverse_kl", "forward_kl")
-        return 0 if is_sampled else self.distill_top_k
+        is_over_ids = self.distill_loss in ("topk_reverse_kl", "jsd")
+        return self.distill_top_k if self.distill_weight > 0 and is_over_ids else 0
 
     @model_validator(mode="after")
     def _distills(self) -> Self:
-        given = self.given("distill_loss", "distill_top_k", "distill_beta")
-        if given and self.distill_weight == 0:
-            raise ValueError(
-                f"{given[0]} has no effect with distill_weight=0; set distill_weight, or remove it"
-            )
-        users = {
-            "distill_top_k": ("topk_reverse_kl", "jsd"),
-            "distill_beta": ("jsd",),
+        is_used = {
+            "distill_loss": self.distill_weight > 0,
+            "distill_top_k": self.num_distill_ids > 0,
+            "distill_beta": self.distill_loss == "jsd",
         }
-        for name in self.given(*users):
-            if self.distill_loss not in users[name]:
+        for name in self.given(*is_used):
+            if not is_used[name]:
                 raise ValueError(
-                    f"{name} has no effect with distill_loss={self.distill_loss}; set distill_loss="
-                    f"{users[name][-1]}, or remove it"
+                    f"{name} has no effect with distill_weight={self.distill_weight} and distill_loss="
+                    f"{self.distill_loss}; remove it"
                 )
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Self, TypeVar
@@ -399,10 +400,15 @@ class RunConfig(FrozenConfig):
         if bool(self.teachers) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
         known = ", ".join(filter(None, self.tasks))
-        for teacher in self.teachers:
-            for name in teacher.tasks or ():
-                if name not in self.tasks:
-                    yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+        taught = Counter(
+            name for teacher in self.teachers for name in teacher.tasks or self.tasks
+        )
+        for name in [*taught, *self.tasks] if self.teachers else ():
+            key = key_of("task", name)
+            if name not in self.tasks:
+                yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+            elif taught[name] != 1:
+                yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
         # vLLM computes prompt_logprobs before the temperature.
         is_embedded = all(teacher.is_embedded for teacher in self.teachers)
         if not is_embedded and self.rollout.temperature != 1:
@@ -415,11 +421,6 @@ class RunConfig(FrozenConfig):
                 f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
                 "most that vLLM tells of a teacher; lower it, or set teacher.engine=embedded"
             )
-        for name in self.tasks:
-            num_teachers = sum(teacher.scores(name) for teacher in self.teachers)
-            if self.teachers and num_teachers != 1:
-                key = key_of("task", name)
-                yield f"{key} has {num_teachers} teachers; name each task in the teacher.tasks of one teacher"
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"

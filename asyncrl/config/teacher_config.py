@@ -43,10 +43,11 @@ class TeacherConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if self.base_url is not None and self.given("engine"):
-            raise ValueError("engine is of a teacher without base_url; remove it")
-        if self.base_url is None and self.given("key_variable"):
-            raise ValueError("key_variable is of a teacher with base_url; remove it")
+        needless = "key_variable" if self.base_url is None else "engine"
+        if self.given(needless):
+            raise ValueError(
+                f"{needless} has no effect with base_url={self.base_url}; remove it"
+            )
         return self
 
     def scores(self, task: str) -> bool:

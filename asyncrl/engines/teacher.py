@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost
 from asyncrl.base.http import Caller, CallGarbled, CallRefused
-from asyncrl.base.waits import within
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
@@ -31,11 +28,14 @@ from asyncrl.messages.tokens import (
 
 
 class Teacher(RoleClient):
+    """`max_length`: tokens of the longest text. `scores`: whether it scores a task."""
+
     def __init__(
         self,
         caller: Caller,
         *,
         temperature: float,
+        max_length: int = 0,
         top_k: int = 0,
         scores: Callable[[str], bool] = lambda _: True,
         on_lost: Callable[[EngineLost], None] | None,
@@ -43,6 +43,7 @@ class Teacher(RoleClient):
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
         self._temperature = temperature
+        self._max_length = max_length
         self._top_k = top_k
         self._scores = scores
         self._num_scored = 0
@@ -73,16 +74,21 @@ class Teacher(RoleClient):
             top_k=self._top_k,
         )
         answer = await self._score(request)
-        found = np.array(answer.logprobs, np.float32)
-        if (
-            len(found) != end - start
-            or not (found <= LOGPROB_SLACK).all()
-            or not np.isfinite(found).all()
-        ):
-            what = f"answered {len(found)} logprobs for {end - start} tokens: {found[:8].tolist()}"
-            rule = "one finite logprob a token, none above 0"
+        logprobs = np.array(answer.logprobs, np.float32)
+        top_ids = np.array(answer.top_ids, np.int32)
+        top_logprobs = np.array(answer.top_logprobs, np.float32)
+        num_scored = end - start
+        num_top = num_scored * self._top_k
+        is_whole = len(logprobs) == num_scored
+        is_whole &= len(top_ids) == len(top_logprobs) == num_top
+        is_finite = np.isfinite([*logprobs, *top_logprobs]).all()
+        if not is_whole or not is_finite or not (logprobs <= LOGPROB_SLACK).all():
             raise EngineError(
-                self.name, what, rule=rule, way_out=f"read {self.name}'s log."
+                self.name,
+                f"answered {len(logprobs)} logprobs and {len(top_ids)} likeliest ids for "
+                f"{num_scored} tokens: {logprobs[:8].tolist()}",
+                rule=f"one finite logprob a token, none above 0, and {self._top_k} ids",
+                way_out=f"read {self.name}'s log.",
             )
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
@@ -93,41 +99,20 @@ class Teacher(RoleClient):
             has_term[span.start : span.end] = False
         # The same for a call of an agent with its own top_p, top_k or min_p.
         has_term &= branch.tokens.column(SUPPORT).sizes == 0
-        logprobs = branch.tokens.behaviour_logprobs.copy()
-        logprobs[has_term] = found[has_term[start:end]]
-        self._num_scored += len(places)
-        columns: dict[str, Values] = {TEACHER: logprobs}
+        is_kept = has_term[start:end]
+        taught = branch.tokens.behaviour_logprobs.copy()
+        taught[has_term] = logprobs[is_kept]
+        columns: dict[str, Values] = {TEACHER: taught}
         if self._top_k > 0:
-            columns |= self._tops(answer, has_term, slice(start, end))
+            sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
+            of_kept = np.repeat(is_kept, self._top_k)
+            columns[DISTILL_IDS] = Ragged(top_ids[of_kept], sizes)
+            columns[DISTILL_LOGPROBS] = Ragged(top_logprobs[of_kept], sizes)
+        self._num_scored += len(places)
         return replace(branch, tokens=branch.tokens.with_columns(columns))
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         return await self.call("/score", request, ScoreResponse)
-
-    def _tops(
-        self,
-        answer: ScoreResponse,
-        has_term: npt.NDArray[np.bool_],
-        scored: slice,
-    ) -> dict[str, Values]:
-        """Return the columns of the likeliest ids, of tokens with a term."""
-        num_entries = (scored.stop - scored.start) * self._top_k
-        ids = np.array(answer.top_ids, np.int32)
-        logprobs = np.array(answer.top_logprobs, np.float32)
-        is_whole = len(ids) == len(logprobs) == num_entries
-        if not is_whole or not np.isfinite(logprobs).all():
-            raise EngineError(
-                self.name,
-                f"answered {len(ids)} likeliest ids with {len(logprobs)} logprobs, of {num_entries}",
-                rule=f"{self._top_k} ids with finite logprobs a token",
-                way_out=f"read {self.name}'s log.",
-            )
-        is_kept = np.repeat(has_term[scored], self._top_k)
-        sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
-        return {
-            DISTILL_IDS: Ragged(ids[is_kept], sizes),
-            DISTILL_LOGPROBS: Ragged(logprobs[is_kept], sizes),
-        }
 
 
 class PromptScores(Read):
@@ -148,45 +133,35 @@ class ServedModels(Read):
 
 
 class ServedTeacher(Teacher):
-    """A teacher behind /v1/completions with prompt_logprobs, as vLLM serves it. Its
-    first model is the teacher. Its logprobs are of temperature 1.
-
-    `max_length`: tokens of the longest text.
+    """A teacher behind /v1/completions with prompt_logprobs, as vLLM serves it: the
+    first model of the server. Its logprobs are of temperature 1.
     """
-
-    def __init__(self, caller: Caller, *, max_length: int, **others: Any) -> None:
-        super().__init__(caller, temperature=1.0, **others)
-        self._max_length = max_length
-        self._model = ""
 
     def _open_scope(self) -> CallScope:
         self._process = VllmProcess(self._caller, 0, "")
         return self._process
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
-        await self._process.get("/v1/models", ServedModels, timeout_s)
+        served = await self._process.get("/v1/models", ServedModels, timeout_s)
+        model = served.data[0]
+        self._model = model.id
+        # The server samples one more token, which is not used.
+        if model.max_model_len is not None and model.max_model_len <= self._max_length:
+            raise self._unusable(
+                f"max_model_len={model.max_model_len} for texts of {self._max_length} tokens"
+            )
         return EngineHealth(
             policy_version=0, num_running=0, num_queued=0, tokens_generated=0
         )
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Try the server. Raises ConfigError if it tells no logprobs, or EngineLost."""
-        late = EngineLost(self.name, f"was not ready within {timeout_s:g} s")
-        async with within(timeout_s, lambda: late):
-            try:
-                served = await self._process.get("/v1/models", ServedModels)
-                model = served.data[0]
-                self._model = model.id
-                probe = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
-                await self._post(probe)
-            except (CallRefused, CallGarbled) as failure:
-                raise self._unusable(str(failure)) from failure
-        # The server also samples one token, which is not used.
-        if model.max_model_len is not None and model.max_model_len <= self._max_length:
-            raise self._unusable(
-                f"max_model_len={model.max_model_len} for texts of {self._max_length} tokens"
-            )
-        return await self.health(timeout_s=timeout_s)
+        """Try the server. Raises ConfigError if it reports no logprobs, or CallLost."""
+        try:
+            health = await self.health(timeout_s=timeout_s)
+            await self._post(ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k))
+        except (CallRefused, CallGarbled) as failure:
+            raise self._unusable(str(failure)) from failure
+        return health
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         async def send() -> ScoreResponse:
@@ -212,7 +187,7 @@ class ServedTeacher(Teacher):
         logprobs, top = list[float](), list[tuple[int, float]]()
         for token, entry in zip(asked, told, strict=False):
             by_id = {number: one.logprob for number, one in (entry or {}).items()}
-            # The token's own logprob is there too, also if it is not a likely one.
+            # The entry has the token itself, also if it is not a likely one.
             likeliest = sorted(by_id.items(), key=lambda item: -item[1])
             if token not in by_id or len(likeliest) < request.top_k:
                 break

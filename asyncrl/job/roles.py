@@ -151,7 +151,7 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
             name=f"{TEACHER}-{number}" if len(teachers) > 1 else TEACHER,
             on_loss=Loss.RESTART,
             launch=partial(_teacher_launch, teacher),
-            client=partial(_teacher_client, teacher),
+            client=partial(_order_teacher, teacher),
             placement=partial(_teacher_placement, teacher),
             order=partial(_teacher_order, teacher),
         )
@@ -198,29 +198,22 @@ def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
     return Launch("asyncrl_servers.embedded", spec)
 
 
-def _teacher_client(
+def _order_teacher(
     teacher: TeacherConfig, order: ServerOrder, caller: Caller
 ) -> Teacher:
-    config = order.config
-    if not teacher.is_embedded:
-        return _served_teacher(teacher, config, caller, order.on_lost)
-    return Teacher(
-        caller,
-        temperature=config.rollout.temperature,
-        top_k=config.algorithm.num_distill_ids,
-        scores=teacher.scores,
-        on_lost=order.on_lost,
-    )
+    return _teacher_client(teacher, order.config, caller, order.on_lost)
 
 
-def _served_teacher(
+def _teacher_client(
     teacher: TeacherConfig,
     config: RunConfig,
     caller: Caller,
     on_lost: Callable[[EngineLost], None] | None = None,
-) -> ServedTeacher:
-    return ServedTeacher(
+) -> Teacher:
+    make = Teacher if teacher.is_embedded else ServedTeacher
+    return make(
         caller,
+        temperature=config.rollout.temperature,
         max_length=config.rollout.max_length,
         top_k=config.algorithm.num_distill_ids,
         scores=teacher.scores,
@@ -243,8 +236,8 @@ def reach_servers(config: RunConfig) -> list[str]:
 async def _reach(teacher: TeacherConfig, config: RunConfig) -> None:
     caller = _remote_caller(teacher)
     try:
-        await _served_teacher(teacher, config, caller).ready(REACH_S)
-    except (CallLost, EngineLost) as lost:
+        await _teacher_client(teacher, config, caller).ready(REACH_S)
+    except CallLost as lost:
         raise ConfigError(
             f"teacher.base_url={teacher.base_url} cannot be reached: {lost}",
             way_out="start the server, or correct teacher.base_url.",

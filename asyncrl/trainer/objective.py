@@ -37,14 +37,13 @@ from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
 from asyncrl.messages.records import Credit, task_of
-from asyncrl.messages.tokens import TEACHER, Tokens
+from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
 from asyncrl.trainer.supports import (
     DistillRows,
     SupportSets,
-    check_distill_ids,
     check_supports,
 )
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -75,6 +74,9 @@ def check_batch(
     is_wrong = (ids < 0) | (ids >= vocab_size)
     is_wrong |= ~np.isfinite(arrays.behaviour_logprobs)
     is_wrong |= arrays.is_sampled & (arrays.versions > header.version)
+    compared = arrays.column(DISTILL_IDS)
+    is_unknown = (compared.values < 0) | (compared.values >= vocab_size)
+    is_wrong[np.repeat(np.arange(len(ids)), compared.sizes)[is_unknown]] = True
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
         logprob = arrays.behaviour_logprobs[first]
@@ -83,12 +85,11 @@ def check_batch(
             422,
             f"batch {header.version} has {is_wrong.sum()} invalid tokens, for example "
             f"id {ids[first]} with logprob {logprob} of version {version}",
-            rule=f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's",
+            rule=f"ids (compared ones too) are below {vocab_size}, logprobs finite, no newer version",
             way_out="use engines that serve this model; start the run again.",
         )
     check_supports(arrays, vocab_size)
     check_adjusted(arrays, vocab_size)
-    check_distill_ids(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:

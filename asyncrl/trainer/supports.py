@@ -79,21 +79,6 @@ def check_supports(arrays: Tokens, vocab_size: int) -> None:
         )
 
 
-def check_distill_ids(arrays: Tokens, vocab_size: int) -> None:
-    """Raise Refused (422) for ids that the model does not have."""
-    tops = arrays.columns.get(DISTILL_IDS)
-    if not isinstance(tops, Ragged) or not len(tops.values):
-        return
-    lowest, highest = int(tops.values.min()), int(tops.values.max())
-    if lowest < 0 or highest >= vocab_size:
-        raise Refused(
-            422,
-            f"distillation compares token ids {lowest} to {highest}",
-            rule=f"ids are 0 to {vocab_size - 1}",
-            way_out="distil from a model with the same vocabulary; start the run again.",
-        )
-
-
 class EntriesPart(NamedTuple):
     """Neighboring entries. `places`: (row, column) of each one in a slice's logits."""
 
