@@ -40,6 +40,7 @@ from asyncrl.config import AlgorithmConfig, RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
 from asyncrl.job.roles import extra_servers
+from asyncrl.job.run_export import export_run
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
@@ -444,6 +445,31 @@ def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
     assert len(num_scored) == 2
     last = job_runs.read_lines(run_dir / "metrics.jsonl")[-1]
     assert last["teacher/tokens"] >= num_scored.total(), "of both teachers"
+
+
+@pytest.mark.slow
+def test_model_learns_from_an_earlier_version_of_itself(tmp_path: Path) -> None:
+    config = job_runs.write_config(
+        tmp_path, trainer={"num_steps": 4}, checkpoint={"every": 2}
+    )
+    first_run = tmp_path / "first"
+    ended = job_runs.run(config, first_run)
+    assert ended.returncode == 0, ended.stderr
+    earlier = tmp_path / "earlier"
+    export_run(first_run, earlier, step="2", tell=lambda text: None)
+    values = yaml.safe_load(config.read_text())
+    values["model"] = {"path": str(first_run / "final"), "dtype": "float32"}
+    del values["checkpoint"]  # would delete tokens of the journal
+    values["teacher"] = {"path": str(earlier)}
+    values["algorithm"] = {"distill_weight": 1.0, "reward_weight": 0.0}
+    values["algorithm"] |= {"distill_loss": "jsd", "distill_top_k": 4}
+    again = tmp_path / "again.yaml"
+    again.write_text(json.dumps(values))
+    ended = job_runs.run(again, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(earlier)
+    assert check_journal(tmp_path / "run", {"": model}, top_k=4).total() > 0
+    assert divergences(tmp_path / "run")[0] != 0, "the final weights are others"
 
 
 @pytest.mark.slow
