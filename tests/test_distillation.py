@@ -479,7 +479,12 @@ def test_student_gets_the_same_logprobs_despite_kills(tmp_path: Path) -> None:
     config = job_runs.write_config(
         tmp_path,
         teacher={"path": str(tmp_path / "other")},
-        algorithm={"distill_weight": 1.0, "reward_weight": 0.0},
+        algorithm={
+            "distill_weight": 1.0,
+            "reward_weight": 0.0,
+            "distill_loss": "jsd",
+            "distill_top_k": 4,
+        },
         trainer={"num_steps": 16, "learning_rate": 0.003},
         checkpoint={"every": 4},
     )

@@ -14,8 +14,8 @@ from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "rewards", "teaching", "stragglers", "publishing"]
 """generation: too few ready groups. rewards: the groups that only wait for their
-rewards would fill the batch. teaching: the groups with rewards that only wait for
-their teachers would fill it. stragglers: taking the ready groups would have made
+rewards would fill the batch. teaching: the groups with rewards that only wait to be
+read by another model would fill it. stragglers: taking the ready groups would have made
 a running group too old (on_overdue=wait). publishing: admission waits for a newer
 version to be served.
 """
@@ -85,9 +85,9 @@ class StalenessRule:
         # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
         self._sampled = set[GroupId]()
-        """Running groups that only wait for rewards, or teachers."""
+        """Running groups that only wait for rewards, or teaching."""
         self._rewarded = set[GroupId]()
-        """Those that only wait for teachers."""
+        """Those that have their rewards."""
 
     # ---- queries
 
@@ -233,7 +233,7 @@ class StalenessRule:
 
     def sampled_nowait(self, group_id: GroupId, *, has_rewards: bool = False) -> None:
         """Mark a running group as fully sampled: it only waits for rewards, or if it
-        has them, for its teachers. With `mask`, a batch too late for version next_batch
+        has them, for teaching. With `mask`, a batch too late for version next_batch
         then drops it.
         """
         self._rewarded.discard(group_id)

@@ -413,13 +413,13 @@ class RunConfig(FrozenConfig):
         is_embedded = all(teacher.is_embedded for teacher in self.teachers)
         if not is_embedded and self.rollout.temperature != 1:
             yield (
-                f"vLLM tells a teacher's logprobs of temperature 1 only, not "
+                f"vLLM reports a teacher's logprobs of temperature 1 only, not "
                 f"rollout.temperature={self.rollout.temperature}; set it to 1, or teacher.engine=embedded"
             )
         if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
             yield (
                 f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
-                "most that vLLM tells of a teacher; lower it, or set teacher.engine=embedded"
+                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded"
             )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":

@@ -294,7 +294,7 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards or teachers, or samples
+        """Notify the buffer when a group only waits for rewards or teaching, or samples
         again.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
