@@ -62,6 +62,7 @@ class FakeSink:
         self.admitted: list[Ticket] = []
         self.finished: list[Group] = []
         self.failed: list[GroupId] = []
+        self.phases: list[tuple[GroupId, str]] = []
         self._tickets, self._changed = num_tickets, asyncio.Event()
 
     def allow(self, num_tickets: int) -> None:
@@ -82,10 +83,12 @@ class FakeSink:
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        """Changes nothing here."""
+    def sampled_nowait(self, group_id: GroupId, *, has_rewards: bool = False) -> None:
+        """Kept in `phases`."""
+        self.phases.append((group_id, "teaching" if has_rewards else "scoring"))
 
-    samples_again_nowait = sampled_nowait
+    def samples_again_nowait(self, group_id: GroupId) -> None:
+        self.phases.append((group_id, "sampling"))
 
     def finish_nowait(self, group: Group) -> Finished:
         """Kept in `finished`."""

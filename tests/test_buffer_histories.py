@@ -362,13 +362,14 @@ async def test_wait_is_split_by_its_causes() -> None:
     assert buffer.last_wait_s == {
         "generation": 3,
         "rewards": 0,
+        "teaching": 0,
         "stragglers": 5,
         "publishing": 0,
     }
 
 
 @virtual
-async def test_wait_for_sampled_groups_is_a_wait_for_rewards() -> None:
+async def test_wait_for_sampled_groups_is_for_rewards_or_teachers() -> None:
     buffer = make_buffer(max_staleness=1)
     admit(buffer, 4)
 
@@ -381,14 +382,18 @@ async def test_wait_for_sampled_groups_is_a_wait_for_rewards() -> None:
         await asyncio.sleep(4)
         buffer.sampled_nowait(GroupId(1))
         await asyncio.sleep(8)
+        buffer.sampled_nowait(GroupId(1), has_rewards=True)
+        await asyncio.sleep(16)
+        buffer.sampled_nowait(GroupId(1))  # the reward of the whole group
+        await asyncio.sleep(32)
         finish(buffer, 1)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(others(), name="others")
         await buffer.wait_batch()
-    found = {cause: buffer.last_wait_s[cause] for cause in ("generation", "rewards")}
-    assert found == {"generation": 5, "rewards": 10}
-    assert buffer.gauges()["perf/wait_rewards_s"] == 10
+    found = {cause: second for cause, second in buffer.last_wait_s.items() if second}
+    assert found == {"generation": 5, "rewards": 42, "teaching": 16}
+    assert buffer.gauges()["perf/wait_rewards_s"] == 42
 
 
 @pytest.mark.parametrize(

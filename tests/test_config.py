@@ -204,6 +204,9 @@ eval=[{task: {verifiers: true}}, {task: {python: 'c:D'}}] generator.verifiers=x 
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
 teacher.path=a/b -> set both teacher.path and algorithm.distill_weight
+TWO TAUGHT teacher.tasks=[sums] -> teacher.tasks has sums, which is not a task; the tasks are B, c
+TAUGHT teacher.tasks=[sums] -> the tasks are unnamed
+TWO TAUGHT teacher.tasks=[c] -> task.B has 0 teachers; name each task in the teacher.tasks of one teacher
 TAUGHT buffer.filter=equal_rewards -> to learn from; set buffer.filter=none
 algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded or vllm, not simulated
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect

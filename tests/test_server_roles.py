@@ -39,7 +39,7 @@ class Count(BaseModel):
 
 
 class CountingClient(RoleClient):
-    async def judge(self, rollout: Rollout) -> Rollout:
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
         await self.call("/count", Question(num_branches=len(rollout)), Count)
         return rollout
 

@@ -113,8 +113,8 @@ class Buffer:
         self._changed()
         return ticket
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        self.rule.sampled_nowait(group_id)
+    def sampled_nowait(self, group_id: GroupId, *, has_rewards: bool = False) -> None:
+        self.rule.sampled_nowait(group_id, has_rewards=has_rewards)
         self._changed()
 
     def samples_again_nowait(self, group_id: GroupId) -> None:

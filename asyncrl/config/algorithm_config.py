@@ -91,9 +91,20 @@ class AlgorithmConfig(FrozenConfig):
     k1).
     """
     distill_weight: NonNegativeFloat = 0.0
-    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher
-    - behaviour logprob) (0 = off).
+    """Weight of the distance to the teacher: in advantages, or in the loss for a
+    distill_loss over the teacher's likeliest tokens (0 = off).
     """
+    distill_loss: Literal["reverse_kl", "forward_kl", "topk_reverse_kl", "jsd"] = (
+        "reverse_kl"
+    )
+    """Distance to the teacher: KL(student || teacher) or KL(teacher || student) by
+    sampled tokens; or KL(student || teacher) or the generalised JSD over the teacher's
+    likeliest tokens and one bucket for all others.
+    """
+    distill_top_k: int = Field(default=16, ge=1, le=1024)
+    """The teacher's likeliest tokens that topk_reverse_kl and jsd compare."""
+    distill_beta: Fraction = 0.5
+    """Beta of jsd: 0 is KL(teacher || student), 1 KL(student || teacher)."""
     reward_weight: NonNegativeFloat = 1.0
     """Weight of the reward's advantage (0 = only distillation)."""
     sft_weight: NonNegativeFloat = 0.0
@@ -137,9 +148,29 @@ class AlgorithmConfig(FrozenConfig):
             return self.sft_weight
         return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
 
+    @property
+    def num_distill_ids(self) -> int:
+        """The ids that distillation compares at each token (0: only the sampled one)."""
+        is_over_ids = self.distill_loss in ("topk_reverse_kl", "jsd")
+        return self.distill_top_k if self.distill_weight > 0 and is_over_ids else 0
+
     def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_distillation()
         yield from self._conflicts_of_terms()
         yield from self._conflicts_of_turns()
+
+    def _conflicts_of_distillation(self) -> Iterator[str]:
+        is_used = {
+            "distill_loss": self.distill_weight > 0,
+            "distill_top_k": self.num_distill_ids > 0,
+            "distill_beta": self.distill_loss == "jsd",
+        }
+        for name in self.given(*is_used):
+            if not is_used[name]:
+                yield (
+                    f"{name} has no effect with distill_weight={self.distill_weight} and distill_loss="
+                    f"{self.distill_loss}; remove it"
+                )
 
     def _conflicts_of_terms(self) -> Iterator[str]:
         # The reward is one number per rollout, so the penalty is a sum over its tokens.

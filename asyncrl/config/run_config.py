@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
@@ -27,7 +28,7 @@ from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
-from asyncrl.config.teacher_config import TeacherConfig
+from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teachers
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
@@ -71,8 +72,8 @@ class RunConfig(FrozenConfig):
     """
     demonstrations: DemonstrationsConfig | None = None
     """Demonstrations for algorithm.sft_weight (none = off)."""
-    teacher: TeacherConfig | None = None
-    """A model for on-policy distillation (none = off)."""
+    teacher: Teachers | None = None
+    """A model for on-policy distillation, or a list of several (none = off)."""
     eval: Evals | None = None
     """A held-out task, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -155,6 +156,11 @@ class RunConfig(FrozenConfig):
     def all_tasks(self) -> list[TaskConfig]:
         """Return the tasks of training and of evaluations."""
         return [*self.tasks.values(), *(each.task for each in self.evals.values())]
+
+    @property
+    def teachers(self) -> list[TeacherConfig]:
+        given = [] if self.teacher is None else self.teacher
+        return given if isinstance(given, list) else [given]
 
     @property
     def reward_models(self) -> list[RewardModelConfig]:
@@ -392,8 +398,30 @@ class RunConfig(FrozenConfig):
         weight = self.algorithm.distill_weight
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
-        if (self.teacher is not None) != (weight > 0):
+        if bool(self.teachers) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
+        known = ", ".join(filter(None, self.tasks))
+        taught = Counter(
+            name for teacher in self.teachers for name in teacher.tasks or self.tasks
+        )
+        for name in [*taught, *self.tasks] if self.teachers else ():
+            key = key_of("task", name)
+            if name not in self.tasks:
+                yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+            elif taught[name] != 1:
+                yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
+        # vLLM computes prompt_logprobs before the temperature.
+        is_embedded = all(teacher.is_embedded for teacher in self.teachers)
+        if not is_embedded and self.rollout.temperature != 1:
+            yield (
+                f"vLLM reports a teacher's logprobs of temperature 1 only, not "
+                f"rollout.temperature={self.rollout.temperature}; set it to 1, or teacher.engine=embedded"
+            )
+        if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
+            yield (
+                f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
+                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded"
+            )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"

@@ -23,7 +23,7 @@ from asyncrl.config.weight_sync_config import WeightSyncConfig
 
 IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
-    "placement": ("rollout", "eval", "teacher", "judge", "reward", "share", "mps"),
+    "placement": tuple(key for key in PlacementConfig.model_fields if key != "trainer"),
     "checkpoint": ("keep_best",),
     "observe": ("traces",),
 }

@@ -32,7 +32,7 @@ from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import extra_models, extra_servers
+from asyncrl.job.roles import extra_models, extra_servers, reach_servers
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import (
     DISK,
@@ -277,6 +277,7 @@ def validate(
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
     _check_judges(config, found)
+    found.lines += reach_servers(config)
     _check_support(config, found)
     tokenizer = found.tokenizer = _check_model(
         config, found, needs_weights=needs_weights
@@ -581,10 +582,20 @@ def find_models(
     if one that reads token ids has others than the trained model. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
+    if config.algorithm.num_distill_ids > len(ours):
+        raise ConfigError(
+            f"algorithm.distill_top_k={config.algorithm.distill_top_k}, and the model has {len(ours)} tokens",
+            way_out=f"set algorithm.distill_top_k={len(ours)} or lower.",
+        )
     found = dict[str, Path]()
     for role, extra in extra_models(config).items():
         key, model = extra.key, extra.model
-        folder = find(model.path, key=key, revision=model.revision)
+        folder = find(
+            model.path,
+            key=key,
+            revision=model.revision,
+            needs_weights=not extra.is_remote,
+        )
         if folder is None:
             continue
         found[role] = folder

@@ -585,7 +585,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         run.trainer,
         run.late,
     ]
-    sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
+    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet]
     if agents is not None:
         sources += [agents.gateway, agents.queue]
     found = dict[str, float | Mapping[str, float]]()

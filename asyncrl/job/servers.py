@@ -8,8 +8,9 @@ import asyncio
 import json
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,16 @@ from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Loss, Role
+from asyncrl.job.roles import (
+    ENGINE,
+    EVAL_ENGINE,
+    JUDGE,
+    REWARD,
+    ROLES,
+    Loss,
+    Role,
+    roles_of,
+)
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -78,9 +88,10 @@ class RoleServer:
     def gauges(self) -> dict[str, float]:
         if self.supervisor is None:
             return self.client.gauges()
-        return self.client.gauges() | {
-            f"{self.role.name}/restarts": self.supervisor.num_restarts
-        }
+        # Servers of one kind, such as NAME-0 and NAME-1, report as NAME: Fleet.gauges()
+        # adds them.
+        kind, _, _ = self.role.name.partition("-")
+        return self.client.gauges() | {f"{kind}/restarts": self.supervisor.num_restarts}
 
     async def watch(self, heartbeat_s: float) -> None:
         """Keep the server running, or watch it until it is lost.
@@ -239,11 +250,14 @@ class Servers:
         """
         order = self.order(role, name or role.name, devices[0], share=share)
         launch = role.launch(order)
+        secret = self.secret
         if url:
-            secret = os.environ.get(self.config.rollout.facts.key_env, "")
-            child = Process(order.name, f"the log of {url}", url.rstrip("/"))
+            key = os.environ.get(self.config.rollout.facts.key_env, "")
+            launch = replace(launch, url=url.rstrip("/"), secret=key)
+        if launch.url:
+            secret = launch.secret
+            child = Process(order.name, f"the log of {launch.url}", launch.url)
         else:
-            secret = self.secret
             child = self._process(
                 order.name,
                 launch.module,
@@ -463,8 +477,9 @@ class Fleet:
         )
         self.node_files = _node_files(lifecycle, servers.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
+        roles = roles_of(config)
         self.extra = {
-            name: self._extra(servers.make(ROLES[name], [device]))
+            name: self._extra(servers.make(roles[name], [device]))
             for name, device in servers.placement.extra.items()
         }
         # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
@@ -492,6 +507,14 @@ class Fleet:
 
     def _continue_without(self, lost: ComponentError) -> None:
         self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers of extra servers, added over servers of one kind."""
+        sums = defaultdict[str, float](float)
+        for extra in self.extra.values():
+            for name, value in extra.gauges().items():
+                sums[name] += value
+        return sums
 
     @property
     def judges(self) -> list[RoleClient]:

@@ -47,6 +47,8 @@ class ExtraServer:
     """placement.KEY has its device."""
     written: Devices = "auto"
     """The value of that key."""
+    is_remote: bool = False
+    """Others have started it: it takes no device."""
     is_optional: bool = False
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
@@ -211,7 +213,8 @@ def place(
     extra = dict[str, NodeDevice]()
     for name, server in (extra_servers or {}).items():
         device = _extra_device(server, placement, [*extra.values()])
-        if server.engine is not None and not ENGINES[server.engine].has_model:
+        has_none = server.engine is not None and not ENGINES[server.engine].has_model
+        if has_none or server.is_remote:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
             extra[name] = device

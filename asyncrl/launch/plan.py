@@ -238,6 +238,8 @@ def lay_out(
 def _extra_memory(
     config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
 ) -> Memory:
+    if server.is_remote:
+        return Memory()
     if server.model is not None:
         shape = model_shape(server.model)
     if server.engine is None:

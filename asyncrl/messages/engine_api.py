@@ -105,17 +105,24 @@ class FileRequest(Message):
 
 
 class ScoreRequest(Message):
-    """Return the logprob of each token id from `start` on, of logits / `temperature`."""
+    """Return the logprob of each token id from `start` on, of logits / `temperature`,
+    and the `top_k` likeliest ids there.
+    """
 
     token_ids: list[int] = Field(min_length=2)
     start: Count
     temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
 
 
 class ScoreResponse(Message):
-    """float32 in nats, of token_ids[start:]."""
+    """float32 in nats, of token_ids[start:]. `top_ids`, `top_logprobs`: top_k values for
+    each of these tokens, one token after the other.
+    """
 
     logprobs: list[float]
+    top_ids: list[int] = Field(default_factory=list)
+    top_logprobs: list[float] = Field(default_factory=list)
 
 
 class JudgeResponse(Message):

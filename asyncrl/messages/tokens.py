@@ -82,6 +82,10 @@ itself among them. Empty: the whole vocabulary.
 """
 TEACHER = "teacher_logprobs"
 """float32 in nats; the behaviour's where a grammar held or a support was cut."""
+DISTILL_IDS, DISTILL_LOGPROBS = "distill_ids", "distill_logprobs"
+"""The teacher's likeliest tokens, for a loss over several; logprobs float32 in nats.
+Empty where a grammar held or a support was cut.
+"""
 ROUTING = "routing"
 """uint16 [T, E]: the experts, of each router in order, that read the token before. They
 belong to the sampling of this token. NO_EXPERT: unknown, as for the first token.
@@ -101,6 +105,8 @@ COLUMNS = {
         # A teacher's logprob of 0 would claim certainty, and distillation would pull
         # towards it. So a join of scored and unscored tokens has no such column.
         Column(TEACHER, "<f4", fill=None),
+        Column(DISTILL_IDS, "<i4", shape="any"),
+        Column(DISTILL_LOGPROBS, "<f4", shape="any"),
         # Context too: with router_replay the trainer reads the whole text with these
         # experts.
         Column(ROUTING, "<u2", shape="several", covers="all", fill=NO_EXPERT),

@@ -85,6 +85,7 @@ SHARES = {
     "training": ("training", "green", "perf/train_s"),
     "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
     "rewards": ("waiting for rewards", "blue", "perf/wait_rewards_s"),
+    "teaching": ("waiting for teaching", "bright_blue", "perf/wait_teaching_s"),
     "stragglers": ("waiting for stragglers", "red", "perf/wait_stragglers_s"),
     "publishing": ("waiting for publishing", "magenta", "perf/wait_publishing_s"),
     "handovers": ("handovers", "cyan", "perf/handover_s"),
@@ -148,7 +149,7 @@ def standard_error(values: Sequence[float], num: int) -> float:
 
 
 def waiting_share(shares: Mapping[str, float]) -> float:
-    causes = ("generation", "rewards", "stragglers", "publishing")
+    causes = ("generation", "rewards", "teaching", "stragglers", "publishing")
     return sum(shares[cause] for cause in causes)
 
 

@@ -41,6 +41,7 @@ MAX_ROWS = 10_000
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
     "wait for rewards": "the trainer waits for rewards of groups that are sampled",
+    "wait for teaching": "the trainer waits until another model has read groups that have rewards",
     "wait for stragglers": "the trainer waits for groups that would become too old",
     "wait for publishing": "the trainer waits until engines serve a newer version",
     "train": "forward, backward and optimizer step of a batch",

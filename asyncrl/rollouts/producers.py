@@ -53,8 +53,8 @@ class RunningGroup:
     """An admitted group: new, or of a killed run.
 
     `failures`: (number of attempts, reason) by sample_index, with 0 attempts for a
-    prompt that can never be sampled. `sampled`: the rollouts that have all their
-    tokens, also those that are being scored.
+    prompt that can never be sampled. `phases`: of the rollouts that have all their
+    tokens.
     """
 
     ticket: Ticket
@@ -63,7 +63,7 @@ class RunningGroup:
     rollouts: dict[int, Rollout]
     failures: dict[int, tuple[int, str]]
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
-    sampled: set[int] = field(default_factory=set)
+    phases: dict[int, Phase] = field(default_factory=dict)
 
     @property
     def to_run(self) -> list[int]:
@@ -294,7 +294,8 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards, or samples again.
+        """Notify the buffer when a group only waits for rewards or teaching, or samples
+        again.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
@@ -302,13 +303,14 @@ class Producers:
         group_id = group.ticket.group_id
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
-            group.sampled.discard(index)
+            group.phases.pop(index, None)
             if is_running:
                 self.sink.samples_again_nowait(group_id)
             return
-        group.sampled.add(index)
-        if is_running and group.sampled.issuperset(group.to_run):
-            self.sink.sampled_nowait(group_id)
+        group.phases[index] = phase
+        phases = {group.phases.get(other) for other in group.to_run}
+        if is_running and None not in phases:
+            self.sink.sampled_nowait(group_id, has_rewards=phases == {"teaching"})
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]

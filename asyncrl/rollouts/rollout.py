@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_PROMPTS = 1024
 
-Phase = Literal["sampling", "scoring"]
+Phase = Literal["sampling", "scoring", "teaching"]
 Score = Callable[[], Awaitable[Rollout]]
 """Score a sampled rollout."""
 
@@ -220,6 +220,7 @@ class RolloutAttempt:
     seen: Callable[[], Rollout] = field(default=tuple, init=False)
     num_spent: Callable[[], int] = field(default=int, init=False)
     has_asked: Callable[[], bool] = field(default=bool, init=False)
+    on_phase: Callable[[Phase], None] = field(default=lambda phase: None, init=False)
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -376,6 +377,7 @@ class RolloutRunner:
     ) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
         limit = attempt.clock.start()
+        attempt.on_phase = on_phase
         try:
             async with limit:
                 try:
@@ -788,7 +790,7 @@ class JudgedGenerator:
     """
 
     generator: Generator
-    judge: Callable[[Rollout], Awaitable[Rollout]]
+    judge: Callable[[Rollout, str], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -796,7 +798,8 @@ class JudgedGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            return await self.judge(rollout)
+            attempt.on_phase("teaching")
+            return await self.judge(rollout, attempt.prompt.task)
 
         return score_and_judge
 

@@ -26,7 +26,7 @@ from asyncrl.trainer.adjustments import (
     PairChanges,
 )
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.supports import FULL, SupportRows, SupportSets
+from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
     BoolN,
     IntN,
@@ -377,8 +377,8 @@ class MicroBatch:
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
-    `trajectory_S` in the header. Pairs without a support come first; `allowed_P` and
-    `changed` are of these, `supports` of the others.
+    `trajectory_S` in the header. Pairs without a support come first; `allowed_P`,
+    `changed` and `distilled` are of these, `supports` of the others.
     """
 
     token_ids_N: Tensor
@@ -393,6 +393,7 @@ class MicroBatch:
     allowed_P: AllowedRows | None = None
     changed: ChangedLogits | None = None
     supports: SupportRows | None = None
+    distilled: DistillRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: each token's experts at sampling."""
 
@@ -611,5 +612,6 @@ def _assemble(
         allowed_P=allowed_P,
         changed=changed,
         supports=support_rows,
+        distilled=DistillRows.of(arrays, source_M, pair_M, device),
         routing_N=routing_N,
     )

@@ -1,11 +1,12 @@
-"""Supports of sampled tokens: the sets of ids from which top_p, top_k and min_p let the
-engine draw them. The trainer renormalises over them.
+"""Chosen ids of the vocabulary per token. Supports of sampled tokens: the sets of ids
+from which top_p, top_k and min_p let the engine draw them; the trainer renormalises
+over them. And the ids that a loss compares with another model (algorithm.distill_loss).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,15 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
+from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
+    SUPPORT,
+    Ragged,
+    Tokens,
+)
 from asyncrl.trainer.adjustments import ChangedEntries, PairChanges
-from asyncrl.trainer.tree import BoolN, to_device
+from asyncrl.trainer.tree import BoolN, IntN, to_device
 
 FULL = -1
 
@@ -72,13 +79,78 @@ def check_supports(arrays: Tokens, vocab_size: int) -> None:
         )
 
 
+class EntriesPart(NamedTuple):
+    """Neighboring entries. `places`: (row, column) of each one in a slice's logits."""
+
+    entries: slice
+    places: tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
-class SupportRows:
+class Entries:
+    """E logits of a micro-batch, in order of their ids.
+
+    `row_E`, `id_E` int64: the pair and the id of each entry. `ids` is `id_E` on the
+    host.
+    """
+
+    row_E: Tensor
+    id_E: Tensor
+    ids: npt.NDArray[np.int32]
+
+    def within(self, part: slice) -> EntriesPart | None:
+        """Return the entries in a slice of the vocabulary, or None if it has none."""
+        first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
+        if first == last:
+            return None
+        entries = slice(first, last)
+        return EntriesPart(
+            entries, (self.row_E[entries], self.id_E[entries] - part.start)
+        )
+
+
+@dataclass(frozen=True)
+class DistillRows(Entries):
+    """The ids that distillation compares. `token_E` int64: the loss token of each entry.
+    `other_E` float32: the other model's logprobs, in nats.
+    """
+
+    token_E: Tensor
+    other_E: Tensor
+
+    @classmethod
+    def of(
+        cls, arrays: Tokens, source_M: IntN, pair_M: IntN, device: torch.device
+    ) -> DistillRows | None:
+        """Return the entries of the tokens at `source_M`, or None if there are none."""
+        tops: Ragged = arrays.column(DISTILL_IDS)  # empty without distillation
+        sizes_M = tops.sizes[source_M]
+        num_entries = int(sizes_M.sum())
+        if num_entries == 0:
+            return None
+        token_E = np.repeat(np.arange(len(source_M)), sizes_M)
+        # The entries of token m begin at first_M in the column, and at start_M here.
+        first_M = (tops.sizes.cumsum() - tops.sizes)[source_M]
+        start_M = sizes_M.cumsum() - sizes_M
+        place_E = np.arange(num_entries) + (first_M - start_M)[token_E]
+        order = np.argsort(tops.values[place_E], kind="stable")
+        token_E, place_E = token_E[order], place_E[order]
+        ids = tops.values[place_E]
+        row, id, token = (
+            to_device(torch.from_numpy(array.astype(np.int64)), device)
+            for array in (pair_M[token_E], ids, token_E)
+        )
+        logprob_E = arrays.column(DISTILL_LOGPROBS).values[place_E]
+        other_E = to_device(torch.from_numpy(logprob_E), device)
+        return cls(row, id, ids, token, other_E)
+
+
+@dataclass(frozen=True)
+class SupportRows(Entries):
     """Supports of the last R of a micro-batch's U pairs, as E entries in order of their
     ids.
 
-    `row_E`, `id_E` int64: the pair, counted from `num_plain`, and the id of each entry.
-    `target_R` int64: the entry of each pair's target. `ids` is `id_E` on the host.
+    `row_E`: counted from `num_plain`. `target_R` int64: the entry of each pair's target.
     `changed`: entries whose logits the call has adjusted.
 
     Example: the second pair and the third have the supports {2, 5} and {5}.
@@ -89,10 +161,7 @@ class SupportRows:
     """
 
     num_plain: int
-    row_E: Tensor
-    id_E: Tensor
     target_R: Tensor
-    ids: npt.NDArray[np.int32]
     changed: ChangedEntries | None = None
 
     @classmethod
@@ -123,13 +192,7 @@ class SupportRows:
         if changes is not None:
             pair_E = row_E + num_plain
             changed = changes.of_entries(pair_E, ids.astype(np.int64), device)
-        return cls(num_plain, row, id, target, ids, changed)
-
-    def parts(self, slices: Iterator[slice]) -> Iterator[tuple[slice, slice]]:
-        """Return each slice of the vocabulary with the slice of its entries."""
-        for part in slices:
-            first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
-            yield part, slice(first, last)
+        return cls(row, id, ids, num_plain, target, changed)
 
     def adjust(
         self, value_E: Tensor, temperature: float
