@@ -20,6 +20,7 @@ from asyncrl.job.agent_runtime import (
     AgentRuntime,
     make_generator,
     num_rollouts,
+    seeds_from,
     single_turn,
     special_tokens,
 )
@@ -54,7 +55,6 @@ from asyncrl.rollouts.rollout import (
     HarnessGenerator,
     JudgedGenerator,
     RolloutRunner,
-    derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles, at_once, in_place
@@ -134,16 +134,7 @@ async def build(
         wait_for_devices,
         demonstrate,
     )
-    scorer = Scorers(
-        tasks,
-        config.tasks,
-        tokenizer,
-        seed=config.seed,
-        warn=lifecycle.log.warn,
-        ask_model=fleet.ask_model,
-        ask_judge=fleet.ask_judge,
-    )
-    lifecycle.closes("rewards", scorer.aclose)
+    scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
         or rollout.engine_range.min
@@ -333,9 +324,7 @@ def _make_evaluation(
         host = agents.gateway.add_route(
             engine,
             sampling=sampling,
-            seed_of=lambda prompt, index, attempt, call: derive_seed(
-                EVAL_SEED, prompt, index, call, attempt
-            ),
+            seed_of=seeds_from(EVAL_SEED),
             on_broken=broken.append,
         )
         return HarnessGenerator(
@@ -346,16 +335,7 @@ def _make_evaluation(
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[ComponentError]()
-        scorers = Scorers(
-            {name: task},
-            {name: settings.task},
-            tokenizer,
-            seed=EVAL_SEED,
-            warn=lifecycle.log.warn,
-            ask_model=fleet.ask_model,
-            ask_judge=fleet.ask_judge,
-        )
-        lifecycle.closes("eval rewards", scorers.aclose)
+        scorers = fleet.make_scorers({name: task}, {name: settings.task}, EVAL_SEED)
         sets.append(
             HeldOut(
                 generator=generator_of(settings.sampling, scorers, broken),

@@ -120,7 +120,7 @@ class Lifecycle:
                 # The request to cancel is served; on_exit must not run as a cancelled
                 # task.
                 self._main.uncancel()
-                code = 128 + self.signal
+                code = self.exit_code
             if code > 128:
                 self.on_end(
                     "interrupted",
@@ -145,6 +145,10 @@ class Lifecycle:
                 asyncio.get_running_loop().remove_signal_handler(number)
                 if handler is not None:  # else it is not Python's
                     signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
 
     def _listen(self) -> dict[int, Any]:
         """Handle signals of the main thread; return the earlier handlers."""

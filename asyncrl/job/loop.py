@@ -53,10 +53,10 @@ from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.console import logging_to
@@ -109,17 +109,33 @@ def run_job(
             reporter = Reporter(
                 config, folder, name, callbacks, goes_on=point is not None
             )
-            lifecycle = Lifecycle(
-                config,
-                folder,
-                reporter.log,
-                launcher,
-                on_end=reporter.finish,
-                on_exit=reporter.aclose,
-            )
+            lifecycle = reported_lifecycle(reporter, launcher)
             on_start(lifecycle)
             job = Job(lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
+
+
+def reported_lifecycle(reporter: Reporter, launcher: Launcher) -> Lifecycle:
+    return Lifecycle(
+        reporter.config,
+        reporter.run_dir,
+        reporter.log,
+        launcher,
+        on_end=reporter.finish,
+        on_exit=reporter.aclose,
+    )
+
+
+async def start_reports(
+    lifecycle: Lifecycle, reporter: Reporter, point: ResumePoint | None
+) -> None:
+    reporter.start()
+    if (server := reporter.status_server()) is not None:
+        lifecycle.closes("status server", server.aclose)
+        await server.start()
+    lifecycle.stack.callback(reporter.close_console)
+    for text in () if point is None else point.notes:
+        lifecycle.log.warn(text)
 
 
 @contextlib.contextmanager
@@ -161,13 +177,7 @@ class Job:
 
     async def live(self) -> int:
         lifecycle = self.lifecycle
-        self.reporter.start()
-        if (server := self.reporter.status_server()) is not None:
-            lifecycle.closes("status server", server.aclose)
-            await server.start()
-        lifecycle.stack.callback(self.reporter.close_console)
-        for text in () if self.point is None else self.point.notes:
-            lifecycle.log.warn(text)
+        await start_reports(lifecycle, self.reporter, self.point)
         run = await build(lifecycle, self.placement, self.reporter, self.point)
         lifecycle.servers = run.fleet.servers
         # After the build: freeze() exempts what exists now, such as modules and
@@ -187,7 +197,7 @@ class Job:
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)
-        return 0 if lifecycle.signal is None else 128 + lifecycle.signal
+        return lifecycle.exit_code
 
     def _start_guards(self, run: Components) -> None:
         watchdog = self._make_watchdog(run)
@@ -242,8 +252,7 @@ class Job:
             run_config_yaml(self.lifecycle.config),
         )
         run.write_pins()
-        for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.lifecycle.log.info(text)
+        await point.set_damaged_aside(self.lifecycle.log)
         return unfinished
 
     async def _start_services(
@@ -350,9 +359,7 @@ class Job:
         if is_interrupted:
             return
         await run.scheduler.to_trainer()
-        self.lifecycle.log.activity("saving the weights")
-        with span("trainer", "save"):
-            await save_final(run.trainer, self.lifecycle.run_dir)
+        await save_final(self.lifecycle, run.trainer)
         if run.evaluation is not None:
             self.lifecycle.log.activity("evaluating the last weights")
             if run.fleet.eval_client is None:
@@ -371,8 +378,10 @@ class Job:
             await asyncio.sleep(STATUS_PERIOD_S)
 
 
-async def save_final(trainer: SupervisedTrainer, run_dir: Path) -> None:
+async def save_final(lifecycle: Lifecycle, trainer: SupervisedTrainer) -> None:
+    lifecycle.log.activity("saving the weights")
     # The summary of an earlier end has the version of the weights that are replaced. A
     # run that is killed here must not give that version to the new ones.
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    await trainer.save(run_dir / "final")
+    (lifecycle.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    with span("trainer", "save"):
+        await trainer.save(lifecycle.run_dir / "final")

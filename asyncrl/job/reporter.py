@@ -12,10 +12,10 @@ import math
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
@@ -65,6 +65,7 @@ from asyncrl.trainer.step_metrics import GAP_WARNING
 if TYPE_CHECKING:
     from asyncrl.observe.web import WebServer
 
+T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.reporter")
 
 TRACKER_CLOSE_S = 30.0
@@ -233,9 +234,12 @@ class Reporter:
         """Return the sampled tokens before engines sample for the next batch:
         reproducible at max_staleness 0.
         """
-        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
+        self._count_from(batch)
         name = "tokens/generated"
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
+
+    def _count_from(self, batch: Batch) -> None:
+        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
 
     def step(
         self,
@@ -244,7 +248,7 @@ class Reporter:
         report: TrainResponse,
         found: Mapping[str, float],
     ) -> None:
-        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
+        self._count_from(batch)
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
         metrics = self._metrics(run, report, found) | evaluated
@@ -298,6 +302,9 @@ class Reporter:
             "eval/loss": loss,
             "eval/tokens": num_tokens,
         }
+        self._record_evaluation(line)
+
+    def _record_evaluation(self, line: dict[str, Any]) -> None:
         self._evaluations.append(line)
         self._new_evaluations |= evaluation_metrics(line)
         self._recorder.record_evaluation(line)
@@ -356,10 +363,7 @@ class Reporter:
         }
         line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
-        self._evaluations.append(line)
-        self._new_evaluations |= evaluation_metrics(line)
-        self._recorder.record_evaluation(line)
-        self._console.say(f"eval {evaluation_text(line)}")
+        self._record_evaluation(line)
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         logs = self.run_dir / "logs"
@@ -381,8 +385,7 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
-        self._timeline.flush()
-        now = self._now = self._counted({**gauges(run), **self._traces.gauges()})
+        now = self._now = self._gauges(run)
         missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
@@ -392,16 +395,16 @@ class Reporter:
             is_filling = True
         if is_filling and self.log.current_activity == "training":
             self._console.show_filling(run.producers.filling())
-        self._write_running(run.trainer.policy_version, waits, status_of(run, now))
+        self.write_status(run.trainer.policy_version, waits, status_of(run, now))
 
-    def write_status(self, step: int, waits: Mapping[str, float]) -> None:
-        """Write status.json of a run without engines."""
-        self._timeline.flush()
-        self._write_running(step, waits, {})
-
-    def _write_running(
-        self, step: int, waits: Mapping[str, float], parts: Mapping[str, Any]
+    def write_status(
+        self,
+        step: int,
+        waits: Mapping[str, float],
+        parts: Mapping[str, object] | None = None,
     ) -> None:
+        """Write status.json. `parts`: sections of a run with engines."""
+        self._timeline.flush()
         self._recorder.write_status(
             {
                 "state": "running",
@@ -411,7 +414,7 @@ class Reporter:
                 "num_steps": self.config.trainer.num_steps,
                 "warnings": self.log.warnings or None,
                 "waits": waits,
-                **parts,
+                **(parts or {}),
             }
         )
 
@@ -512,8 +515,7 @@ class Reporter:
                 now_s - self._slots_at[0]
             )
         self._slots_at = now_s, busy_s
-        counted = self._counted({**gauges(run), **self._traces.gauges()})
-        for name, value in counted.items():
+        for name, value in self._gauges(run).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
         # What follows the report, such as the rest of its record, is of the next step,
@@ -553,6 +555,9 @@ class Reporter:
         if span.lane == "trainer":
             self._spent_s[span.kind] += span.end_s - span.start_s
 
+    def _gauges(self, run: Components) -> dict[str, Any]:
+        return self._counted({**gauges(run), **self._traces.gauges()})
+
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}
@@ -571,6 +576,15 @@ def processes(run: Components) -> tuple[Server, ...]:
         ),
         *workers,
     )
+
+
+def _healths(servers: Sequence[Server], kind: type[T]) -> dict[str, T]:
+    """Return the last answers of this kind, by the server's name."""
+    return {
+        server.name: server.health
+        for server in servers
+        if isinstance(server.health, kind)
+    }
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
@@ -593,12 +607,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         found |= {} if source is None else source.gauges()
     evals = () if run.evaluation is None else run.evaluation.held_out
     found |= judge_gauges([run.scorer, *(each.scorers for each in evals)])
-    healths = {server.name: server.health for server in processes(run)}
-    engines = {
-        name: health
-        for name, health in healths.items()
-        if isinstance(health, EngineHealth)
-    }
+    servers = processes(run)
+    engines = _healths(servers, EngineHealth)
     trained_on = {server.name for server in run.fleet.engine_servers}
     found |= {
         "engine/tokens": sum(
@@ -609,16 +619,13 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         },
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(
-            h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)
+            health.policy_version
+            for health in _healths(servers, TrainerHealth).values()
         ),
     }
     if agents is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in agents.supervisors)
-        workers = {
-            name: health
-            for name, health in healths.items()
-            if isinstance(health, WorkerHealth)
-        }
+        workers = _healths(servers, WorkerHealth)
         found["harness/abandoned"] = {
             name: health.num_abandoned for name, health in workers.items()
         }

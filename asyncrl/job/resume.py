@@ -6,6 +6,7 @@ turns, and requeued prompts come first.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Collection, Mapping
@@ -22,10 +23,11 @@ from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, Whole, set_aside
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
+from asyncrl.observe.console import RunLog
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import (
     METRICS_FILE,
@@ -52,6 +54,14 @@ class ResumePoint:
     @property
     def version(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.version
+
+    @property
+    def trainer_dir(self) -> Path | None:
+        return None if self.checkpoint is None else self.checkpoint.trainer_dir
+
+    async def set_damaged_aside(self, log: RunLog) -> None:
+        for text in await asyncio.to_thread(set_aside, self.damaged):
+            log.info(text)
 
 
 def settle_saved(folder: Path) -> bool:
@@ -124,10 +134,7 @@ def find_resume(
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
-    if isinstance(config, RunConfig):
-        num_saved = 0 if checkpoint is None else checkpoint.version
-        refuse_trained(run_dir, config.trainer.num_steps, num_saved)
-    return ResumePoint(
+    point = ResumePoint(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
         tuple(damaged),
@@ -136,6 +143,9 @@ def find_resume(
             _is_named(key, allow_change) for key in ("task.digest", "data.digest")
         ),
     )
+    if isinstance(config, RunConfig):
+        refuse_trained(run_dir, config.trainer.num_steps, point.version)
+    return point
 
 
 def _refused(
@@ -288,10 +298,9 @@ async def restore(
         journal.trained_nowait(batch.version, report.metrics)
         reporter.step(run, batch, report, batch_metrics(batch, run.special_tokens))
 
-    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):
-        await run.trainer.recover(folder, missed, trained_again)
+        await run.trainer.recover(point.trainer_dir, missed, trained_again)
     restored()
     # In the journal only now, since a refused resume must not change its groups.
     for group_id, (prompt, why) in ended.items():  # keep the same seeds

@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.transports import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
@@ -28,7 +29,11 @@ from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Loss, Role
-from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.job.trainer_recovery import (
+    SupervisedTrainer,
+    journaled_batches,
+    recover_trainer,
+)
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
@@ -47,11 +52,12 @@ from asyncrl.launch.supervise import (
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
-from asyncrl.tasks.judge import AskJudge
-from asyncrl.tasks.scorer import AskModel
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, Demonstrate, TrainerSpec
 
+Client = TypeVar("Client", bound=ServerClient)
 MEET_FRACTION = 0.8
 """Fraction of supervision.start_timeout_s that ranks wait for each other."""
 
@@ -396,6 +402,19 @@ async def start_mps(lifecycle: Lifecycle, placement: Placement) -> Mps | None:
     return mps
 
 
+def forget_meeting(staging_dir: Path) -> None:
+    """Remove the file where ranks met. New ranks would read the addresses of ended ones
+    from it, and wait for these.
+    """
+    (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+
+
+def first_ranks(
+    ranks: Sequence[Server], supervision: Supervision, staging_dir: Path
+) -> FirstStart:
+    return FirstStart(ranks, supervision, on_start=partial(forget_meeting, staging_dir))
+
+
 class Fleet:
     """Trainer ranks, rollout engines and extra servers, with their clients."""
 
@@ -411,6 +430,7 @@ class Fleet:
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
+        self._tokenizer = servers.tokenizer
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
@@ -422,26 +442,22 @@ class Fleet:
         )
         self.ranks = servers.trainers(staging_dir)
 
-        async def before_start() -> None:
-            # Before each restart, not the first start. New ranks must not find each
-            # other in the file where the dead ones met, and the next broadcast must not
-            # use the dead ones' group.
-            await wait_for_devices()
-            (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+        def forget_ranks() -> None:
+            forget_meeting(staging_dir)
+            # The next broadcast must not use the group of the dead ranks.
             if servers.group is not None:
                 servers.group.sender_gone_nowait()
 
-        num_steps = config.trainer.num_steps
         self.trainer = SupervisedTrainer(
             self.ranks,
             self.supervision,
             timeout_s=config.trainer.timeout_s,
-            before_start=before_start,
+            on_start=forget_ranks,
+            before_start=wait_for_devices,
             bring_back=partial(
                 recover_trainer,
-                journal=journal,
                 checkpoints=checkpoints,
-                num_batches=num_steps,
+                batches=partial(journaled_batches, journal),
             ),
             demonstrations=demonstrations,
         )
@@ -502,29 +518,39 @@ class Fleet:
             if isinstance(extra.client, RoleClient)
         ]
 
-    @property
-    def ask_model(self) -> AskModel | None:
-        """Return the call of the reward model, if there is one."""
-        extra = self.extra.get(REWARD)
-        if extra is None:
+    def client_of(self, role: str, kind: type[Client]) -> Client | None:
+        """Return the client of a role's server, if the run has one."""
+        if role not in self.extra:
             return None
-        assert isinstance(extra.client, RewardModelClient)
-        return extra.client.score
+        client = self.extra[role].client
+        assert isinstance(client, kind), f"the client of {role} is a {kind.__name__}"
+        return client
 
-    @property
-    def ask_judge(self) -> AskJudge | None:
-        """Return the call of the judge that the run serves, if there is one."""
-        extra = self.extra.get(JUDGE)
-        if extra is None:
-            return None
-        assert isinstance(extra.client, ServedJudge)
-        return extra.client.ask
+    def make_scorers(
+        self,
+        tasks: Mapping[str, PromptTask],
+        settings: Mapping[str, TaskConfig],
+        seed: int,
+    ) -> Scorers:
+        """Make the scorers of tasks, which ask the run's reward model and judge."""
+        model = self.client_of(REWARD, RewardModelClient)
+        judge = self.client_of(JUDGE, ServedJudge)
+        scorers = Scorers(
+            tasks,
+            settings,
+            self._tokenizer,
+            seed=seed,
+            warn=self._lifecycle.log.warn,
+            ask_model=None if model is None else model.score,
+            ask_judge=None if judge is None else judge.ask,
+        )
+        self._lifecycle.closes("rewards", scorers.aclose)
+        return scorers
 
     @property
     def eval_client(self) -> EngineClient | None:
         """Return the eval engine's client, if there is an eval engine."""
-        extra = self.extra.get(EVAL_ENGINE)
-        return None if extra is None else as_engine(extra.client)
+        return self.client_of(EVAL_ENGINE, EngineClient)  # type: ignore[type-abstract]
 
     def on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.component].lost_nowait(error)
@@ -540,8 +566,7 @@ class Fleet:
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._lifecycle.log.activity(f"loading the model in {names}")
         starts = [FirstStart([engine], self.supervision).run() for engine in engines]
-        trainer = FirstStart(self.ranks, self.supervision)
-        trainer.stale = self.staging_dir / RENDEZVOUS
+        trainer = first_ranks(self.ranks, self.supervision, self.staging_dir)
         if not self.placement.moves and self.placement.memory_fraction is None:
             await all_or_none([trainer.run(), *starts])
             return

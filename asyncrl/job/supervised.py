@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from asyncrl.base.files import (
@@ -27,22 +28,27 @@ from asyncrl.job.build import prepare_model
 from asyncrl.job.check import positions_of
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.lifecycle import Lifecycle, new_run_dir, rare_collections
-from asyncrl.job.loop import STATUS_PERIOD_S, opened_run_dir, save_final
+from asyncrl.job.loop import (
+    STATUS_PERIOD_S,
+    opened_run_dir,
+    reported_lifecycle,
+    save_final,
+    start_reports,
+)
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint, refuse_trained
-from asyncrl.job.servers import Servers
-from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
+from asyncrl.job.servers import Servers, first_ranks, forget_meeting
+from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import (
     plan_run,
-    read_architecture,
     refuse_over_capacity,
     resolve_auto,
     without_engines,
 )
-from asyncrl.launch.supervise import FirstStart, Supervision, ask_children
+from asyncrl.launch.supervise import Supervision, ask_children
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 from asyncrl.observe.run_dir import (
@@ -63,7 +69,6 @@ from asyncrl.rollouts.demonstrations import (
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import DATA_PIN, DataPin
 from asyncrl.trainer.model_folder import ModelPin, fetch_architectures
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
 
 logger = logging.getLogger("asyncrl.job.supervised")
 
@@ -95,14 +100,7 @@ def run_sft(
             reporter = Reporter(
                 run, folder, name, goes_on=point is not None, command="sft"
             )
-            lifecycle = Lifecycle(
-                run,
-                folder,
-                reporter.log,
-                launcher,
-                on_end=reporter.finish,
-                on_exit=reporter.aclose,
-            )
+            lifecycle = reported_lifecycle(reporter, launcher)
             on_start(lifecycle)
             job = SftJob(config, lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
@@ -143,13 +141,7 @@ class SftJob:
             is_shuffled=self.config.data.shuffle,
         )
         self._settle(data, feed)
-        self.reporter.start()
-        if (server := self.reporter.status_server()) is not None:
-            lifecycle.closes("status server", server.aclose)
-            await server.start()
-        lifecycle.stack.callback(self.reporter.close_console)
-        for text in () if self.point is None else self.point.notes:
-            lifecycle.log.warn(text)
+        await start_reports(lifecycle, self.reporter, self.point)
         for text in data.train.warnings(data.tokenizer):
             lifecycle.log.warn(text)
         trainer, checkpointer = await self._start_trainer(data, feed)
@@ -162,7 +154,7 @@ class SftJob:
         self.reporter.training_starts()
         await self._train(trainer, feed, checkpointer, data.held_out)
         await self._end(trainer, checkpointer)
-        return 0 if lifecycle.signal is None else 128 + lifecycle.signal
+        return lifecycle.exit_code
 
     # ---- before the training
 
@@ -178,16 +170,12 @@ class SftJob:
         )
         await asyncio.to_thread(model_pin.read, model_path)
         self.lifecycle.log.activity("reading the demonstrations")
-        architecture = read_architecture(config.model)
-        positions = positions_of(architecture.get("text_config", architecture))
-        train = await asyncio.to_thread(
-            read_demonstrations, config.data, tokenizer, positions
-        )
+        positions = positions_of(config.model)
+        read = partial(read_demonstrations, config.data, tokenizer, positions)
+        train = await asyncio.to_thread(read)
         held_out = None
         if config.data.eval_files is not None:
-            held_out = await asyncio.to_thread(
-                read_demonstrations, config.data, tokenizer, positions, "eval_files"
-            )
+            held_out = await asyncio.to_thread(read, "eval_files")
         pins = {"rows": train.digest, "date": began}
         is_free = point is not None and point.may_change_data
         data_pin = DataPin(run_dir, pins, is_free=is_free, section="data")
@@ -200,10 +188,9 @@ class SftJob:
         key = "data.epochs"
         if 0 < most < num_steps:
             num_steps, key = most, "trainer.num_steps"
-        checkpoint = None if self.point is None else self.point.checkpoint
         if self.point is not None:
-            num_saved = 0 if checkpoint is None else checkpoint.version
-            refuse_trained(self.lifecycle.run_dir, num_steps, num_saved, key)
+            run_dir = self.lifecycle.run_dir
+            refuse_trained(run_dir, num_steps, self.point.version, key)
         run = self.config.as_run(num_steps, data.train.longest)
         self.lifecycle.config = run
         self.reporter.settle(run, self.config)
@@ -233,34 +220,22 @@ class SftJob:
             lambda what, detail: logger.info("%s %s", what, detail),
         )
 
-        async def before_start() -> None:
-            # New ranks must not meet in the file of the dead ones.
-            (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-
-        async def bring_back(client: TrainerClient, version: int) -> None:
-            async with checkpoints.in_use:
-                whole, _ = await asyncio.to_thread(
-                    checkpoints.newest_whole, keep_unfinished=True
-                )
-                start = 0 if whole is None else whole.version
-                folder = None if whole is None else whole.trainer_dir
-                missed = _batches(feed, start, max(start, version))
-                await client.catch_up(folder, missed, lambda *_: None)
-
         trainer = SupervisedTrainer(
             ranks,
             supervision,
             timeout_s=config.trainer.timeout_s,
-            before_start=before_start,
-            bring_back=bring_back,
+            on_start=partial(forget_meeting, staging_dir),
+            bring_back=partial(
+                recover_trainer,
+                checkpoints=checkpoints,
+                batches=partial(_batches, feed),
+            ),
         )
         for rank in ranks:
             lifecycle.closes(rank.name, rank.aclose)
         lifecycle.servers = ranks
         lifecycle.log.activity("loading the model")
-        start = FirstStart(ranks, supervision)
-        start.stale = staging_dir / RENDEZVOUS
-        await start.run()
+        await first_ranks(ranks, supervision, staging_dir).run()
         checkpointer = Checkpointer(checkpoints, trainer, None, dict, lifecycle)
         return trainer, checkpointer
 
@@ -270,17 +245,16 @@ class SftJob:
         point, run_dir = self.point, self.lifecycle.run_dir
         if point is None:
             return
-        checkpoint = point.checkpoint
-        folder = None if checkpoint is None else checkpoint.trainer_dir
         # No batch: the training continues from there.
-        await trainer.recover(folder, lambda: _batches(feed, 0, 0), lambda *_: None)
+        await trainer.recover(
+            point.trainer_dir, lambda: _batches(feed, 0, 0), lambda *_: None
+        )
         # From here on nothing refuses, so the records of later steps may go.
         write_whole(run_dir / "config.yaml", run_config_yaml(self.config))
         with suppress(FileNotFoundError):
             cut_steps(run_dir / EVAL_FILE, point.version)
         self.reporter.resumes(point.version, {})
-        for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.lifecycle.log.info(text)
+        await point.set_damaged_aside(self.lifecycle.log)
 
     # ---- the training
 
@@ -348,9 +322,7 @@ class SftJob:
         await checkpointer.make_last(trainer.policy_version)
         if is_interrupted:
             return
-        self.lifecycle.log.activity("saving the weights")
-        with span("trainer", "save"):
-            await save_final(trainer, self.lifecycle.run_dir)
+        await save_final(self.lifecycle, trainer)
 
     async def _report_status(self, trainer: SupervisedTrainer) -> None:
         log_path = self.lifecycle.run_dir / LOG_FILE

@@ -15,11 +15,10 @@ import numpy.typing as npt
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.job.agent_runtime import model_name
-from asyncrl.job.run_export import check_new_folder
-from asyncrl.journal.read import reading
+from asyncrl.job.run_export import check_new_folder, reading_journal, tell_deleted
 from asyncrl.journal.schema import rollouts_of
 from asyncrl.messages.records import PolicyCall, Rollout, Trajectory
-from asyncrl.observe.run_dir import journal_path, read_config
+from asyncrl.observe.run_dir import read_config
 from asyncrl.observe.traces import TracedRun, otlp_json
 
 TRAINING_FILE = "training_traces.jsonl"
@@ -43,14 +42,10 @@ def export_traces(
     config = read_config(run_dir)
     out = out.expanduser().resolve()
     check_new_folder(out, run_dir)
-    if not journal_path(run_dir).is_file():
-        raise ConfigError(
-            f"{run_dir} has no journal", way_out="name the directory of a run."
-        )
     num_rollouts = 0
     num_deleted = 0
     with (
-        reading(journal_path(run_dir)) as connection,
+        reading_journal(run_dir) as connection,
         whole_folder(out) as unfinished,
     ):
         (run_id,) = connection.execute(
@@ -82,10 +77,7 @@ def export_traces(
                 f"{run_dir} has the tokens of no finished group; those of {num_deleted} are deleted",
                 way_out="set journal.keep=all in the run.",
             )
-    if num_deleted:
-        tell(
-            f"the tokens of {num_deleted} trained groups are deleted; journal.keep=all keeps them"
-        )
+    tell_deleted(num_deleted, tell)
     tell(f"{num_rollouts} rollouts: {out}")
 
 

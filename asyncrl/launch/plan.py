@@ -694,12 +694,14 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
+    architecture = read_text_architecture(model)
+    return _shape(architecture) if architecture else ModelShape()
+
+
+def read_text_architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the language model's part of config.json, or {}."""
     architecture = read_architecture(model)
-    return (
-        _shape(architecture.get("text_config", architecture))
-        if architecture
-        else ModelShape()
-    )
+    return dict(architecture.get("text_config", architecture))
 
 
 def read_architecture(model: ModelConfig) -> dict[str, Any]:
