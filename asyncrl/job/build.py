@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -148,15 +148,12 @@ async def build(
         await hash_model  # may refuse
         await fleet.start(num_engines)
 
-    # Buffer and producers need each other; groups are requeued only during the run.
-    def requeued(*group: Any) -> None:
-        producers.requeued(*group)
-
     buffer = Buffer(
         config.buffer,
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
-        on_requeued=requeued,
+        # Buffer and producers need each other; groups are requeued only during the run.
+        on_requeued=lambda *group: producers.requeued(*group),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
@@ -482,7 +479,7 @@ def _make_scale(
 
 def controller_state(
     feed: PromptSource, producers: Producers, buffer: Buffer
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the state for a resume without the journal. `out`: num_requeued by id of
     drawn prompts that are in no batch yet.
     """

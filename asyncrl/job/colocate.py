@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.waits import Signal, uncut, waiting
@@ -70,7 +70,7 @@ class Disaggregated(PushLoop):
     async def wait_room_for_trainer(self) -> None:
         """Return at once."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         return {}
 
 
@@ -112,7 +112,7 @@ class Colocated(ColocatedPush):
         self._num_needing = 0
         self._last = dict[Side, TransferStats]()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         lease = self.lease
         return {
             "state": lease.state,

@@ -92,7 +92,7 @@ class Lifecycle:
         """Signals that arrived in the main thread, with the times of the first ones."""
         self._sent_signals = deque[int]()
         """Signals of other threads that the loop has not heard."""
-        self._main: asyncio.Task[Any] | None = None
+        self._main: asyncio.Task[object] | None = None
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
         # group holds, can be cancelled.

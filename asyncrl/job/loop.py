@@ -48,7 +48,6 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.live_settings import follow_live
 from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.job.roles import extra_models, extra_servers
@@ -287,9 +286,6 @@ class Job:
         self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.lifecycle.spawn(run.scale.follow(), name="scale")
-        numbers = self.lifecycle.config.rollout.engine_range.numbers
-        following = follow_live(self.lifecycle.run_dir, numbers, run.scale.want_nowait)
-        self.lifecycle.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         # While rollout engines evaluate, the next push or handover waits. A stopped run

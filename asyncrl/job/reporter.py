@@ -117,7 +117,7 @@ class Reporter:
         )
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
-        self._now: Mapping[str, Any] = {}
+        self._now: Mapping[str, object] = {}
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, float] = {}
@@ -175,7 +175,7 @@ class Reporter:
         )
         return server
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, object]:
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
@@ -452,7 +452,7 @@ class Reporter:
             return
         self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
-        summary: dict[str, Any] = {
+        summary: dict[str, object] = {
             "state": state,
             "why": why,
             "warnings": self.log.warnings,
@@ -658,7 +658,7 @@ def _engine_state(run: Components, name: str, version: int) -> str:
     return "down" if name in run.engines.down else f"policy_version {version}"
 
 
-def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
+def status_of(run: Components, now: Mapping[str, object]) -> dict[str, object]:
     """Return the components' section of status.json."""
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
@@ -685,7 +685,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
+def totals_in(line: Mapping[str, object]) -> dict[str, float]:
     return {
         name: num
         for name, num in line.items()

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
@@ -159,7 +158,7 @@ def _refused(
 
 def changed_keys(
     before: RunConfig | SftConfig, now: RunConfig | SftConfig
-) -> dict[str, tuple[Any, Any]]:
+) -> dict[str, tuple[object, object]]:
     """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -170,9 +169,9 @@ def changed_keys(
     }
 
 
-def _keys(config: RunConfig | SftConfig) -> dict[str, Any]:
+def _keys(config: RunConfig | SftConfig) -> dict[str, object]:
     sections = config.model_dump(mode="json")
-    lists = dict[str, Mapping[str, Any]]()
+    lists = dict[str, Mapping[str, object]]()
     if isinstance(config, RunConfig):
         lists = {"task": config.tasks, "eval": config.evals}
     for name, several in lists.items():
@@ -183,7 +182,7 @@ def _keys(config: RunConfig | SftConfig) -> dict[str, Any]:
                 key_of(name, one): entry
                 for one, entry in zip(several, entries, strict=True)
             }
-    found = dict[str, Any]()
+    found = dict[str, object]()
     for key, section in sections.items():
         if isinstance(section, dict) and section:
             found |= {f"{key}.{name}": value for name, value in section.items()}
@@ -214,7 +213,9 @@ def _refuse_changes(
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[Any, Any], config: RunConfig | SftConfig) -> bool:
+def _is_free(
+    key: str, values: tuple[object, object], config: RunConfig | SftConfig
+) -> bool:
     # with lora, vLLM computes with unmerged adapters
     if key == "weight_sync.transport":
         return "lora" not in values

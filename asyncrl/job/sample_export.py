@@ -6,7 +6,6 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
@@ -54,7 +53,7 @@ def export_samples(
             prompt = json.loads(messages)
             for rollout in _good(connection, group_id, min_reward):
                 answer = {"role": "assistant", "content": _text(rollout, tokenizer)}
-                row: dict[str, Any] = {
+                row: dict[str, object] = {
                     "messages": [*prompt, answer],
                     "reward": rollout.reward,
                     "group_id": group_id,

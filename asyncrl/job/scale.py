@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
@@ -16,7 +15,7 @@ from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.live_settings import LOOK_PERIOD_S, write_wanted
+from asyncrl.job.live_settings import read_wanted, write_wanted
 from asyncrl.launch.supervise import (
     NO_LOSS,
     Server,
@@ -27,6 +26,7 @@ from asyncrl.launch.supervise import (
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
+LOOK_PERIOD_S = 1.0
 EngineState = Literal["parked", "starting", "working", "leaving"]
 
 
@@ -130,7 +130,6 @@ class EngineScale:
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
         self._watching = dict[str, asyncio.Task[None]]()
-        self._changed = asyncio.Event()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
 
@@ -163,17 +162,15 @@ class EngineScale:
         if num != self.wanted:
             self.log.info(f"scaling from {self.wanted} to {num} engines")
             self.wanted = num
-            self._changed.set()
 
     async def follow(self) -> None:
-        """Keep `wanted` engines working."""
+        """Keep as many engines working as RUN_DIR/wanted.json asks for."""
         while True:
-            # Also each second: an engine that comes up, or fails to, sets no event, but
-            # changes the number of rollouts.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_PERIOD_S):
-                    await self._changed.wait()
-            self._changed.clear()
+            # Polled: an engine that comes up, or fails to, also changes the number of
+            # rollouts.
+            await asyncio.sleep(LOOK_PERIOD_S)
+            num = read_wanted(self.run_dir, self.range.numbers)
+            self.want_nowait(num or self.wanted)
             self.watch_nowait()
             for engine in reversed(self.engines[self.wanted :]):
                 if engine.state == "parked":
@@ -204,8 +201,8 @@ class EngineScale:
                 self.log.warn(
                     f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines"
                 )
-                # Into the file too: otherwise follow_live() would ask for the old
-                # number again within a second, and the start would fail again.
+                # Into the file too: otherwise follow() would ask for the old number
+                # again within a second, and the start would fail again.
                 write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
@@ -392,5 +392,5 @@ def _shape_text(rollout: Rollout) -> str:
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
-def _json_data(body: Mapping[str, Any]) -> str:
+def _json_data(body: Mapping[str, object]) -> str:
     return f'-H "Content-Type: application/json" -d {shlex.quote(json.dumps(body, ensure_ascii=False))}'

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +82,7 @@ def export_traces(
 
 def training_trace(
     group_id: int, rollout: Rollout, min_version: int = 0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a rollout as OpenEnv's TrainingTrace (openenv 0.10, schema version 1): a
     turn for each call that was sampled from the run's distribution.
 
@@ -103,13 +102,13 @@ def training_trace(
 
 def _turn(
     group_id: int, branch: Trajectory, call: PolicyCall, mask: npt.NDArray[np.bool_]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     ids = branch.token_ids.tolist()
     sampled = slice(call.start, call.end)
     # The log_softmax of a sure token may round to a little above 0, which readers
     # refuse.
     logprobs = np.minimum(branch.tokens.behaviour_logprobs[sampled], 0.0)
-    metadata: dict[str, Any] = {
+    metadata: dict[str, object] = {
         "branch": branch.branch,
         "finish_reason": call.finish_reason,
         "policy_versions": branch.tokens.versions[sampled].tolist(),

@@ -58,6 +58,9 @@ WAY_OUT = (
 )
 
 
+HostSide = Literal["host", "loading", "saving"]
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second
@@ -85,9 +88,7 @@ class ProcessPlan:
     """
 
     name: str
-    side: Literal[
-        "controller", "trainer", "engine", "eval", "host", "loading", "saving"
-    ]
+    side: HostSide | Literal["controller", "trainer", "engine", "eval"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -260,9 +261,9 @@ def held_besides(
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
-    held = Counter({(0, "python"): OWN_BYTES})  # the controller's
+    held = Counter[tuple[int, HostSide]]({(0, "host"): OWN_BYTES})  # the controller's
     for device in (*placement.trainer, *servers):
-        held[device.node, "python"] += OWN_BYTES
+        held[device.node, "host"] += OWN_BYTES
     # the copy of a checkpoint, which is written during training
     for rank in placement.trainer:
         held[rank.node, "saving"] += saved // config.trainer.world_size
@@ -286,11 +287,10 @@ def held_besides(
         yield ProcessPlan(
             "weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole)
         )
-    for (node, name), size in held.items():
-        side: Any = "host" if name == "python" else name
-        yield ProcessPlan(
-            name, side, placement.label(NodeDevice(node, "cpu")), 0, Memory(copies=size)
-        )
+    for (node, side), size in held.items():
+        host = placement.label(NodeDevice(node, "cpu"))
+        named = "python" if side == "host" else side
+        yield ProcessPlan(named, side, host, 0, Memory(copies=size))
     for name, size in disk_sizes(config, saved).items():
         yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
     folders = 2 if config.model.scratch else 1
@@ -343,7 +343,7 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         )
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
-    update: dict[str, Any] = {
+    update: dict[str, object] = {
         "critic": None,
         "model": model,
         "algorithm": AlgorithmConfig(),

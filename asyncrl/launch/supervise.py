@@ -73,7 +73,7 @@ class Supervision:
     config: SupervisionConfig
     heartbeat_s: float
     warn: Callable[[str], None]
-    on_event: Callable[[str, Mapping[str, Any]], None]
+    on_event: Callable[[str, Mapping[str, object]], None]
     restarts_s: defaultdict[str, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
