@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -54,6 +55,35 @@ SAME_SIGNAL_S = 0.1
 """`timeout` and `uv run` may send a signal twice, within milliseconds."""
 
 
+class SentSignals:
+    """Signals that another thread gets for a run, which may not have begun."""
+
+    def __init__(self) -> None:
+        self._numbers = deque[int]()
+        self._wake: Callable[[], object] | None = None
+
+    def send(self, number: int) -> None:
+        # Before the test: follow() sets `_wake` before it takes the signals, so that
+        # this one is heard in any case.
+        self._numbers.append(number)
+        if self._wake is not None:
+            self._wake()
+
+    def follow(self, hear: Callable[[int], None]) -> None:
+        """Call `hear` in this thread's loop for each signal, also for earlier ones."""
+
+        def hear_all() -> None:
+            while self._numbers:
+                hear(self._numbers.popleft())
+
+        loop = asyncio.get_running_loop()
+        self._wake = functools.partial(loop.call_soon_threadsafe, hear_all)
+        hear_all()
+
+    def unfollow(self) -> None:
+        self._wake = None
+
+
 @dataclass(eq=False)
 class Lifecycle:
     """Signals, tasks and shutdown of a command that starts processes. Owns the only
@@ -80,6 +110,7 @@ class Lifecycle:
     on_exit: Callable[[], Awaitable[None]] | None = None
     servers: Sequence[Server] = ()
     """Their deaths replace the failed calls that they cause."""
+    sent_signals: SentSignals = field(default_factory=SentSignals)
 
     def __post_init__(self) -> None:
         # other nodes have another working directory
@@ -90,8 +121,6 @@ class Lifecycle:
         self.signal: int | None = None
         self._signals = dict[int, float]()
         """Signals that arrived in the main thread, with the times of the first ones."""
-        self._sent_signals = deque[int]()
-        """Signals of other threads that the loop has not heard."""
         self._main: asyncio.Task[object] | None = None
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
@@ -108,7 +137,7 @@ class Lifecycle:
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
-        self._hear_sent()
+        self.sent_signals.follow(self.interrupt_nowait)
         earlier_handlers = self._listen()
         try:
             try:
@@ -140,6 +169,7 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.on_exit()
             self.can_stop = True  # nothing is left to cut
+            self.sent_signals.unfollow()
             # A script may continue after the run, and its next Ctrl-C is its own.
             for number, handler in earlier_handlers.items():
                 asyncio.get_running_loop().remove_signal_handler(number)
@@ -235,18 +265,6 @@ class Lifecycle:
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
-
-    def interrupt_soon(self, number: int) -> None:
-        """Pass a signal to a run in another thread, which may not have begun."""
-        # Before the test: run() sets `_main` before it takes the signals, so that it
-        # hears of this one in any case.
-        self._sent_signals.append(number)
-        if self._main is not None and not self._main.done():
-            self._main.get_loop().call_soon_threadsafe(self._hear_sent)
-
-    def _hear_sent(self) -> None:
-        while self._sent_signals:
-            self.interrupt_nowait(self._sent_signals.popleft())
 
     def interrupt_nowait(self, number: int) -> None:
         assert self._main is not None

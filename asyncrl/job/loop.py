@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from asyncrl.job.build import build
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
     Lifecycle,
+    SentSignals,
     locked_run_dir,
     new_run_dir,
     rare_collections,
@@ -84,10 +85,11 @@ def run_job(
     resume: str = "auto",
     allow_change: Sequence[str] = (),
     callbacks: Callbacks | None = None,
-    on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
+    signals: SentSignals | None = None,
 ) -> int:
     """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises
-    AsyncrlError, leaving no child process and no shared memory.
+    AsyncrlError, leaving no child process and no shared memory. `signals`: of the main
+    thread, if this is another one.
     """
     if config.harnesses:
         hide_memory()  # protect keys and answers
@@ -109,7 +111,7 @@ def run_job(
                 config, folder, name, callbacks, goes_on=point is not None
             )
             lifecycle = reported_lifecycle(reporter, launcher)
-            on_start(lifecycle)
+            lifecycle.sent_signals = signals or lifecycle.sent_signals
             job = Job(lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
 

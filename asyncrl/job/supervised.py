@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -80,7 +80,6 @@ def run_sft(
     name: str,
     resume: str = "auto",
     allow_change: Sequence[str] = (),
-    on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
 ) -> int:
     """Train on demonstrations, or resume; return 0, or 130 or 143 after SIGINT or
     SIGTERM. Raises AsyncrlError, leaving no child process and no shared memory.
@@ -101,7 +100,6 @@ def run_sft(
                 run, folder, name, goes_on=point is not None, command="sft"
             )
             lifecycle = reported_lifecycle(reporter, launcher)
-            on_start(lifecycle)
             job = SftJob(config, lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
 
