@@ -23,6 +23,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.launch import machine
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import (
     CudaDevice,
     child_environ,
@@ -234,6 +235,22 @@ def test_cuda_visible_devices_selects_from_the_drivers_devices(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
+
+
+def test_each_launcher_asks_for_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook runs several times, and what it holds itself changes in between."""
+    asked = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
+    for free in (80000, 20000):
+        line = f"0, GPU-aaaa, {free}, 81559, Default, Disabled"
+        asked.write_text(f"#!/bin/sh\necho '{line}'\n")
+        asked.chmod(0o755)
+        (node,) = LocalLauncher().nodes
+        assert [device.free_bytes for device in node.machine.cuda] == [free * 2**20]
 
 
 def test_child_sees_its_devices_by_the_parents_names(

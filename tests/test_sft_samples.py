@@ -75,7 +75,7 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
 def test_good_rollouts_become_demonstrations(
     run_dir: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "good.jsonl"
+    out = tmp_path / "new" / "good.jsonl"
     arguments = ["export", str(run_dir), str(out), "--samples", "--min-reward", "0.9"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0

@@ -39,6 +39,7 @@ def export_samples(
             rule="only single-turn rollouts are exported as messages",
             way_out="let the agent write its own messages.",
         )
+    out = out.expanduser()
     if out.exists():
         raise ConfigError(f"{out} exists", way_out="choose another file.")
     folder, _ = find_trained_model(run_dir, config)
@@ -65,6 +66,7 @@ def export_samples(
             f"{run_dir} has no whole rollout with a reward of at least {min_reward}",
             way_out="lower --min-reward, or set journal.keep=all in the run.",
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, "".join(f"{line}\n" for line in lines))
     tell(f"{len(lines)} rollouts: {out}")
 

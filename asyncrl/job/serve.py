@@ -78,6 +78,12 @@ def serve_gateway(
     num_tried: int | None = None,
 ) -> int:
     """Serve until Ctrl-C, or run `num_tried` rollouts; return the exit code."""
+    if num_tried is not None and config.generator.outcomes == "later":
+        raise ConfigError(
+            "generator.outcomes=later with --rollouts",
+            rule="these rollouts end at once, and nobody posts their rewards",
+            way_out="add generator.outcomes=returned to try the agent.",
+        )
     hide_memory()  # a tried agent runs as the same user
     with _opened_lifecycle(config, run_dir, name) as lifecycle:
         live = partial(_live_gateway, lifecycle, record, num_tried)
@@ -288,12 +294,6 @@ async def _try_agent(
     num_tried: int,
 ) -> int:
     config = lifecycle.config
-    if config.generator.outcomes == "later":
-        raise ConfigError(
-            "generator.outcomes=later with --rollouts",
-            rule="these rollouts end at once, and nobody posts their rewards",
-            way_out="add generator.outcomes=returned to try the agent.",
-        )
     feed = make_prompt_source(config, tasks)
     scorer = Scorers(
         tasks,
