@@ -90,7 +90,7 @@ def test_sides_get_written_or_free_devices(
     used = [device for devices in placement.engines for device in devices]
     assert where(sorted(used, key=lambda device: device.node)) == engines
     is_turns = ZERO in more and "cpu" not in rollout
-    assert placement.mode == ("colocated" if is_turns else "apart")
+    assert placement.is_colocated == is_turns
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_accepted_placement_keeps_the_rules(
     for devices in placement.engines:
         assert len(set(devices)) == split, "an engine has a device twice"
         assert len({device.node for device in devices}) == 1, "an engine spans nodes"
-    assert on_cuda & used == (on_cuda if placement.mode == "colocated" else set())
-    assert placement.mode == "apart" or (bound == 0 and {*ranks} == used)
+    assert on_cuda & used == (on_cuda if placement.is_colocated else set())
+    assert not placement.is_colocated or (bound == 0 and {*ranks} == used)
     assert not {*placement.extra.values()} & on_cuda
     plan = make_plan(config, there, extra_servers(config))
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}

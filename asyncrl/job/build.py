@@ -405,7 +405,7 @@ def _make_scheduler(
         spawn=lifecycle.spawn,
         are_ours=config.rollout.external_urls is None,
     )
-    if fleet.placement.mode == "colocated":
+    if fleet.placement.is_colocated:
         make = partial(
             Colocated,
             resident=fleet.placement.resident,

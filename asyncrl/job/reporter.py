@@ -26,6 +26,7 @@ from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.job.roles import JUDGE
+from asyncrl.job.scale import EngineState
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
@@ -572,7 +573,7 @@ def processes(run: Components) -> tuple[Server, ...]:
             # A parked engine has no process to ask, and the watchdog must not call it
             # ill.
             for server in servers
-            if run.scale.states.get(server.name) != "parked"
+            if run.scale.states.get(server.name) != EngineState.PARKED
         ),
         *workers,
     )
@@ -653,7 +654,7 @@ def reported(run: Components) -> Reported:
 
 def _engine_state(run: Components, name: str, version: int) -> str:
     state = run.scale.states[name]
-    if state != "working":
+    if state != EngineState.WORKING:
         return state
     return "down" if name in run.engines.down else f"policy_version {version}"
 

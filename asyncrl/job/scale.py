@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.waits import waiting
@@ -27,7 +27,13 @@ from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
 LOOK_PERIOD_S = 1.0
-EngineState = Literal["parked", "starting", "working", "leaving"]
+
+
+class EngineState(StrEnum):
+    PARKED = "parked"
+    STARTING = "starting"
+    WORKING = "working"
+    LEAVING = "leaving"
 
 
 class EngineSupervisor(Supervisor):
@@ -54,12 +60,12 @@ class EngineSupervisor(Supervisor):
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
-        self.state: EngineState = "working"
+        self.state = EngineState.WORKING
 
     def park_nowait(self) -> None:
         """Mark the engine as parked. It has no process."""
         self._disconnect_nowait()
-        self.state = "parked"
+        self.state = EngineState.PARKED
 
     async def park(self) -> None:
         """Move the requests with their tokens, let the push end, and end the process.
@@ -104,8 +110,8 @@ class EngineSupervisor(Supervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        if self.state != "working":
-            self.state = "working"
+        if self.state != EngineState.WORKING:
+            self.state = EngineState.WORKING
             self._on_event("engine unparked", {"name": self.name})
 
 
@@ -139,7 +145,7 @@ class EngineScale:
 
     @property
     def num_working(self) -> int:
-        return list(self.states.values()).count("working")
+        return list(self.states.values()).count(EngineState.WORKING)
 
     def gauges(self) -> dict[str, float]:
         return (
@@ -152,8 +158,8 @@ class EngineScale:
         """Supervise each wanted engine, in a task of its own."""
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
-                if engine.state != "working":
-                    engine.state = "starting"
+                if engine.state != EngineState.WORKING:
+                    engine.state = EngineState.STARTING
                 self._watching[engine.name] = self.spawn(
                     self._watch(engine), name=f"watch {engine.name}"
                 )
@@ -173,7 +179,7 @@ class EngineScale:
             self.want_nowait(num or self.wanted)
             self.watch_nowait()
             for engine in reversed(self.engines[self.wanted :]):
-                if engine.state == "parked":
+                if engine.state == EngineState.PARKED:
                     continue
                 # First the supervisor, which would take the end of the process for a
                 # loss.
@@ -182,7 +188,7 @@ class EngineScale:
                     await asyncio.wait({task})
                 # Fewer rollouts before the engine leaves, so none starts that it would
                 # have to hand over.
-                engine.state = "leaving"
+                engine.state = EngineState.LEAVING
                 self.on_change(self.num_working)
                 await engine.park()
             self.on_change(self.num_working)
@@ -194,7 +200,7 @@ class EngineScale:
             # A working engine has used up its restarts: the run ends, as without
             # scaling. Any other was added by `asyncrl scale`, and the run has done
             # without it so far.
-            if engine.state == "working" or isinstance(error, NO_LOSS):
+            if engine.state == EngineState.WORKING or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
@@ -75,7 +75,8 @@ class Placement:
     """The controller's is first."""
     trainer: Side
     engines: tuple[Side, ...]
-    mode: Literal["apart", "colocated"]
+    is_colocated: bool
+    """Both sides time-share the same devices."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
     extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class Placement:
 
     @property
     def moves(self) -> bool:
-        return self.mode == "colocated" and not self.resident
+        return self.is_colocated and not self.resident
 
     @property
     def is_on_cuda(self) -> bool:
@@ -100,7 +101,7 @@ class Placement:
     @property
     def shared_at_once(self) -> dict[NodeDevice, CudaDevice]:
         """Return the CUDA devices on which both sides work at the same time."""
-        is_apart = self.mode == "apart" and self.is_on_cuda
+        is_apart = self.is_on_cuda and not self.is_colocated
         used = [
             device
             for device in self.engine_devices
@@ -204,7 +205,7 @@ def place(
         # node.
         trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
         engines=engines,
-        mode="colocated" if takes_turns else "apart",
+        is_colocated=takes_turns,
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
@@ -239,9 +240,7 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
         config.rollout.facts.opens_chunks and not asks_for_files
     )
     devices = tuple(dict.fromkeys(placement.trainer))
-    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {
-        *devices
-    }
+    has_all = placement.is_colocated and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()
 
 

@@ -203,7 +203,7 @@ def lay_out(
         host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
             memory = Memory(micro_batch=memory.micro_batch)
-        if rank == 0 and sync.holds_exports(is_turns=placement.mode == "colocated"):
+        if rank == 0 and sync.holds_exports(is_turns=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
             memory = replace(memory, copies=memory.copies + held)
         add(f"trainer-{rank}", "trainer", (device,), memory)
@@ -213,7 +213,7 @@ def lay_out(
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
-        stages = placement.mode == "apart"
+        stages = not placement.is_colocated
         slots = caches * config.rollout.slots
         limit = config.rollout.cache_tokens
         memory = engine_memory(
@@ -279,7 +279,7 @@ def held_besides(
             held[server.node, "loading"] += whole
     facts = config.weight_sync.facts
     if (
-        placement.mode == "apart"
+        not placement.is_colocated
         and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
     ):
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
@@ -489,9 +489,10 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
             for part in (*astuple(one.memory), one.memory.total)
         ]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
-    is_apart = plan.placement.mode == "apart"
-    how = f"weights by {config.weight_sync.transport}" if is_apart else "time-sharing"
-    lines += ["", f"mode: {plan.placement.mode}: {how}"]
+    mode = f"apart: weights by {config.weight_sync.transport}"
+    if plan.placement.is_colocated:
+        mode = "colocated: time-sharing"
+    lines += ["", f"mode: {mode}"]
     used = {one.device for one in plan.processes}
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
@@ -528,10 +529,11 @@ def resolve_auto(
         )
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":
-        is_turns = placement.mode == "colocated"
-        num_nodes = placement.num_nodes
         chosen = choose_transport(
-            config, *placement.names, is_turns=is_turns, num_nodes=num_nodes
+            config,
+            *placement.names,
+            is_turns=placement.is_colocated,
+            num_nodes=placement.num_nodes,
         )
         sync = config.weight_sync.model_copy(update={"transport": chosen[0]})
         config = config.model_copy(update={"weight_sync": sync})
@@ -557,7 +559,7 @@ def plan_run(
         messages.append(f"placement.share={share}: both sides stay, and {how}")
     elif isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
-    elif plan.placement.mode == "colocated":
+    elif plan.placement.is_colocated:
         plan = _with_resident_sides(plan, config)
         fraction = plan.placement.memory_fraction
         part = "" if fraction is None else f", engines with {fraction} of each device"
