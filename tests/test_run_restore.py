@@ -146,7 +146,7 @@ class Life:
 
     special_tokens = SpecialTokens()
 
-    def resumes(self, version: int, counted: object) -> None:
+    def resume_at(self, version: int, counted: object) -> None:
         assert self.steps == []
         self.restored += 1
 

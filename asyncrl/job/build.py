@@ -180,8 +180,8 @@ async def build(
         capacity=num_rollouts(config, num_engines),
         journal=journal,
         late=late,
-        on_failed=partial(reporter.rollout_failed, tokenizer),
-        on_finished=reporter.group_finished,
+        on_failed=partial(reporter.on_rollout_failed, tokenizer),
+        on_finished=reporter.on_group_finished,
     )
     evaluation = None
     if found.evals:
@@ -350,19 +350,19 @@ def _make_evaluation(
             )
         )
 
-    def evaluated(result: EvalResult) -> None:
+    def on_evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
             checkpoints.evaluated(
                 result.version, result.metrics().get("eval/reward_mean", -math.inf)
             )
-        reporter.evaluated(result)
+        reporter.on_evaluated(result)
 
     is_fetched = fleet.node_files is not None
     evaluation = Evaluation(
         sets,
         target,
         fleet.staging_dir,
-        on_result=evaluated,
+        on_result=on_evaluated,
         on_trouble=lifecycle.log.warn,
         is_fetched=is_fetched,
     )
@@ -383,9 +383,9 @@ def _make_scheduler(
     sync = config.weight_sync
     files = fleet.node_files
 
-    async def published(manifest: ExportResponse) -> None:
+    async def on_published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
-        reporter.published(manifest.version, manifest.digest)
+        reporter.on_published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_client is None:
             evaluation.served_nowait(manifest.version)
         elif evaluation is not None and manifest.path:
@@ -416,7 +416,7 @@ def _make_scheduler(
         fleet.clients,
         timeout_s=sync.timeout_s,
         on_served=buffer.set_served_nowait,
-        on_published=published,
+        on_published=on_published,
         on_lost=fleet.on_lost,
         locate=in_place if files is None else files.locate,
         wait_released=at_once if evaluation is None else evaluation.wait_released,

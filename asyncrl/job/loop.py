@@ -194,7 +194,7 @@ class Job:
             lifecycle.log.warn(
                 f"{name} has changed since the run last started; steps before {step} used the old one"
             )
-        self.reporter.training_starts()
+        self.reporter.on_training()
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)

@@ -82,7 +82,7 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 class Reporter:
     """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run
-    (`goes_on`) keeps the killed run's files until resumes().
+    (`goes_on`) keeps the killed run's files until resume_at().
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class Reporter:
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
-    def published(self, version: int, digest: str) -> None:
+    def on_published(self, version: int, digest: str) -> None:
         self._trackers.tell("weights", version, digest)
 
-    def resumes(self, version: int, counted: Mapping[str, float]) -> None:
+    def resume_at(self, version: int, counted: Mapping[str, float]) -> None:
         """Keep steps up to `version`; later ones are reported again. `counted`: the
         journal's totals.
         """
@@ -218,7 +218,7 @@ class Reporter:
         self._count_on()
         self._console.say(f"resuming from policy_version {version}")
 
-    def training_starts(self) -> None:
+    def on_training(self) -> None:
         # time_s continues from the last step's line: time spent down, loading, or
         # catching up is not training time.
         self._count_on()
@@ -293,7 +293,7 @@ class Reporter:
             text = f"an update was skipped in step {report.policy_version}: loss or gradient was not finite"
             self.log.warn_once("skipped", text)
 
-    def measured(self, version: int, loss: float, num_tokens: float) -> None:
+    def report_loss(self, version: int, loss: float, num_tokens: float) -> None:
         """Report the loss of held-out demonstrations, a mean over their tokens."""
         line = {
             "step": version,
@@ -311,7 +311,7 @@ class Reporter:
         self._recorder.record_evaluation(line)
         self._console.say(f"eval {evaluation_text(line)}")
 
-    def rollout_failed(
+    def on_rollout_failed(
         self,
         tokenizer: HFChatTokenizer,
         group_id: GroupId,
@@ -327,7 +327,7 @@ class Reporter:
             self._samples.failed(group_id, prompt, failed, tokenizer.decode)
         )
 
-    def group_finished(self, group: Group) -> None:
+    def on_group_finished(self, group: Group) -> None:
         for rollout in rollouts_of(group):
             self._trace(group.group_id, group.prompt, rollout[0].sample_index, rollout)
 
@@ -349,7 +349,7 @@ class Reporter:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples)
 
-    def evaluated(self, result: EvalResult) -> None:
+    def on_evaluated(self, result: EvalResult) -> None:
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         now_s = time.monotonic()

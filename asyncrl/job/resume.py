@@ -287,22 +287,22 @@ async def restore(
 
     # Runs once: at the first step that is trained again, or below if there is none. By
     # then the trainer has loaded its state, so nothing refuses anymore, and
-    # reporter.resumes() may cut metrics.jsonl.
+    # reporter.resume_at() may cut metrics.jsonl.
     @functools.cache
-    def restored() -> None:
+    def note_restored() -> None:
         journal.note_nowait("order", feed.order)
         journal.event_nowait("restored", {"version": point.version, "who": "run"})
-        reporter.resumes(point.version, state.counted)
+        reporter.resume_at(point.version, state.counted)
 
-    def trained_again(batch: Batch, report: TrainResponse) -> None:
-        restored()
+    def report_again(batch: Batch, report: TrainResponse) -> None:
+        note_restored()
         journal.trained_nowait(batch.version, report.metrics)
         reporter.step(run, batch, report, batch_metrics(batch, run.special_tokens))
 
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):
-        await run.trainer.recover(point.trainer_dir, missed, trained_again)
-    restored()
+        await run.trainer.recover(point.trainer_dir, missed, report_again)
+    note_restored()
     # In the journal only now, since a refused resume must not change its groups.
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(

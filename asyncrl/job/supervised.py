@@ -149,7 +149,7 @@ class SftJob:
         await self._restore(trainer, feed)
         for pin in data.pins:
             pin.write()
-        self.reporter.training_starts()
+        self.reporter.on_training()
         await self._train(trainer, feed, checkpointer, data.held_out)
         await self._end(trainer, checkpointer)
         return lifecycle.exit_code
@@ -251,7 +251,7 @@ class SftJob:
         write_whole(run_dir / "config.yaml", run_config_yaml(self.config))
         with suppress(FileNotFoundError):
             cut_steps(run_dir / EVAL_FILE, point.version)
-        self.reporter.resumes(point.version, {})
+        self.reporter.resume_at(point.version, {})
         await point.set_damaged_aside(self.lifecycle.log)
 
     # ---- the training
@@ -307,7 +307,7 @@ class SftJob:
                 # A loss that is not finite is not in the answer.
                 losses.append(measured.get("eval/loss", math.nan) * counts[-1])
         self.lifecycle.log.activity("training")
-        self.reporter.measured(
+        self.reporter.report_loss(
             version, math.fsum(losses) / math.fsum(counts), math.fsum(counts)
         )
 
