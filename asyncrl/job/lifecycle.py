@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field
@@ -38,7 +38,7 @@ from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
-from asyncrl.launch.supervise import Server, first_death
+from asyncrl.launch.supervise import Server, Supervision, first_death
 from asyncrl.observe.console import RunLog
 from asyncrl.observe.run_dir import LOG_FILE
 
@@ -217,6 +217,14 @@ class Lifecycle:
                     raise death from errors
                 raise
         return code
+
+    def supervision(
+        self, on_event: Callable[[str, Mapping[str, object]], None]
+    ) -> Supervision:
+        """Return what supervisors share. `on_event` gets losses and restarts."""
+        config = self.config
+        heartbeat_s = config.observe.heartbeat_s
+        return Supervision(config.supervision, heartbeat_s, self.log.warn, on_event)
 
     def spawn(
         self, coro: Coroutine[Any, Any, None], *, name: str

@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -45,14 +44,6 @@ ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
 JUDGE = "judge"
 REWARD = "reward"
-
-
-class Loss(Enum):
-    """What the loss of a server means for the run."""
-
-    RESTART = "it restarts, within supervision.max_restarts"
-    CONTINUE = "the run continues without it"
-    END = "the run ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +69,14 @@ class Role:
     """
 
     name: str
-    on_loss: Loss
     launch: Callable[[ServerOrder], Launch]
     client: Callable[[ServerOrder, Caller], ServerClient]
     placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
     order: Callable[[ServerOrder], ServerOrder] = lambda order: order
+    is_dispensable: bool = False
+    """The run continues without a lost server; else it restarts, within
+    supervision.max_restarts.
+    """
 
 
 # ---- rollout engines
@@ -253,20 +247,17 @@ def _reward_client(order: ServerOrder, caller: Caller) -> RewardModelClient:
 
 
 _ROWS = (
-    Role(
-        name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client
-    ),
+    Role(name=ENGINE, launch=_engine_launch, client=_engine_client),
     Role(
         name=EVAL_ENGINE,
-        on_loss=Loss.CONTINUE,
         launch=_engine_launch,
         client=_engine_client,
         placement=_eval_placement,
         order=_eval_order,
+        is_dispensable=True,
     ),
     Role(
         name="teacher",
-        on_loss=Loss.RESTART,
         launch=_teacher_launch,
         client=_teacher_client,
         placement=_teacher_placement,
@@ -274,7 +265,6 @@ _ROWS = (
     ),
     Role(
         name=JUDGE,
-        on_loss=Loss.RESTART,
         launch=_judge_launch,
         client=_judge_client,
         placement=_judge_placement,
@@ -282,7 +272,6 @@ _ROWS = (
     ),
     Role(
         name=REWARD,
-        on_loss=Loss.RESTART,
         launch=_reward_launch,
         client=_reward_client,
         placement=_reward_placement,

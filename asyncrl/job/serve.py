@@ -40,7 +40,7 @@ from asyncrl.job.servers import Servers, as_engine
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
-from asyncrl.launch.supervise import Supervision, start_all
+from asyncrl.launch.supervise import start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.observe.console import RunLog, logging_to
 from asyncrl.observe.metrics import num_turns
@@ -305,10 +305,7 @@ async def _try_agent(
     lifecycle.closes("rewards", scorer.aclose)
     agents = None
     if config.harnesses:
-        heartbeat_s = config.observe.heartbeat_s
-        supervision = Supervision(
-            config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None
-        )
+        supervision = lifecycle.supervision(lambda *_: None)
         agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
         await agents.open(lifecycle)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")

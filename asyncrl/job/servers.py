@@ -28,7 +28,7 @@ from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Loss, Role
+from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Role
 from asyncrl.job.trainer_recovery import (
     SupervisedTrainer,
     journaled_batches,
@@ -434,12 +434,7 @@ class Fleet:
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
-        self.supervision = Supervision(
-            config.supervision,
-            config.observe.heartbeat_s,
-            lifecycle.log.warn,
-            journal.event_nowait,
-        )
+        self.supervision = lifecycle.supervision(journal.event_nowait)
         self.ranks = servers.trainers(staging_dir)
 
         def forget_ranks() -> None:
@@ -492,10 +487,10 @@ class Fleet:
         name = extra.role.name
         client = extra.client
         # A RoleClient's calls wait until a supervisor has restarted its server.
-        assert extra.role.on_loss is Loss.RESTART or not isinstance(client, RoleClient)
-        if extra.role.on_loss is Loss.CONTINUE:
+        assert not (extra.role.is_dispensable and isinstance(client, RoleClient))
+        if extra.role.is_dispensable:
             extra.on_gone = self._continue_without
-        elif extra.role.on_loss is Loss.RESTART:
+        else:
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -48,7 +48,7 @@ from asyncrl.launch.plan import (
     resolve_auto,
     without_engines,
 )
-from asyncrl.launch.supervise import Supervision, ask_children
+from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 from asyncrl.observe.run_dir import (
@@ -211,12 +211,7 @@ class SftJob:
         await servers.hold(staging_dir)
         ranks = servers.trainers(staging_dir)
         checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-        supervision = Supervision(
-            config.supervision,
-            config.observe.heartbeat_s,
-            lifecycle.log.warn,
-            lambda what, detail: logger.info("%s %s", what, detail),
-        )
+        supervision = lifecycle.supervision(_log_event)
 
         trainer = SupervisedTrainer(
             ranks,
@@ -341,12 +336,16 @@ class SftJob:
             way_out=f"read the stacks in {log_path} and the log of the trainer.",
             ask_children=lambda: ask_children(self.lifecycle.servers),
             restart=restart,
-            note=lambda what, detail: logger.info("%s %s", what, detail),
+            note=_log_event,
         )
         self.lifecycle.spawn(watchdog.run(), name="watchdog")
         while True:
             self.reporter.write_status(trainer.policy_version, watchdog.look())
             await asyncio.sleep(STATUS_PERIOD_S)
+
+
+def _log_event(what: str, detail: Mapping[str, object]) -> None:
+    logger.info("%s %s", what, detail)
 
 
 async def _batches(
