@@ -107,6 +107,13 @@ def test_export_without_good_rollouts_is_refused(run_dir: Path, tmp_path: Path) 
 
 
 def test_options_of_samples_come_together(run_dir: Path) -> None:
-    for option in (["--samples"], ["--min-reward", "0.9"]):
+    good = ["--samples", "--min-reward", "0.9"]
+    for option in (
+        good[:1],
+        good[1:],
+        [*good, "--step", "best"],
+        [*good, "--adapter"],
+        [*good, "--traces"],
+    ):
         arguments = ["export", str(run_dir), "out.jsonl", *option]
         assert CliRunner().invoke(app, arguments).exit_code == 2
