@@ -18,7 +18,7 @@ from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.lifecycle import Lifecycle, num_rollouts
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import (
     Server,
@@ -69,13 +69,6 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
     }
     stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
     return SpecialTokens(tokenizer.end_ids, stray_ids)
-
-
-def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Return the concurrent rollouts (`num_engines` None: all engines)."""
-    concurrency = config.generator.concurrency
-    num = config.rollout.max_engines if num_engines is None else num_engines
-    return config.rollout.slots * num if concurrency == "auto" else concurrency
 
 
 def seeds_from(run_seed: int) -> SeedOf:

@@ -19,7 +19,6 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
     AgentRuntime,
     make_generator,
-    num_rollouts,
     seeds_from,
     single_turn,
     special_tokens,
@@ -28,7 +27,7 @@ from asyncrl.job.check import check_bias, check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
-from asyncrl.job.lifecycle import Lifecycle, run_id
+from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
@@ -461,10 +460,6 @@ def _make_scale(
         for server, client in zip(fleet.engine_servers, fleet.clients, strict=True)
     ]
     fleet.supervisors.update((engine.name, engine) for engine in engines)
-
-    def resize(num_engines: int) -> None:
-        producers.resize_nowait(num_rollouts(lifecycle.config, num_engines))
-
     limits = lifecycle.config.rollout.engine_range
     return EngineScale(
         engines,
@@ -473,7 +468,9 @@ def _make_scale(
         lifecycle.log,
         wanted=num_engines,
         spawn=lifecycle.spawn,
-        on_change=resize,
+        on_change=lambda num: producers.resize_nowait(
+            num_rollouts(lifecycle.config, num)
+        ),
     )
 
 

@@ -583,13 +583,8 @@ def find_models(
         if not extra.reads_token_ids:
             continue
         theirs = {number: token for token, number in read_vocabulary(folder).items()}
-        differing = [
-            number
-            for number in {*theirs, *ours}
-            if theirs.get(number) != ours.get(number)
-        ]
-        if differing:
-            first = min(differing)
+        if differing := theirs.items() ^ ours.items():
+            first, _ = min(differing)
             raise ConfigError(
                 f"{key}={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
                 f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",

@@ -439,21 +439,25 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
+    """Return the concurrent rollouts (`num_engines` None: all engines)."""
+    concurrency = config.generator.concurrency
+    num = config.rollout.max_engines if num_engines is None else num_engines
+    return config.rollout.slots * num if concurrency == "auto" else concurrency
+
+
 def refuse_few_files(config: RunConfig) -> None:
     """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts
     need more.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    rollout = config.rollout
-    num_rollouts = rollout.slots * rollout.max_engines
-    if config.generator.concurrency != "auto":
-        num_rollouts = config.generator.concurrency
+    num = num_rollouts(config)
     # An agent has its own connection to the endpoint.
-    needed = FEW_FILES + num_rollouts * (2 if config.harnesses else 1)
+    needed = FEW_FILES + num * (2 if config.harnesses else 1)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
+            f"this process may open {hard} files, and {num} concurrent rollouts need about {needed}",
             rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
             way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
         )

@@ -130,6 +130,7 @@ def reported_lifecycle(reporter: Reporter, launcher: Launcher) -> Lifecycle:
 async def start_reports(
     lifecycle: Lifecycle, reporter: Reporter, point: ResumePoint | None
 ) -> None:
+    """Start the reports and the status server, and warn of what a resume has found."""
     reporter.start()
     if (server := reporter.status_server()) is not None:
         lifecycle.closes("status server", server.aclose)

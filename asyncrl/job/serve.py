@@ -26,7 +26,6 @@ from asyncrl.job.agent_runtime import (
     make_gateway,
     make_generator,
     model_name,
-    num_rollouts,
 )
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
@@ -34,6 +33,7 @@ from asyncrl.job.lifecycle import (
     Lifecycle,
     locked_run_dir,
     new_run_dir,
+    num_rollouts,
     refuse_few_files,
 )
 from asyncrl.job.servers import Servers, as_engine

@@ -545,7 +545,8 @@ class Fleet:
     @property
     def eval_client(self) -> EngineClient | None:
         """Return the eval engine's client, if there is an eval engine."""
-        return self.client_of(EVAL_ENGINE, EngineClient)  # type: ignore[type-abstract]
+        extra = self.extra.get(EVAL_ENGINE)
+        return None if extra is None else as_engine(extra.client)
 
     def on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.component].lost_nowait(error)
