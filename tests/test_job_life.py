@@ -58,10 +58,10 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(
-    tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any
+    tmp_path: Path, *, point: ResumePoint = ResumePoint(is_new=True), **sections: Any
 ) -> Job:
     config = make_config(tmp_path, **sections)
-    reporter = Reporter(config, tmp_path, "test", goes_on=point is not None)
+    reporter = Reporter(config, tmp_path, "test", goes_on=not point.is_new)
     life = Lifecycle(
         config,
         tmp_path,

@@ -75,7 +75,7 @@ async def build(
     lifecycle: Lifecycle,
     placement: Placement,
     reporter: Reporter,
-    point: ResumePoint | None,
+    point: ResumePoint,
 ) -> Components:
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
@@ -91,16 +91,15 @@ async def build(
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
-    is_free = point is not None and point.may_change_model
-    model_pin = ModelPin(lifecycle.run_dir, config.model.source, is_free=is_free)
+    model_pin = ModelPin(
+        lifecycle.run_dir, config.model.source, is_free=point.may_change_model
+    )
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
     )
     demonstrate, of_rows = await _read_demonstrations(lifecycle, tokenizer)
     data_pin = DataPin(
-        lifecycle.run_dir,
-        digests | of_rows,
-        is_free=point is not None and point.may_change_data,
+        lifecycle.run_dir, digests | of_rows, is_free=point.may_change_data
     )
 
     # A closure, because scheduler and trainer need each other. It is called only when a
@@ -141,7 +140,7 @@ async def build(
     # Hashing reads the whole model once more, so a new run does it while processes
     # load. A resumed run compares first: a changed model refuses the start.
     hash_model = asyncio.to_thread(model_pin.read, model_path)
-    if point is None:
+    if point.is_new:
         await asyncio.gather(fleet.start(num_engines), hash_model)
     else:
         await hash_model  # may refuse

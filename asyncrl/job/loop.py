@@ -108,7 +108,7 @@ def run_job(
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(
-                config, folder, name, callbacks, goes_on=point is not None
+                config, folder, name, callbacks, goes_on=not point.is_new
             )
             lifecycle = reported_lifecycle(reporter, launcher)
             lifecycle.sent_signals = signals or lifecycle.sent_signals
@@ -128,7 +128,7 @@ def reported_lifecycle(reporter: Reporter, launcher: Launcher) -> Lifecycle:
 
 
 async def start_reports(
-    lifecycle: Lifecycle, reporter: Reporter, point: ResumePoint | None
+    lifecycle: Lifecycle, reporter: Reporter, point: ResumePoint
 ) -> None:
     """Start the reports and the status server, and warn of what a resume has found."""
     reporter.start()
@@ -136,7 +136,7 @@ async def start_reports(
         lifecycle.closes("status server", server.aclose)
         await server.start()
     lifecycle.stack.callback(reporter.close_console)
-    for text in () if point is None else point.notes:
+    for text in point.notes:
         lifecycle.log.warn(text)
 
 
@@ -146,21 +146,22 @@ def opened_run_dir(
     folder: Path,
     resume: str,
     allow_change: Sequence[str],
-) -> Iterator[tuple[Path, ResumePoint | None]]:
-    """Yield the locked directory and the point to resume from."""
+) -> Iterator[tuple[Path, ResumePoint]]:
+    """Yield the locked directory and the point to start from."""
     if not folder.exists():
         find_resume(folder, config, resume)  # may refuse
     with locked_run_dir(folder, config.observe.dir_mode):
         is_ours = settle_saved(folder)  # before any refusal
-        point = find_resume(folder, config, resume, allow_change)
+        found = find_resume(folder, config, resume, allow_change)
+        point = found or ResumePoint(is_new=True)
         # The next start may use another model or other data, and the pins of the failed
         # one would refuse it.
-        if is_ours and point is None:  # a failed start
+        if is_ours and point.is_new:  # a failed start
             shutil.rmtree(folder / "model", ignore_errors=True)
             for name in (MODEL_PIN, DATA_PIN, CODE_PIN):
                 (folder / name).unlink(missing_ok=True)
         run_id(folder)  # before the config: only a run's directory has an id
-        if point is None:
+        if point.is_new:
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
             yield folder.absolute(), point  # a reward may change the working directory
@@ -175,7 +176,7 @@ class Job:
     lifecycle: Lifecycle
     reporter: Reporter
     placement: Placement
-    point: ResumePoint | None
+    point: ResumePoint
 
     async def live(self) -> int:
         lifecycle = self.lifecycle
@@ -239,7 +240,7 @@ class Job:
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
         """Return the groups that continue."""
         point = self.point
-        if point is None:
+        if point.is_new:
             run.write_pins()
             run.journal.note_nowait("order", run.feed.order)
             return ()

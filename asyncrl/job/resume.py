@@ -40,15 +40,17 @@ logger = logging.getLogger("asyncrl.job.resume")
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Resume from `checkpoint` (None: the initial weights). `notes`: warnings;
-    `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may differ.
+    """Where a run starts: from `checkpoint` (None: the initial weights). `notes`:
+    warnings; `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may
+    differ; `is_new`: nothing is resumed.
     """
 
-    checkpoint: Whole | None
+    checkpoint: Whole | None = None
     notes: tuple[str, ...] = ()
     damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
+    is_new: bool = False
 
     @property
     def version(self) -> int:

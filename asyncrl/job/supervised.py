@@ -97,7 +97,7 @@ def run_sft(
             for text in resolved:
                 logger.info("%s", text)
             reporter = Reporter(
-                run, folder, name, goes_on=point is not None, command="sft"
+                run, folder, name, goes_on=not point.is_new, command="sft"
             )
             lifecycle = reported_lifecycle(reporter, launcher)
             job = SftJob(config, lifecycle, reporter, plan.placement, point)
@@ -125,7 +125,7 @@ class SftJob:
     lifecycle: Lifecycle
     reporter: Reporter
     placement: Placement
-    point: ResumePoint | None
+    point: ResumePoint
     num_measured: int = 0
     """Held-out batches."""
 
@@ -158,8 +158,9 @@ class SftJob:
 
     async def _read_data(self) -> SftData:
         config, run_dir, point = self.config, self.lifecycle.run_dir, self.point
-        is_free = point is not None and point.may_change_model
-        model_pin = ModelPin(run_dir, config.model.source, is_free=is_free)
+        model_pin = ModelPin(
+            run_dir, config.model.source, is_free=point.may_change_model
+        )
         # Templates may write the date. A resume must read the same tokens.
         began = read_object(run_dir / DATA_PIN, []).get("date")
         began = began or date.today().isoformat()
@@ -175,8 +176,7 @@ class SftJob:
         if config.data.eval_files is not None:
             held_out = await asyncio.to_thread(read, "eval_files")
         pins = {"rows": train.digest, "date": began}
-        is_free = point is not None and point.may_change_data
-        data_pin = DataPin(run_dir, pins, is_free=is_free, section="data")
+        data_pin = DataPin(run_dir, pins, is_free=point.may_change_data, section="data")
         return SftData(train, held_out, (model_pin, data_pin), model_path, tokenizer)
 
     def _settle(self, data: SftData, feed: DemonstrationFeed) -> None:
@@ -186,7 +186,7 @@ class SftJob:
         key = "data.epochs"
         if 0 < most < num_steps:
             num_steps, key = most, "trainer.num_steps"
-        if self.point is not None:
+        if not self.point.is_new:
             run_dir = self.lifecycle.run_dir
             refuse_trained(run_dir, num_steps, self.point.version, key)
         run = self.config.as_run(num_steps, data.train.longest)
@@ -236,7 +236,7 @@ class SftJob:
         self, trainer: SupervisedTrainer, feed: DemonstrationFeed
     ) -> None:
         point, run_dir = self.point, self.lifecycle.run_dir
-        if point is None:
+        if point.is_new:
             return
         # No batch: the training continues from there.
         await trainer.recover(
