@@ -37,7 +37,7 @@ from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.machine import find_python
-from asyncrl.launch.placement import ExtraServer
+from asyncrl.launch.placement import ExtraServer, OwnModel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 ENGINE = "engine"
@@ -77,6 +77,12 @@ class Role:
     """The run continues without a lost server; else it restarts, within
     supervision.max_restarts.
     """
+
+
+def _own_model(
+    path: str, revision: str | None, key: str, *, reads_token_ids: bool = True
+) -> OwnModel:
+    return OwnModel(ModelConfig(path=path, revision=revision), key, reads_token_ids)
 
 
 # ---- rollout engines
@@ -137,8 +143,7 @@ def _teacher_placement(config: RunConfig) -> ExtraServer | None:
         written=config.placement.teacher,
         engine="embedded",
         slots=TEACHER_SLOTS + 1,
-        model=ModelConfig(path=config.teacher.path, revision=config.teacher.revision),
-        model_key="teacher.path",
+        model=_own_model(config.teacher.path, config.teacher.revision, "teacher.path"),
     )
 
 
@@ -166,9 +171,12 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
-        model=ModelConfig(path=judge.model, revision=judge.revision),
-        model_key="task.reward.judge.model",
-        reads_token_ids=False,
+        model=_own_model(
+            judge.model,
+            judge.revision,
+            "task.reward.judge.model",
+            reads_token_ids=False,
+        ),
     )
 
 
@@ -217,9 +225,9 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="reward",
         written=config.placement.reward,
-        model=ModelConfig(path=model.path, revision=model.revision),
-        model_key="task.reward.model.path",
-        reads_token_ids=False,
+        model=_own_model(
+            model.path, model.revision, "task.reward.model.path", reads_token_ids=False
+        ),
         batch_tokens=REWARD_BATCH_TOKENS,
     )
 
@@ -290,25 +298,14 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
     return {name: server for name, server in wanted.items() if server is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
-
-    model: ModelConfig
-    key: str
-    reads_token_ids: bool = True
-    """It needs the vocabulary of the run's."""
-
-
 def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
     found = {
-        name: OwnModel(server.model, server.model_key, server.reads_token_ids)
+        name: server.model
         for name, server in extra_servers(config).items()
         if server.model is not None
     }
     critic = config.critic
     if critic is not None and critic.path is not None:
-        model = ModelConfig(path=critic.path, revision=critic.revision)
-        found["critic"] = OwnModel(model, "critic.path")
+        found["critic"] = _own_model(critic.path, critic.revision, "critic.path")
     return found

@@ -38,6 +38,16 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model beside the trained one. `key`: the setting with its path."""
+
+    model: ModelConfig
+    key: str
+    reads_token_ids: bool = True
+    """It needs the vocabulary of the run's."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExtraServer:
     """What a server other than trainer and rollout engines asks of the placement, and
     holds in memory.
@@ -51,12 +61,8 @@ class ExtraServer:
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
     """Kind of engine that holds its model; None: a server without a KV cache."""
-    model: ModelConfig | None = None
+    model: OwnModel | None = None
     """None: the run's model."""
-    model_key: str = ""
-    """Setting with the path of `model`."""
-    reads_token_ids: bool = True
-    """Its `model` needs the vocabulary of the run's."""
     batch_tokens: int = 0
     """Tokens of a forward pass, without `engine`."""
     slots: int = 0

@@ -234,7 +234,7 @@ def _extra_memory(
     config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
 ) -> Memory:
     if server.model is not None:
-        shape = model_shape(server.model)
+        shape = model_shape(server.model.model)
     if server.engine is None:
         item = item_bytes(config.model.dtype, device.name)
         width = 4 * shape.hidden + 3 * shape.active
