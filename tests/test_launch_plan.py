@@ -314,6 +314,8 @@ def test_vllms_python_is_named_or_found(
     assert find_python(auto, "vllm") == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
     assert find_python(auto, "vllm") == python
+    make_python(without)  # vLLM is installed there, and the same process tries again
+    assert find_python(auto, "vllm") == without
 
 
 SMALL: dict[str, Any] = {

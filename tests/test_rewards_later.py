@@ -27,6 +27,7 @@ from asyncrl.base.http import Refused
 from asyncrl.base.waits import open_waits
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, GeneratorConfig, load_config
+from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import (
@@ -417,6 +418,15 @@ def test_settings_that_disagree_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(write_config(tmp_path, **sections))
+
+
+def test_tried_rollouts_refuse_later_rewards_before_a_start(tmp_path: Path) -> None:
+    generator = {"python": "a:b", "outcomes": "later"}
+    rows = {"python": None, "files": ["a.jsonl"]}
+    path = write_config(tmp_path, generator=generator, task=rows)
+    with pytest.raises(ConfigError, match="outcomes=later with --rollouts"):
+        serve_gateway(load_config(path), tmp_path / "run", name="x", num_tried=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluation_needs_its_own_reward(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,11 @@ from asyncrl.base.errors import (
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.job.trainer_recovery import (
+    SupervisedTrainer,
+    journaled_batches,
+    recover_trainer,
+)
 from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
@@ -141,7 +146,7 @@ class Life:
 
     special_tokens = SpecialTokens()
 
-    def resumes(self, version: int, counted: object) -> None:
+    def resume_at(self, version: int, counted: object) -> None:
         assert self.steps == []
         self.restored += 1
 
@@ -579,7 +584,10 @@ def test_recovery_keeps_its_checkpoint_until_it_ends(tmp_path: Path) -> None:
 
         client: Any = SimpleNamespace(catch_up=catch_up)
         await recover_trainer(
-            client, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20
+            client,
+            3,
+            checkpoints=checkpoints,
+            batches=partial(journaled_batches, life.journal),
         )
         assert trained == [1, 2]
 

@@ -65,7 +65,8 @@ class RolloutConfig(FrozenConfig):
     vllm: dict[str, object] = {}
     """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
-    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout).
+    """Python with vLLM, for rollout engines and a judge (auto = this one, else
+    .venv-vllm/bin/python of the checkout).
     """
     urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$")]] | None = None
     """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the

@@ -290,6 +290,12 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
+        kinds = [engine, *(judge.engine for judge in self.served_judges)]
+        if self.rollout.given("vllm_python") and "vllm" not in kinds:
+            yield (
+                "rollout.vllm_python is for vLLM, and neither rollout.engine nor judge.engine of a judge in "
+                "a server of the run is vllm; remove it"
+            )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key

@@ -26,7 +26,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import ServedTeacher, Teacher
 from asyncrl.launch.machine import find_python
-from asyncrl.launch.placement import ExtraServer
+from asyncrl.launch.placement import ExtraServer, OwnModel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 ENGINE = "engine"
@@ -52,14 +51,6 @@ REWARD = "reward"
 TEACHER = "teacher"
 REACH_S = 10.0
 """Limit for the answers of a server that others have started."""
-
-
-class Loss(Enum):
-    """What the loss of a server means for the run."""
-
-    RESTART = "it restarts, within supervision.max_restarts"
-    CONTINUE = "the run continues without it"
-    END = "the run ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +78,20 @@ class Role:
     """
 
     name: str
-    on_loss: Loss
     launch: Callable[[ServerOrder], Launch]
     client: Callable[[ServerOrder, Caller], ServerClient]
     placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
     order: Callable[[ServerOrder], ServerOrder] = lambda order: order
+    is_dispensable: bool = False
+    """The run continues without a lost server; else it restarts, within
+    supervision.max_restarts.
+    """
+
+
+def _own_model(
+    path: str, revision: str | None, key: str, *, reads_token_ids: bool = True
+) -> OwnModel:
+    return OwnModel(ModelConfig(path=path, revision=revision), key, reads_token_ids)
 
 
 # ---- rollout engines
@@ -149,7 +149,6 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
     for number, teacher in enumerate(teachers):
         yield Role(
             name=f"{TEACHER}-{number}" if len(teachers) > 1 else TEACHER,
-            on_loss=Loss.RESTART,
             launch=partial(_teacher_launch, teacher),
             client=partial(_order_teacher, teacher),
             placement=partial(_teacher_placement, teacher),
@@ -158,14 +157,13 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
 
 
 def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
+    own = _own_model(teacher.path, teacher.revision, "teacher.path")
     return ExtraServer(
         key=TEACHER,
         written=config.placement.teacher,
         engine=teacher.engine,
-        is_remote=teacher.base_url is not None,
         slots=TEACHER_SLOTS + 1,
-        model=ModelConfig(path=teacher.path, revision=teacher.revision),
-        model_key="teacher.path",
+        model=replace(own, is_remote=teacher.base_url is not None),
     )
 
 
@@ -259,9 +257,12 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
-        model=ModelConfig(path=judge.model, revision=judge.revision),
-        model_key="task.reward.judge.model",
-        reads_token_ids=False,
+        model=_own_model(
+            judge.model,
+            judge.revision,
+            "task.reward.judge.model",
+            reads_token_ids=False,
+        ),
     )
 
 
@@ -310,9 +311,9 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="reward",
         written=config.placement.reward,
-        model=ModelConfig(path=model.path, revision=model.revision),
-        model_key="task.reward.model.path",
-        reads_token_ids=False,
+        model=_own_model(
+            model.path, model.revision, "task.reward.model.path", reads_token_ids=False
+        ),
         batch_tokens=REWARD_BATCH_TOKENS,
     )
 
@@ -340,20 +341,17 @@ def _reward_client(order: ServerOrder, caller: Caller) -> RewardModelClient:
 
 
 _ROWS = (
-    Role(
-        name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client
-    ),
+    Role(name=ENGINE, launch=_engine_launch, client=_engine_client),
     Role(
         name=EVAL_ENGINE,
-        on_loss=Loss.CONTINUE,
         launch=_engine_launch,
         client=_engine_client,
         placement=_eval_placement,
         order=_eval_order,
+        is_dispensable=True,
     ),
     Role(
         name=JUDGE,
-        on_loss=Loss.RESTART,
         launch=_judge_launch,
         client=_judge_client,
         placement=_judge_placement,
@@ -361,7 +359,6 @@ _ROWS = (
     ),
     Role(
         name=REWARD,
-        on_loss=Loss.RESTART,
         launch=_reward_launch,
         client=_reward_client,
         placement=_reward_placement,
@@ -387,29 +384,14 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
     return {name: server for name, server in wanted.items() if server is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
-
-    model: ModelConfig
-    key: str
-    reads_token_ids: bool = True
-    """It needs the vocabulary of the run's."""
-    is_remote: bool = False
-    """Only its tokenizer is read."""
-
-
 def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
     found = {
-        name: OwnModel(
-            server.model, server.model_key, server.reads_token_ids, server.is_remote
-        )
+        name: server.model
         for name, server in extra_servers(config).items()
         if server.model is not None
     }
     critic = config.critic
     if critic is not None and critic.path is not None:
-        model = ModelConfig(path=critic.path, revision=critic.revision)
-        found["critic"] = OwnModel(model, "critic.path")
+        found["critic"] = _own_model(critic.path, critic.revision, "critic.path")
     return found
