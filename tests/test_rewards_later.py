@@ -204,6 +204,20 @@ async def test_post_waits_for_the_journal() -> None:
 
 
 @virtual
+async def test_repeated_post_is_known_wherever_the_run_was_killed() -> None:
+    async with application(group_size=2, capacity=2) as app:
+        await asyncio.sleep(HOUR_S)
+        assert await app.post(app.keys[0]) == (200, "")
+    events = app.journal.events
+    (scored,) = app.journal.named("group_scored")
+    # Killed right after its group_scored: the resumed run awaits this reward no more.
+    app.journal.events = events[: events.index(scored) + 1]
+    late = LateRewards(app.journal, timeout_s=9.0)  # type: ignore[arg-type]
+    late.is_open = True
+    await late.post(app.keys[0], Outcome(1.0))
+
+
+@virtual
 async def test_unknown_key_and_wrong_body_are_refused_with_the_reason() -> None:
     async with application() as app:
         await asyncio.sleep(1.0)

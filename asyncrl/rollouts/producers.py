@@ -26,7 +26,7 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
     by_task,
 )
-from asyncrl.rollouts.late_rewards import LateRewards
+from asyncrl.rollouts.late_rewards import LateRewards, awaited_of
 from asyncrl.rollouts.rollout import (
     FailedRollout,
     Phase,
@@ -84,12 +84,6 @@ class RunningGroup:
     def is_unscored(self) -> bool:
         """Whether a reward is not known yet."""
         return any(not rollout[0].is_scored for rollout in self.rollouts.values())
-
-    @property
-    def awaited(self) -> dict[int, str]:
-        """Digests of rewards that are posted later, by sample_index."""
-        found = {index: one[0].awaits for index, one in self.rollouts.items()}
-        return {index: digest for index, digest in found.items() if digest is not None}
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
@@ -255,7 +249,7 @@ class Producers:
             # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
-        for index, digest in group.awaited.items():
+        for index, digest in awaited_of(rollouts).items():
             self._await_nowait(group, index, digest)
         if not group.to_run:  # killed before its end was journaled
             self._sampled(group)
@@ -363,7 +357,7 @@ class Producers:
             return
         group_id = group.ticket.group_id
         self.sink.sampled_nowait(group_id)
-        if not group.awaited:
+        if not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
 
