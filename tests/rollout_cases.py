@@ -82,7 +82,7 @@ class FakeSink:
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
+    def sampled_nowait(self, group_id: GroupId, group: Group | None = None) -> None:
         """Changes nothing here."""
 
     samples_again_nowait = sampled_nowait

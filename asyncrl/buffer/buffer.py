@@ -113,9 +113,15 @@ class Buffer:
         self._changed()
         return ticket
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        self.rule.sampled_nowait(group_id)
+    def sampled_nowait(self, group_id: GroupId, group: Group | None = None) -> None:
+        """Note that a group only waits for rewards. `group`: its rollouts, once all are
+        known. It is requeued at once if no batch can use them any more.
+        """
+        newest = None if group is None else _versions(group)[1]
+        is_useless = self.rule.sampled_nowait(group_id, newest)
         self._changed()
+        if is_useless:
+            self._requeue(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
         self.rule.samples_again_nowait(group_id)

@@ -356,8 +356,10 @@ class Producers:
             self._complete(group)
             return
         group_id = group.ticket.group_id
-        self.sink.sampled_nowait(group_id)
-        if not awaited_of(group.rollouts):
+        # With its tokens: a resume must not renew the time in which a batch can use it.
+        self.sink.sampled_nowait(group_id, group.group())
+        # The buffer may have revoked it just now.
+        if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
 
