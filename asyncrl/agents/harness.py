@@ -72,11 +72,9 @@ class AnyTask:
     def __getattr__(self, name: str) -> Any:
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        way_out = (
-            "set generator.give_answer=true, or return nothing and let the task score."
-        )
         raise ConfigError(
-            "the harness reads task.answer, which it is not given", way_out=way_out
+            "the harness reads task.answer, which it is not given",
+            way_out="set generator.give_answer=true, or return nothing and let the task score.",
         )
 
 
@@ -245,10 +243,10 @@ def as_outcome(value: object) -> Outcome:
         return OUTCOME.validate_python(outcome)
     except ValueError as error:
         kind = type(value).__name__
-        what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
-        rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(
-            what, rule=rule, kind=FailureKind.CORRUPT_RESULT
+            f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}",
+            rule="return a finite number, an Outcome, or None for the task's own reward",
+            kind=FailureKind.CORRUPT_RESULT,
         ) from error
 
 

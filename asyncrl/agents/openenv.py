@@ -411,9 +411,9 @@ def _client_class(said: str) -> Any:
     try:
         from openenv.core import GenericEnvClient
     except ModuleNotFoundError as error:
-        way_out = f"{install_extra('openenv')}, where the run is started and where its workers run."
         raise ConfigError(
-            f"{said} needs openenv-core: {error}", way_out=way_out
+            f"{said} needs openenv-core: {error}",
+            way_out=f"{install_extra('openenv')}, where the run is started and where its workers run.",
         ) from error
     return GenericEnvClient
 

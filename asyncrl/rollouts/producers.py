@@ -67,12 +67,8 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        rollouts, failures = self.rollouts, self.failures
-        return [
-            index
-            for index in range(self.size)
-            if index not in rollouts and index not in failures
-        ]
+        ended = self.rollouts.keys() | self.failures.keys()
+        return [index for index in range(self.size) if index not in ended]
 
     @property
     def is_usable(self) -> bool:
@@ -185,11 +181,9 @@ class Producers:
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
-        started = list(islice(self.runner.started_s.items(), NUM_OLDEST))
-        return [
-            (name, asyncio.get_running_loop().time() - start_s)
-            for name, start_s in started
-        ]
+        now_s = asyncio.get_running_loop().time()
+        oldest = islice(self.runner.started_s.items(), NUM_OLDEST)
+        return [(name, now_s - start_s) for name, start_s in oldest]
 
     def prompts_out(self) -> list[Prompt]:
         set_aside = [prompt for _, prompt in (*self._set_aside, *self._returning)]
@@ -225,10 +219,12 @@ class Producers:
         """
         ticket = unfinished.ticket
         group_id = ticket.group_id
-        rollouts = dict(unfinished.rollouts)
-        failures = dict(unfinished.failures)
         group = RunningGroup(
-            ticket, unfinished.prompt, self.config.group_size, rollouts, failures
+            ticket,
+            unfinished.prompt,
+            self.config.group_size,
+            dict(unfinished.rollouts),
+            dict(unfinished.failures),
         )
         self._groups[group_id] = group
         for index in group.to_run:
@@ -249,7 +245,7 @@ class Producers:
             # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
-        for index, digest in awaited_of(rollouts).items():
+        for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
         if not group.to_run:  # killed before its end was journaled
             self._sampled(group)
@@ -462,10 +458,12 @@ class Producers:
         if again is not None:
             self._set_aside.append((start_version, again))
         if self._failed_in_a_row >= self.config.max_failed_groups:
-            what = f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}"
-            rule = f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run"
-            way_out = "correct what the last failure names, then start again."
-            raise TaskError(self.name, what, rule=rule, way_out=way_out)
+            raise TaskError(
+                self.name,
+                f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
+                rule=f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run",
+                way_out="correct what the last failure names, then start again.",
+            )
         self.sink.fail_nowait(group_id)
 
     def _withdraw(self, group: RunningGroup, why: str) -> None:

@@ -103,18 +103,15 @@ class HFChatTokenizer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
+        self.special_ids = frozenset(special.union(tokenizer.all_special_ids))
         self.text_ids = frozenset(vocabulary.values()) - self.special_ids
         if chat_template is not None:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
         if not template:
-            way_out = (
-                "set model.chat_template to a Jinja file, or choose an instruct model."
-            )
             raise ConfigError(
                 f"the tokenizer of {self.model_path} has no chat template",
-                way_out=way_out,
+                way_out="set model.chat_template to a Jinja file, or choose an instruct model.",
             )
         if not isinstance(template, str):
             template = (
@@ -134,8 +131,9 @@ class HFChatTokenizer:
         if unknown := sorted(set(self._settings) - self._variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
-            way_out = f"model.chat_template_kwargs may set {known_names}."
-            raise ConfigError(what, way_out=way_out)
+            raise ConfigError(
+                what, way_out=f"model.chat_template_kwargs may set {known_names}."
+            )
         today = now or datetime.date.today()
         self._constants = {
             **tokenizer.special_tokens_map,
@@ -159,7 +157,6 @@ class HFChatTokenizer:
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         # the same text, 4 times as fast
         self._decoder = tokenizer if cleans else self._backend
-        decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
@@ -173,11 +170,8 @@ class HFChatTokenizer:
             end if isinstance(end, list) else [end] for end in ends if end is not None
         ]
         self.end_ids = frozenset(chain.from_iterable(several))
-        byte_tokens = (
-            filter(BYTE_TOKEN.fullmatch, vocabulary)
-            if "ByteFallback" in repr(decoder)
-            else ()
-        )
+        has_bytes = "ByteFallback" in repr(self._backend.decoder)
+        byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary if has_bytes else ())
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
         self.closing, _ = self._closing(*PROBES[0])
@@ -440,11 +434,9 @@ def _load(model_path: str) -> Any:
     try:
         return PreTrainedTokenizerFast.from_pretrained(model_path)
     except Exception as error:  # it may raise anything for broken files
-        way_out = (
-            "set model.path to a Hugging Face language model with a tokenizer.json."
-        )
         raise ConfigError(
-            f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out
+            f"cannot load a tokenizer from {model_path}: {error}",
+            way_out="set model.path to a Hugging Face language model with a tokenizer.json.",
         ) from error
 
 
@@ -453,8 +445,10 @@ def read_template(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        what = f"cannot read model.chat_template={path}: {error}"
-        raise ConfigError(what, way_out="give the path of a Jinja file.") from error
+        raise ConfigError(
+            f"cannot read model.chat_template={path}: {error}",
+            way_out="give the path of a Jinja file.",
+        ) from error
     _compile(text, f"model.chat_template={path}")
     return text
 
@@ -467,9 +461,9 @@ def _compile(template: str, name: str) -> Template:
     try:
         compiled: Template = _compile_jinja_template(template)
     except TemplateSyntaxError as error:
-        way_out = "correct that line, or set model.chat_template to another Jinja file."
         raise ConfigError(
-            f"{name} line {error.lineno}: {error.message}", way_out=way_out
+            f"{name} line {error.lineno}: {error.message}",
+            way_out="correct that line, or set model.chat_template to another Jinja file.",
         ) from error
     # a ChainMap, which is slow to iterate at each render
     compiled.globals = dict(compiled.globals)
