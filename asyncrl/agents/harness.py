@@ -27,6 +27,7 @@ from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.worker_api import FailureBody, WorkItem
 
 if TYPE_CHECKING:
+    from httpx import AsyncClient
     from openai import AsyncOpenAI
 
 log = logging.getLogger("asyncrl.worker")
@@ -97,7 +98,7 @@ class Session:
     api_key: str
     model: str
     outcome_key: str | None = None
-    http_client: Callable[[], Any] = lambda: None
+    http_client: Callable[[], AsyncClient | None] = lambda: None
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
@@ -113,7 +114,7 @@ class Session:
         )
 
 
-def make_http_client() -> Any:
+def make_http_client() -> AsyncClient:
     """Return the shared httpx client of a worker."""
     import httpx
     from openai import DefaultAsyncHttpxClient
@@ -127,7 +128,7 @@ def make_http_client() -> Any:
 class Harness(Protocol):
     """An exception in run fails its rollout; ConfigError ends the worker."""
 
-    async def run(self, task: AnyTask, session: Session) -> Any:
+    async def run(self, task: AnyTask, session: Session) -> object:
         """Return a reward, an Outcome, or None for the task's reward.
 
         Nothing of the rollout may run after the end or cancellation.
@@ -158,7 +159,7 @@ class PythonHarness:
         usage = (
             ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         )
-        self._function: Callable[..., Any] = load_function(
+        self._function: Callable[..., object] = load_function(
             config.python or "",
             "generator.python",
             usage=usage,
@@ -167,14 +168,14 @@ class PythonHarness:
         )
         self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
-    async def run(self, task: AnyTask, session: Session) -> Any:
+    async def run(self, task: AnyTask, session: Session) -> object:
         self.calls.check()
         call = functools.partial(self._function, task, session, **self._args)
         value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
-def _in_thread(call: Callable[[], Any]) -> Any:
+def _in_thread(call: Callable[[], object]) -> object:
     try:
         return call()
     except StopIteration as error:  # a future cannot carry StopIteration

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -63,6 +63,9 @@ from asyncrl.config.fields import Name
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
+
+if TYPE_CHECKING:
+    from httpx import AsyncClient
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -143,7 +146,7 @@ class Worker:
         self._identity = {"worker": settings.name, "instance": secrets.token_hex(8)}
         self._freed = Signal()
         self._numbers = itertools.count()
-        self._http: Any = None
+        self._http: AsyncClient | None = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._clock = asyncio.get_running_loop().time
 
@@ -304,7 +307,7 @@ class Worker:
             del self.running[item.item_id]
             self._freed.notify()
 
-    def _http_client(self) -> Any:
+    def _http_client(self) -> AsyncClient:
         self._http = self._http or make_http_client()
         return self._http
 
@@ -503,7 +506,7 @@ def run_worker(
     min_disk_mb: int,
     drain_s: float,
     give_up_s: float,
-    **settings: Any,
+    **settings: object,
 ) -> int:
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or
     130 after SIGTERM or Ctrl-C.

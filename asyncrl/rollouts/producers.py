@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
@@ -62,7 +62,7 @@ class RunningGroup:
     size: int
     rollouts: dict[int, Rollout]
     failures: dict[int, tuple[int, str]]
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
     sampled: set[int] = field(default_factory=set)
 
     @property

@@ -22,12 +22,13 @@ from asyncrl.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 PROBE = "answer to the question"
-PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
+PROBES: Sequence[tuple[dict[str, object], dict[str, object]]] = [
     ({"content": PROBE}, {"role": "user", "content": "question"}),
     (
         {
@@ -84,7 +85,7 @@ class HFChatTokenizer:
         model_path: str | Path,
         *,
         chat_template: str | Path | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         now: datetime.date | None = None,
         parse_special_tokens: bool = True,
     ) -> None:
@@ -193,7 +194,7 @@ class HFChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         is_open: bool = True,
         spans: list[tuple[int, int]] | None = None,
     ) -> str:
@@ -244,7 +245,9 @@ class HFChatTokenizer:
         """Return whether the template marks what the assistant generates."""
         return GENERATION.search(self.template) is not None
 
-    def _options(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _options(
+        self, settings: Mapping[str, object] | None = None
+    ) -> dict[str, object]:
         known = {**self._settings, **(settings or {})}
         options = {
             name: value for name, value in known.items() if name in self._variables
@@ -272,7 +275,7 @@ class HFChatTokenizer:
     def _apply_template(
         self,
         chat: list[dict[str, Any]],
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         spans: list[tuple[int, int]] | None = None,
     ) -> str:
         if self._wants_parts:
@@ -362,7 +365,7 @@ class HFChatTokenizer:
         return tuple(encoded.ids)
 
     def _closing(
-        self, answer: Mapping[str, Any], then: Mapping[str, Any]
+        self, answer: Mapping[str, object], then: Mapping[str, object]
     ) -> tuple[str, str]:
         """Return the text from PROBE through the last special token of an answer, and
         that token.
@@ -374,7 +377,7 @@ class HFChatTokenizer:
         answer; inside one, the same and `<|im_start|>user`. Both begin with
         `<|im_end|>`, which is the result, twice.
         """
-        chat = [
+        chat: list[Mapping[str, object]] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", **answer},
         ]
@@ -428,7 +431,7 @@ class HFChatTokenizer:
         )
 
 
-def _load(model_path: str) -> Any:
+def _load(model_path: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -479,7 +482,7 @@ def _merged(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_calls(
     message: dict[str, Any],
-    arguments_of: Callable[[Any], Any],
+    arguments_of: Callable[[object], object],
     id_of: Callable[[str], str],
 ) -> dict[str, Any]:
     changed = dict(message)
@@ -502,20 +505,20 @@ def _with_calls(
     return changed
 
 
-def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, object]:
     whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
     given = {key: value for key, value in tool["function"].items() if value is not None}
     return {**tool, "function": whole | given}
 
 
-def _as_object(arguments: Any) -> dict[str, Any]:
+def _as_object(arguments: object) -> dict[str, object]:
     """Return `{}` for arguments that are not an object, like vLLM."""
     with contextlib.suppress(ValueError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _as_text(arguments: Any) -> str:
+def _as_text(arguments: object) -> str:
     return json.dumps(_as_object(arguments), ensure_ascii=False)
 
 
