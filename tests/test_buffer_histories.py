@@ -57,7 +57,7 @@ class BufferHistory(RuleBasedStateMachine):
         self.new_buffer = partial(make_buffer, **settings, log=self.log)
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
-        # running group that samples no more -> batches taken at that time
+        # running group that samples no more -> the newest version that it may have
         self.sampled: dict[int, int] = {}
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
@@ -91,11 +91,20 @@ class BufferHistory(RuleBasedStateMachine):
     def sample(self, data: st.DataObject) -> None:
         """A group waits only for its rewards, or retries a rollout."""
         group_id = data.draw(st.sampled_from(sorted(self.running)))
-        if self.sampled.pop(group_id, None) is not None and data.draw(st.booleans()):
+        if group_id in self.sampled and data.draw(st.booleans()):
+            del self.sampled[group_id]
             self.buffer.samples_again_nowait(group_id)
             return
-        self.buffer.sampled_nowait(group_id)
-        self.sampled[group_id] = len(self.batches)
+        newest = len(self.batches)
+        group = None
+        # Once all have ended, their tokens are known; also after a resume.
+        if data.draw(st.booleans()):
+            newest = data.draw(st.integers(self.running[group_id], newest))
+            group = make_group(group_id, [newest])
+        newest = min(newest, self.sampled.get(group_id, newest))
+        self.sampled[group_id] = newest
+        self.buffer.sampled_nowait(group_id, group)
+        self._see_requeued()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -231,22 +231,36 @@ class StalenessRule:
         self._add(self._running, self._running_due, group_id, self.served, last_use)
         return Ticket(group_id, start_version=self.served)
 
-    def sampled_nowait(self, group_id: GroupId, *, has_rewards: bool = False) -> None:
+    def sampled_nowait(
+        self,
+        group_id: GroupId,
+        newest: int | None = None,
+        *,
+        has_rewards: bool = False,
+    ) -> bool:
         """Mark a running group as fully sampled: it only waits for rewards, or if it
-        has them, for teaching. With `mask`, a batch too late for version next_batch
-        then drops it.
+        has them, for teaching. `newest`: the version of its newest token, if all its
+        tokens are known. With `mask`, a batch too late for that version drops it.
+
+        Returns True, and forgets it, if no batch can use it any more.
         """
         self._rewarded.discard(group_id)
         if has_rewards:
             self._rewarded.add(group_id)
-        if group_id in self._sampled:
-            return  # a later call must not extend the last use
         self._sampled.add(group_id)
-        # No sampled token can be newer than next_batch, the newest version in the
-        # making. Without this, a group that waits a long time for its rewards would
-        # hold its admission although no token of it can be trained on any more.
-        if self.masks:
-            self._last_use[group_id] = self.next_batch + self.max_staleness
+        if not self.masks:
+            return False
+        # Without this, a group that waits a long time for its rewards would hold its
+        # admission although no token of it can be trained on any more. No token can be
+        # newer than next_batch, the newest version in the making.
+        newest = self.next_batch if newest is None else newest
+        # A later call must not extend the last use.
+        last_use = min(self._last_use[group_id], newest + self.max_staleness)
+        self._last_use[group_id] = last_use
+        if last_use >= self.next_batch:
+            return False
+        self.fail_nowait(group_id)
+        return True
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
         self._sampled.discard(group_id)

@@ -34,6 +34,7 @@ from asyncrl.observe.run_dir import (
     journal_path,
     read_object,
 )
+from asyncrl.rollouts.late_rewards import awaited_of
 
 logger = logging.getLogger("asyncrl.job.resume")
 
@@ -306,7 +307,12 @@ async def restore(
         await run.trainer.recover(point.trainer_dir, missed, report_again)
     note_restored()
     # In the journal only now, since a refused resume must not change its groups.
+    rollouts = {found.ticket.group_id: found.rollouts for found in state.running}
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
+        for index, digest in awaited_of(rollouts.get(group_id, {})).items():
+            name = f"g{group_id}/r{index}"
+            run.late.await_nowait(name, digest)
+            run.late.withdraw_nowait(name, f"its group was requeued ({why})")
         journal.group_ended_nowait(
             group_id, "requeued", why, requeued=prompt.num_requeued
         )

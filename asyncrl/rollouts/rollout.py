@@ -14,7 +14,7 @@ import logging
 import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
@@ -280,8 +280,10 @@ def how_failed(num_attempts: int) -> str:
     return "failed" if num_attempts == 1 else f"failed {num_attempts} times, last"
 
 
+@dataclass(eq=False)
 class RolloutRunner:
-    """Run rollouts within rollout.timeout_s each, retries included.
+    """Run rollouts within rollout.timeout_s each, retries included. `task_timeouts_s`:
+    of tasks with another limit (task.limits.timeout_s).
 
     Waits: run waits for a slot before each attempt, then in the generator, at most
     timeout_s in total unless the generator holds the clock.
@@ -290,23 +292,14 @@ class RolloutRunner:
         pass. An attempt holds a slot exactly while it samples.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        *,
-        timeout_s: float | None,
-        retries: int,
-        failures: RecentFailures | None = None,
-        task_timeouts_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """`task_timeouts_s`: of tasks with another limit (task.limits.timeout_s)."""
-        self._generator = generator
-        self.timeout_s = timeout_s
-        self._task_timeouts_s = task_timeouts_s or {}
-        self.retries = retries
-        self.num_retried = 0
-        self.failures = failures or RecentFailures()
-        self.started_s: dict[str, float] = {}
+    generator: Generator
+    _: KW_ONLY
+    timeout_s: float | None
+    retries: int
+    failures: RecentFailures = field(default_factory=RecentFailures)
+    task_timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    num_retried: int = field(default=0, init=False)
+    started_s: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(
         self,
@@ -370,7 +363,7 @@ class RolloutRunner:
             self.started_s.pop(attempt.rollout_id, None)
 
     def _timeout_of(self, prompt: Prompt) -> float | None:
-        return self._task_timeouts_s.get(prompt.task, self.timeout_s)
+        return self.task_timeouts_s.get(prompt.task, self.timeout_s)
 
     async def _run_attempt(
         self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
@@ -381,7 +374,7 @@ class RolloutRunner:
         try:
             async with limit:
                 try:
-                    score = await self._generator.sample(attempt)
+                    score = await self.generator.sample(attempt)
                     # A reward or a judge may take long, and needs no sequence of an
                     # engine.
                     slots.give_back_nowait(attempt.rollout_id)
@@ -402,14 +395,13 @@ class RolloutRunner:
             # User code raises TimeoutError too. Only our limit has expired.
             if isinstance(error, TimeoutError) and limit.expired():
                 what = f"{name} is not finished after rollout.timeout_s={self._timeout_of(attempt.prompt)} s"
-                way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
                 return RolloutTimeout(
-                    f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out
+                    f"{what}, in attempt {attempt.attempt + 1}",
+                    way_out="if rollout/failed keeps rising, raise it, or lower rollout.max_tokens.",
                 )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
-            what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(
-                what,
+                f"{name} raised {type(error).__name__}: {error}",
                 way_out="see logs/controller.log.",
                 kind=kind_of_error(error, FailureKind.AGENT_CRASH),
             )
@@ -640,10 +632,9 @@ class HarnessGenerator:
             )
             return Outcome(), True
         if session.overflow is not None and self.on_overflow == "fail":
-            way_out = "raise it, or set generator.on_overflow to truncate."
             raise RolloutFailure(
                 f"{work.rollout_id} reached a limit: {session.overflow}",
-                way_out=way_out,
+                way_out="raise it, or set generator.on_overflow to truncate.",
                 kind=FailureKind.LIMIT,
             )
         return outcome, False
