@@ -110,8 +110,10 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
     try:
         write_whole(path, render(page))
     except OSError as error:
-        what = f"cannot write the page to {path}: {error.strerror}"
-        raise ConfigError(what, way_out="give another file with --out.") from error
+        raise ConfigError(
+            f"cannot write the page to {path}: {error.strerror}",
+            way_out="give another file with --out.",
+        ) from error
     yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
     for run_dir in run_dirs:
         with contextlib.suppress(OSError):  # another user's run

@@ -23,16 +23,16 @@ class Steps:
     1, so the first line 3 is of weights that are gone.
     """
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, lines: Iterable[Mapping[str, float]] = ()) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d")}
-        self.last: Mapping[str, Any] = {}
+        self.last: Mapping[str, float] = {}
         for line in lines:
             self.add(line)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, float]) -> None:
         while len(self) and self._columns["step"][-1] >= line["step"]:
             for column in self._columns.values():
                 column.pop()
@@ -202,7 +202,7 @@ def boxed(rows: Rows, title: str) -> Panel:
     return Panel(grid(rows), title=Text(title), title_align="left", border_style="blue")
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

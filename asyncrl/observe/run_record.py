@@ -123,7 +123,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(Path(run_dir))
 
 
-def table_of(lines: Iterable[Mapping[str, Any]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, object]]) -> Table:
     """Return columns in order of appearance."""
     rows = [*lines]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -184,10 +184,11 @@ class TrainedRecord:
             self.restored.append(line.restored)
             # The weights of these steps are gone. Their batches are trained again, in
             # later lines.
-            for version in [
-                version for version in self.batches if version >= line.restored
-            ]:
-                del self.batches[version]
+            self.batches = {
+                version: batch
+                for version, batch in self.batches.items()
+                if version < line.restored
+            }
 
     def violations(self) -> list[str]:
         """Return the broken promises: too old, from the future, trained twice, missing
@@ -204,23 +205,22 @@ class TrainedRecord:
                 # Each group is trained once. Lines before a restore are gone here, so a
                 # batch that was trained again is no repetition.
                 if (earlier := trained_in.setdefault(group, version)) != version:
-                    what = f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
-                    broken.append(what)
+                    broken.append(
+                        f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
+                    )
             expected = version + 1
         return broken
 
     def totals(self) -> dict[str, Any]:
         batches = self.batches.values()
-        ages = (
-            batch["staleness_max"]
-            for batch in batches
-            if batch["staleness_max"] is not None
-        )
+        ages = [batch["staleness_max"] for batch in batches]
         return {
             "num_steps": len(batches),
             "num_trajectories": sum(batch["num_trajectories"] for batch in batches),
             "num_loss_tokens": sum(batch["num_loss_tokens"] for batch in batches),
-            "staleness_max": max(ages, default=None),
+            "staleness_max": max(
+                (age for age in ages if age is not None), default=None
+            ),
         }
 
     def trajectories(

@@ -106,9 +106,8 @@ class Callbacks:
             # The call would return a coroutine that nobody awaits, so nothing would
             # happen.
             if inspect.iscoroutinefunction(function):
-                what = f"{name} of asyncrl.run is a coroutine function"
                 raise ConfigError(
-                    what,
+                    f"{name} of asyncrl.run is a coroutine function",
                     rule=f"it is called as {usage}",
                     way_out="give a plain function.",
                 )
@@ -152,10 +151,10 @@ def check_trackers(observe: ObserveConfig) -> None:
         if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
-            what = (
-                f"observe.trackers has {name}, and the package {name} is not installed"
+            raise ConfigError(
+                f"observe.trackers has {name}, and the package {name} is not installed",
+                way_out=f"{install_extra(name)}; or leave it out.",
             )
-            raise ConfigError(what, way_out=f"{install_extra(name)}; or leave it out.")
 
 
 def class_of(name: str) -> Callable[..., Tracker]:
