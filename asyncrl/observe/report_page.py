@@ -154,7 +154,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     has_groups = isinstance(given, RunConfig)
     failures = read_journal(folder, files.problems, _failures) if has_groups else []
     settings = _settings(_masked(given.model_dump(mode="json"), "", secrets))
-    view: dict[str, Any] = {
+    view: dict[str, object] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),
         "state": files.state,
@@ -185,7 +185,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     return {key: without_secrets(value, long_secrets) for key, value in view.items()}
 
 
-def without_secrets(value: Any, secrets: list[str]) -> Any:
+def without_secrets(value: object, secrets: list[str]) -> object:
     """Hide the secrets (shortest first), and keys of well-known services."""
     if isinstance(value, str):
         # Longest first: a secret may contain another one.
@@ -202,7 +202,7 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
     return value
 
 
-def _masked(value: Any, name: str, secrets: list[str]) -> Any:
+def _masked(value: object, name: str, secrets: list[str]) -> object:
     """Hide generator.env and values with a name such as api_key; add them to `secrets`."""
     if isinstance(value, Mapping):
         return {
@@ -219,23 +219,21 @@ def _masked(value: Any, name: str, secrets: list[str]) -> Any:
     return HIDDEN
 
 
-def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _settings(values: object) -> list[dict[str, object]]:
     defaults = {key.name: key.default for *_, keys in sections() for key in keys}
     # Sections, whose keys have rows here. Other mappings, such as rollout.vllm, are the
     # value of one key.
     parents = {name.rpartition(".")[0] for name in defaults}
-    settings = []
+    settings = list[dict[str, object]]()
     for key, default in defaults.items():
-        value: Any = values
+        value = values
         for name in key.split("."):
             value = value.get(name, ...) if isinstance(value, dict) else ...
         if value is ... or (isinstance(value, dict) and key in parents):
             continue
-        text = (
-            str(value).lower()
-            if value is None or isinstance(value, bool)
-            else str(value)
-        )
+        text = str(value)
+        if value is None or isinstance(value, bool):
+            text = text.lower()
         default_text = None if default == "must be given" else default
         settings.append(
             {
@@ -262,7 +260,7 @@ def curves_of(steps: Steps) -> dict[str, list[float | None]]:
     }
 
 
-def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+def _failures(connection: sqlite3.Connection) -> list[dict[str, object]]:
     """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}

@@ -331,7 +331,7 @@ class Recorder:
                 "evaluation", line["policy_version"], evaluation_metrics(line)
             )
 
-    def write_status(self, status: Mapping[str, Any]) -> None:
+    def write_status(self, status: Mapping[str, object]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
         replace_text(

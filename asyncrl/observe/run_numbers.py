@@ -41,7 +41,9 @@ class Steps:
         num = len(self)
         self.last = line
         for name, value in line.items():
-            self._columns.setdefault(name, array("d", [math.nan]) * num).append(value)
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * num
+            self._columns[name].append(value)
         for column in self._columns.values():
             if len(column) == num:
                 column.append(math.nan)
@@ -53,6 +55,10 @@ class Steps:
     def column(self, name: str) -> array[float]:
         """NaN: missing."""
         return self._columns.get(name, array("d", [math.nan]) * len(self))
+
+    def by_step(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) of all steps."""
+        return [*zip(self.column("step"), self.column(name), strict=True)]
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
         return [value for value in self.column(name)[part] if value == value]

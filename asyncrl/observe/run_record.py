@@ -75,8 +75,7 @@ class RunRecord:
         num_steps = self.status.get("num_steps") or self.config.trainer.num_steps
         text = f"{len(steps)} of {num_steps}"
         if self.verdict is not None:
-            wall_s = self.verdict.wall_s
-            text += f" in {duration(wall_s)}, {wall_s / len(steps):.2f} s each"
+            text += f" {self.verdict.pace}"
         if self.state == "running" and (left_s := seconds_left(steps, num_steps)):
             text += f", {duration(left_s)} left"
         return text
@@ -211,7 +210,7 @@ class TrainedRecord:
             expected = version + 1
         return broken
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         batches = self.batches.values()
         ages = [batch["staleness_max"] for batch in batches]
         return {
@@ -225,7 +224,7 @@ class TrainedRecord:
 
     def trajectories(
         self, step: int | None = None, group: int | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Read the trajectories of all steps, of one step, or of one group."""
         lines = {
             line.version: line

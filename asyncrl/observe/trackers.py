@@ -50,7 +50,7 @@ class TrackedRun:
     run_dir: Path
     name: str
     run_id: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     warn: Callable[[str], None] = print
 
 
@@ -296,16 +296,16 @@ COLUMNS = (
 )
 
 
-def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
+def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[object]]:
     """Return `columns`, and in `data` a row per sample."""
-    rows = []
+    rows = list[object]()
     for sample in samples:
         messages = [
             f"{message.get('role')}: {message.get('content')}"
             for message in sample["messages"]
         ]
         completion = [part["text"] for part in sample["parts"] if part["is_sampled"]]
-        shown = {
+        shown: dict[str, object] = {
             **sample,
             "prompt": "\n".join(messages),
             "completion": "\n\n".join(completion),
@@ -490,13 +490,14 @@ class Trackio(_ByStep):
         import trackio
 
         # Trackio continues a run by its name, and names of folders repeat.
-        name = f"{run.name}-{run.run_id[:8]}"
-        more: dict[str, Any] = {
-            "config": dict(run.config),
-            "resume": "allow",
-            "embed": False,
-        }
-        self._run = trackio.init(self.project, name, space_id=self.space_id, **more)
+        self._run = trackio.init(
+            self.project,
+            f"{run.name}-{run.run_id[:8]}",
+            space_id=self.space_id,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+        )
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)

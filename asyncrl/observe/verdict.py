@@ -92,6 +92,12 @@ class Verdict:
     shares: Mapping[str, float]
     bottleneck: str
 
+    @property
+    def pace(self) -> str:
+        """Format as `in 3.0 s, 1.00 s each`."""
+        step_s = self.wall_s / self.num_steps
+        return f"in {numbers.duration(self.wall_s)}, {step_s:.2f} s each"
+
 
 def judge(
     steps: Steps, config: RunConfig, run_dir: Path, *, has_failed: bool = False
@@ -127,11 +133,10 @@ def judge(
 
 def _reward_of(steps: Steps) -> Reward | None:
     """Return None if no step has a reward."""
-    columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
-    both = [(value, int(step)) for value, step in columns if value == value]
+    both = [pair for pair in steps.by_step("reward/mean") if pair[1] == pair[1]]
     if not both:
         return None
-    rewards = [value for value, _ in both]
+    rewards = [value for _, value in both]
     num = len(rewards)
     size = len(rewards[recent(num)])
     size_first = max(1, min(5, num // 2))
@@ -143,7 +148,7 @@ def _reward_of(steps: Steps) -> Reward | None:
         first=fmean(rewards[:size_first]),
         last=fmean(rewards[-size:]),
         best=best,
-        best_step=both[end - 1][1],
+        best_step=int(both[end - 1][0]),
         noise=noise,
         margin=SIGMAS * math.hypot(noise, standard_error(rewards, size_first)),
         step_noise=standard_error(rewards, 1),
@@ -168,11 +173,8 @@ def _headline(
     reasons = [finding.clause for finding in findings]
     # These reasons are guesses that fit any run. A short run gets no guess, unless
     # something certain is wrong.
-    reasons += (
-        [*_reasons(reward, steps, config)]
-        if is_certain or num >= MIN_STEPS_REASONS
-        else []
-    )
+    if is_certain or num >= MIN_STEPS_REASONS:
+        reasons += _reasons(reward, steps, config)
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}." if reasons else ""
     if is_certain or num >= MIN_STEPS:
         if reward.was_lost:
@@ -249,16 +251,16 @@ def _gradient_findings(
             "such groups teach nothing; use prompts neither too hard nor too easy",
         )
     if not has_gradient and not is_constant and equal < 1:
-        both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
-        moved = [step for step, gradient in both if gradient != 0]
+        gradients = steps.by_step("policy/grad_norm")
+        moved = [step for step, gradient in gradients if gradient != 0]
         yield _Finding(
             f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ",
             "no step since then has changed the weights",
             is_certain=True,
             is_alarm=True,
         )
-    both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
-    if skipped := [step for step, num in both if num > 0]:
+    updates = steps.by_step("trainer/skipped_steps")
+    if skipped := [step for step, num in updates if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
         where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
         yield _Finding(
@@ -341,12 +343,12 @@ def _failure_findings(steps: Steps) -> Iterator[_Finding]:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict and the shares of time. Fits 80 columns."""
-    pace = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}"
-    steps = f"{pace}, {verdict.wall_s / verdict.num_steps:.2f} s each"
-    time = numbers.shares_text(verdict.shares)
-    return numbers.boxed(
-        [*verdict_rows(verdict), ("steps", steps), ("time", time)], title
-    )
+    rows = [
+        *verdict_rows(verdict),
+        ("steps", f"{verdict.num_steps} {verdict.pace}"),
+        ("time", numbers.shares_text(verdict.shares)),
+    ]
+    return numbers.boxed(rows, title)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
