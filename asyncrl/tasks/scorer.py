@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,16 +105,13 @@ class Scorers:
             await scorer.aclose()
 
 
-def judge_gauges(scorers: Iterable[Scorers]) -> dict[str, float]:
-    found = [judge for each in scorers for judge in each.judges]
-    if not found:
-        return {}
-    return {
-        "judge/requests": sum(judge.num_requests for judge in found),
-        "judge/tokens": sum(judge.num_tokens for judge in found),
-        "judge/cached": sum(judge.num_cached for judge in found),
-        "judge/retried": sum(judge.num_retried for judge in found),
-    }
+def judge_gauges(scorers: Iterable[Scorers]) -> Mapping[str, float]:
+    """Return the sums over all judges; {} without a judge."""
+    sums = Counter[str]()
+    for each in scorers:
+        for judge in each.judges:
+            sums.update(judge.gauges())
+    return sums
 
 
 class TaskScorer:
@@ -251,7 +249,10 @@ class TaskScorer:
         )
 
     async def _call(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
     ) -> Any:
         self._calls.check()
         start_s = time.perf_counter()
@@ -261,7 +262,10 @@ class TaskScorer:
             self.wait_s += time.perf_counter() - start_s
 
     async def _ask(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
     ) -> Any:
         if self._ask_model is not None:
             assert isinstance(given, str), "a reward model reads single completions"
@@ -294,8 +298,11 @@ class TaskScorer:
             await self.judge.aclose()
 
     async def _call_in_thread(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
-    ) -> Any:
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
+    ) -> object:
         async with self._free:
             loop = asyncio.get_running_loop()
             called = loop.run_in_executor(

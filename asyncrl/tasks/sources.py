@@ -180,15 +180,13 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     score, takes_group = score_of(task)
-    check_call(
-        score,
-        (None, [""] if takes_group else ""),
-        {} if takes_group else optional(score, NO_COMPLETION),
-        said=said,
-        usage="score_group(prompt, completions)"
-        if takes_group
-        else "score(prompt, completion)",
-    )
+    if takes_group:
+        usage = "score_group(prompt, completions)"
+        check_call(score, (None, [""]), {}, said=said, usage=usage)
+    else:
+        usage = "score(prompt, completion)"
+        asked = optional(score, NO_COMPLETION)
+        check_call(score, (None, ""), asked, said=said, usage=usage)
     return cast(PromptTask, task)
 
 
@@ -224,9 +222,9 @@ def read_files(
             raise
         except Exception as error:
             # of many kinds: OverflowError for a date after 9999, unknown time zones
-            what = f"{key}: {path} cannot be read: {message_of(error)}"
             raise ConfigError(
-                what, way_out="correct the file, or convert it to parquet."
+                f"{key}: {path} cannot be read: {message_of(error)}",
+                way_out="correct the file, or convert it to parquet.",
             ) from error
     return [*rows.values()], [*rows].__getitem__
 
