@@ -184,14 +184,10 @@ def _result(value: Any, given: str | Completions) -> Any:
 def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
     """Check the rewards of a completion's tokens. Raises UserCodeFailed."""
     if len(rewards) != num_tokens:
-        raise UserCodeFailed(
-            f"returned {len(rewards)} rewards for {num_tokens} sampled tokens"
-        )
+        raise _corrupt(f"{len(rewards)} rewards for {num_tokens} sampled tokens")
     num_spans = sum(1 for _ in itertools.groupby(rewards))
     if num_spans > MAX_SPANS:
-        raise UserCodeFailed(
-            f"returned {num_spans} spans of equal rewards; {MAX_SPANS} at most"
-        )
+        raise _corrupt(f"{num_spans} spans of equal rewards; {MAX_SPANS} at most")
 
 
 def as_rewards(
