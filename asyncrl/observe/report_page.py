@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
@@ -60,7 +60,16 @@ _SECRET_TEXT = re.compile(
 # ---- the report
 
 
-def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, Any]:
+class Page(TypedDict):
+    """The data of the page. `made_s`: in seconds since the epoch."""
+
+    asyncrl: str
+    made_s: float
+    is_live: bool
+    runs: list[dict[str, Any]]
+
+
+def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> Page:
     """Return the data of the page: of one run, or of several to compare. Raises
     ConfigError.
     """
@@ -76,7 +85,7 @@ def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, A
     }
 
 
-def render(page: Mapping[str, Any]) -> str:
+def render(page: Page) -> str:
     """The data is ASCII JSON without `<`, so that no text of a model can close its
     element.
     """

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -193,6 +193,7 @@ def several(num: float, noun: str) -> str:
 
 
 Rows = Iterable[tuple[str, RenderableType]]
+EvalLine = TypeVar("EvalLine", bound=Mapping[str, object])
 
 
 def grid(rows: Rows) -> Table:
@@ -221,9 +222,9 @@ def plain(value: object) -> str:
     return str(value)
 
 
-def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_evaluation(lines: Iterable[EvalLine]) -> dict[str, list[EvalLine]]:
     """Group lines by evaluation, '' for the only one."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[EvalLine]] = {}
     for line in lines:
         found.setdefault(str(line.get("name", "")), []).append(line)
     return found

@@ -370,7 +370,7 @@ class SampleWriter:
         return samples
 
 
-def _named(kind: SampleKind, group_id: int, sample_index: int) -> dict[str, Any]:
+def _named(kind: SampleKind, group_id: int, sample_index: int) -> dict[str, object]:
     return {"kind": kind, "group_id": group_id, "sample_index": sample_index}
 
 

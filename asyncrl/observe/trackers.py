@@ -196,7 +196,7 @@ class Background:
         )
         self._thread.start()
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def tell(self, method: str, *arguments: object) -> None:
         """Queue a call of every tracker."""
         if self._callbacks is not None:
             # Here, in the run's own loop, so that an exception ends the run. The thread
@@ -360,7 +360,7 @@ class TensorBoard(_ByStep):
     def close(self, state: str) -> None:
         self._writer.close()
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, summary: object, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))

@@ -33,7 +33,7 @@ from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
-from asyncrl.observe.report_page import make_page, render
+from asyncrl.observe.report_page import Page, make_page, render
 from asyncrl.observe.run_dir import STATUS_FILE
 
 MAX_CONNECTIONS = 64
@@ -127,7 +127,7 @@ class LivePage:
         text = await asyncio.to_thread(json.dumps, page, allow_nan=False)
         return Response(text, media_type="application/json")
 
-    async def _newest(self) -> dict[str, Any]:
+    async def _newest(self) -> Page:
         """Read the page again if files changed."""
         # Several browsers share one reading.
         async with self._reading:

@@ -280,7 +280,7 @@ def reference_text(answer: Any) -> str:
 
 # The rollouts of a group share one reference answer.
 @lru_cache(maxsize=4096)
-def _gold(answer: str) -> tuple[Any, ...]:
+def _gold(answer: str) -> tuple[object, ...]:
     """Parse the reference answer, after #### if any (GSM8K).
 
     Without dollars, math-verify sees only the first number of LaTeX.

@@ -190,9 +190,14 @@ class TaskScorer:
             # a race of threads may lose one call
             self.busy_s += time.perf_counter() - start_s
 
-    def _timed(self, *arguments: Any) -> Any:
+    def _timed(
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
+    ) -> object:
         with self._busy():
-            return call(*arguments)
+            return call(self._score, prompt, given, asked)
 
     def text_of(self, sampled: Completion) -> str:
         """Return the text that the reward sees."""
@@ -266,7 +271,7 @@ class TaskScorer:
         prompt: Prompt,
         given: str | Completions,
         asked: Mapping[str, Completion],
-    ) -> Any:
+    ) -> object:
         if self._ask_model is not None:
             assert isinstance(given, str), "a reward model reads single completions"
             return await self._ask_model(prompt, given)
@@ -281,7 +286,7 @@ class TaskScorer:
                     with self._busy():
                         return await self._processes.run(prompt, given, sent)
             if self._is_inline:
-                result = self._timed(self._score, prompt, given, asked)
+                result = self._timed(prompt, given, asked)
             else:
                 result = await self._call_in_thread(prompt, given, asked)
             # The call of an async function only made its coroutine. It runs in this
@@ -305,9 +310,7 @@ class TaskScorer:
     ) -> object:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(
-                None, self._timed, self._score, prompt, given, asked
-            )
+            called = loop.run_in_executor(None, self._timed, prompt, given, asked)
             # a cancelled rollout does not retrieve it
             called.add_done_callback(asyncio.Future.exception)
             try:
@@ -359,7 +362,7 @@ class ProcessPool:
 
     async def run(
         self, prompt: Prompt, given: str | Completions, sampled: Completion
-    ) -> Any:
+    ) -> object:
         """Return what a process computes. Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
@@ -419,7 +422,7 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, given: str | Completions, sampled: Completion) -> Any:
+def _work(prompt: Prompt, given: str | Completions, sampled: Completion) -> object:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
