@@ -26,6 +26,7 @@ from asyncrl.agents.endpoint.prefix_match import (
     Recorded,
     Roles,
     answer_forms,
+    end_of,
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
@@ -39,12 +40,7 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 from asyncrl.messages.tokens import Tokens, in_journal
-from asyncrl.messages.worker_api import (
-    CONTEXT_TOKENS,
-    ChatTokenizer,
-    answer_text,
-    decode_after,
-)
+from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, decode_after
 
 Earned = tuple[float, int, str]
 """Reward, unit and state of a Credit."""
@@ -220,26 +216,17 @@ class Capture:
         """
         # The engine answers with the whole prompt. The parents already hold its first
         # `num_known` tokens. The likeliest tokens were for the client's answer only.
-        num_known = completion.num_prompt - len(planned.added)
+        num_added = len(planned.added)
+        num_known = completion.num_prompt - num_added
         added = completion.tokens.kept(in_journal).slice(num_known)
         # A slice holds the arrays of the whole prompt, so a session of n calls would
         # hold n prompts.
         tokens = added.copy()
-        num_added = len(planned.added)
-        whole = planned.whole.then(tokens.ids[num_added:])
-        match = planned.match
-        text = None if match is None else match.whole
-        # Decoded behind the prompt, because the text of a token depends on its
-        # neighbors. Later renders are compared with this text.
-        if text is not None:
-            text = text.then(
-                decode_after(self._tokenizer, planned.tail, completion.token_ids)
-            )
         now_s = time.time()
-        tools = [
+        tools = tuple(
             (tool["id"], tool["function"]["name"])
             for tool in message.get("tool_calls") or ()
-        ]
+        )
         call = PolicyCall(
             num_added,
             len(tokens),
@@ -247,7 +234,7 @@ class Capture:
             now_s if begun_s is None else begun_s,
             now_s,
             "tool_calls" if tools else completion.finish_reason or "",
-            tuple(tools),
+            tools,
         )
         node = ChatNode(
             name=name,
@@ -257,28 +244,35 @@ class Capture:
             num_added=num_added,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            whole=whole,
-            num_messages=match.num_messages + 1 if match else 0,
-            key=match.chain.key_with(message) if match else b"",
-            text=text,
+            whole=planned.whole.then(tokens.ids[num_added:]),
             call=call,
             is_trained=is_trained,
-            deviations=match.deviations if match else (),
-            shown=match.shown if match else None,
         )
+        keys: list[bytes] = []
+        if match := planned.match:
+            # Decoded behind the prompt, because the text of a token depends on its
+            # neighbors, and with special tokens, since they may enclose a thought that
+            # answer_forms must find. Later renders are compared with this text.
+            sampled = completion.token_ids
+            text = decode_after(self._tokenizer, planned.tail, sampled)
+            said = text.removesuffix(end_of(self._tokenizer, sampled))
+            forms = answer_forms(message, said, self._thinking)
+            keys = [match.chain.key_with(form) for form in forms]
+            node = replace(
+                node,
+                num_messages=match.num_messages + 1,
+                key=keys[0],
+                text=match.whole and match.whole.then(text),
+                deviations=match.deviations,
+                shown=match.shown,
+            )
         self._nodes[name] = node
         # The parent ended a branch until now; its continuation does from here on. An
         # empty answer adds no tokens to train, so it ends no branch.
         if node.num_sampled:
             self._ends.difference_update(node.path())
             self._ends.add(node)
-        # With special tokens, since they may enclose a thought that answer_forms must
-        # find.
-        shown = answer_text(self._tokenizer, completion.token_ids, shows_special=True)
-        forms = answer_forms(message, shown, self._thinking) if match else ()
-        self._recorded.add(
-            node, [match.chain.key_with(form) for form in forms] if match else ()
-        )
+        self._recorded.add(node, keys)
 
     def last_completion(self) -> Completion:
         """Return the completion of the call that was planned last. Raises
