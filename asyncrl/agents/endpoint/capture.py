@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +149,7 @@ class Capture:
         tools: Messages | None,
         *,
         prefill: str = "",
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> PromptMatch:
         """Find the completion that a chat continues, and the text to encode after its
         ids. May run in a thread in parallel with record(). Raises ValueError if the
@@ -323,28 +323,35 @@ class Capture:
                 rule=rule,
                 way_out="let it call the model with its session's key.",
             )
-        # An answer that several calls continued is in several branches. It has its loss
-        # in the first; in the others it is context, or its gradient would count twice.
-        owners: dict[ChatNode, int] = {}
-        for branch, path in enumerate(paths):
-            for node in path:
-                owners.setdefault(node, branch)
         credited = _credited(nodes, outcome)
+        untrained: list[Credit] = []
         if by_turn:
             credited = _turns(nodes, outcome, reward)
-        rollout = []
-        for branch, path in enumerate(paths):
-            own = {node for node in path if owners[node] == branch}
-            trajectory = _trajectory(path, own, credited, sample_index, reward)
-            rollout.append(
-                replace(trajectory, branch=branch, metrics=dict(outcome.metrics))
-            )
-        if by_turn:
             # None of their tokens has a loss, but earlier turns earn their rewards too.
-            untrained = tuple(
+            untrained = [
                 Credit(0, 0, *credited[node]) for node in nodes if not node.has_loss
+            ]
+        rollout = list[Trajectory]()
+        seen = set[ChatNode]()
+        for path in paths:
+            # An answer that several calls continued is in several branches. It has its
+            # loss in the first; in the others it is context, or its gradient would
+            # count twice.
+            own = set(path) - seen
+            seen |= own
+            tokens, credits, calls = _branch(path, own, credited)
+            trajectory = Trajectory(
+                sample_index=sample_index,
+                branch=len(rollout),
+                tokens=tokens,
+                reward=reward,
+                is_truncated=path[-1].is_truncated,
+                num_interruptions=sum(node.num_interruptions for node in own),
+                credits=tuple(credits if rollout else credits + untrained),
+                calls=tuple(calls),
+                metrics=dict(outcome.metrics),
             )
-            rollout[0] = replace(rollout[0], credits=rollout[0].credits + untrained)
+            rollout.append(trajectory)
         return tuple(rollout)
 
 
@@ -370,13 +377,10 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
-def _trajectory(
-    path: list[ChatNode],
-    own: set[ChatNode],
-    credited: Mapping[ChatNode, Earned],
-    sample_index: int,
-    reward: float,
-) -> Trajectory:
+def _branch(
+    path: list[ChatNode], own: set[ChatNode], credited: Mapping[ChatNode, Earned]
+) -> tuple[Tokens, list[Credit], list[PolicyCall]]:
+    """Return the tokens of a branch; and of its `own` answers the credits and calls."""
     parts = list[Tokens]()
     credits = list[Credit]()
     calls = list[PolicyCall]()
@@ -390,15 +394,7 @@ def _trajectory(
         parts.append(node.tokens if is_own else node.tokens.as_context())
         if is_own and node in credited:
             credits.append(Credit(start, end, *credited[node]))
-    return Trajectory(
-        sample_index=sample_index,
-        tokens=Tokens.join(parts),
-        reward=reward,
-        is_truncated=path[-1].is_truncated,
-        num_interruptions=sum(node.num_interruptions for node in own),
-        credits=tuple(credits),
-        calls=tuple(calls),
-    )
+    return Tokens.join(parts), credits, calls
 
 
 def _turns(

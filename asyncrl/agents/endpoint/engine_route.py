@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
@@ -347,7 +347,12 @@ class EngineRoute:
         return matched, ids, num_before + len(ids)
 
     async def _encode(
-        self, text: str, asked: AnyRequest, **place: Any
+        self,
+        text: str,
+        asked: AnyRequest,
+        *,
+        after: str = "",
+        adds_special: bool = False,
     ) -> Sequence[int]:
         """Return the ids of a text of a prompt. Raises ApiError."""
         most = self.rules.max_prompt_tokens
@@ -355,7 +360,9 @@ class EngineRoute:
         # seconds.
         if len(text) > MAX_CHARACTERS * most:
             raise too_long(f"{len(text)} characters", most, asked.param)
-        encode = partial(self.tokenizer.encode, text, **place)
+        encode = partial(
+            self.tokenizer.encode, text, after=after, adds_special=adds_special
+        )
         try:
             return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
         except ValueError as error:

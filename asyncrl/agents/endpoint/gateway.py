@@ -576,8 +576,13 @@ class AppServer:
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
         self._state = ServerState()
-        settings = {"config": config, "server_state": self._state, "app_state": {}}
-        self._make = lambda: Connection(max_connections, **settings)
+        self._make = partial(
+            Connection,
+            max_connections,
+            config=config,
+            server_state=self._state,
+            app_state={},
+        )
         self._server: asyncio.Server | None = None
 
     @property

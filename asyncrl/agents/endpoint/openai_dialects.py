@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 class ChatWriter(Writer):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+    begun: Mapping[str, object] = {
+        "delta": {"role": "assistant", "content": "", "refusal": None}
+    }
+    ended: Mapping[str, object] = {"delta": {}}
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._has_usage = options.get("include_usage") is True
@@ -65,13 +69,21 @@ class ChatWriter(Writer):
         }
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        yield self._event(
-            call, delta={"role": "assistant", "content": "", "refusal": None}
-        )
+        answer = call.answer
+        yield self._event(call, self.begun)
         async for piece in call.pieces():
-            yield self._event(call, delta=_delta(call.answer, piece))
+            yield self._event(call, self._grown(answer, piece))
         # Logprobs are made once the answer is whole, so they come with the last chunk.
-        yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
+        last = {
+            **self.ended,
+            "logprobs": self._choice(answer)["logprobs"],
+            "finish_reason": answer.finish_reason,
+        }
+        yield self._event(call, last)
+        if self._has_usage:
+            usage = {"choices": [], "usage": self._usage(call)}
+            yield encoded(self._head(call, self.chunk) | usage)
+        yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> bytes:
         return encoded({"error": error.error})
@@ -84,18 +96,30 @@ class ChatWriter(Writer):
         )
         return {"message": answer.message, "logprobs": logprobs}
 
-    def _event(self, call: GatewayCall, **part: object) -> bytes:
+    def _event(self, call: GatewayCall, part: Mapping[str, object]) -> bytes:
         choice = {"index": 0, "logprobs": None, "finish_reason": None, **part}
         return encoded(self._head(call, self.chunk) | {"choices": [choice]})
 
-    def _end(self, call: GatewayCall, **part: object) -> bytes:
-        last = self._event(call, finish_reason=call.answer.finish_reason, **part)
-        if self._has_usage:
-            last += encoded(
-                self._head(call, self.chunk)
-                | {"choices": [], "usage": self._usage(call)}
-            )
-        return last + b"data: [DONE]\n\n"
+    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
+        """Return the delta of a piece, with at most one call: some clients read no
+        more. Its first delta has the name.
+        """
+        part, number, text = piece
+        if part == "ping":
+            return {"delta": {}}
+        if part != "call":
+            return {
+                "delta": {"content" if part == "text" else "reasoning_content": text}
+            }
+        entry: dict[str, object] = {"index": number, "function": {"arguments": text}}
+        if not text:
+            call = answer.calls[number]
+            entry |= {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": ""},
+            }
+        return {"delta": {"tool_calls": [entry]}}
 
     def _head(self, call: GatewayCall, kind: str) -> dict[str, object]:
         return {
@@ -114,33 +138,12 @@ class ChatWriter(Writer):
         }
 
 
-def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, object]:
-    """Return at most one call: some clients read no more. Its first delta has the name."""
-    part, number, text = piece
-    if part == "ping":
-        return {}
-    if part != "call":
-        return {"content" if part == "text" else "reasoning_content": text}
-    entry: dict[str, object] = {"index": number, "function": {"arguments": text}}
-    if not text:
-        call = answer.calls[number]
-        entry |= {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": ""},
-        }
-    return {"tool_calls": [entry]}
-
-
 class TextWriter(ChatWriter):
-    whole = "text_completion"
-    chunk = "text_completion"
+    whole = chunk = "text_completion"
+    begun = ended = {"text": ""}
 
-    async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        yield self._event(call, text="")
-        async for piece in call.pieces():
-            yield self._event(call, text=piece.text)
-        yield self._end(call, text="")
+    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
+        return {"text": piece.text}
 
     def _choice(self, answer: Answer) -> dict[str, object]:
         return {"text": answer.content or "", "logprobs": None}

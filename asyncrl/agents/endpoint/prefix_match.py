@@ -70,6 +70,8 @@ class PromptMatch:
 
 # ---- chats as hashes
 
+Defaults = Mapping[str, Mapping[str, str]]
+"""JSON of the default of each parameter that has one, by the tool's name."""
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -87,7 +89,7 @@ class Chain:
         self,
         messages: Messages,
         tools: Messages | None,
-        settings: Any,
+        settings: object,
         marks: Marks,
         recorded: Recorded,
     ) -> None:
@@ -118,7 +120,7 @@ class Chain:
         return state.digest()
 
 
-def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
+def _canonical(message: Message, marks: Marks, defaults: Defaults) -> bytes:
     """Serialize a message without None fields, key order, JSON spacing, outer white
     space, and an answer's name and place of the thought: harnesses change them.
     """
@@ -137,7 +139,7 @@ def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> b
     return to_json(sorted(fields.items()))
 
 
-def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
+def _tool_call(call: Message, defaults: Defaults) -> list[str]:
     """Return a call without the arguments that are its tool's defaults: Claude Code
     adds them.
     """
@@ -151,7 +153,7 @@ def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any
     return [call["id"], name, _to_json(arguments)]
 
 
-def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
+def _defaults(function: Message) -> dict[str, str]:
     """Return the JSON of the default of each parameter that has one."""
     parameters = (function.get("parameters") or {}).get("properties")
     if not isinstance(parameters, Mapping):
@@ -482,7 +484,7 @@ class ChatMatcher:
             and Prefix().then(before[: shown.length]).place == shown.place
         ):
             return False
-        sent = [self._stand_in(message) for message in self.messages[:at]]
+        sent = self._earlier(at)
         try:
             prompt = self.render(sent)
             if before.startswith(prompt):
@@ -574,12 +576,10 @@ class ChatMatcher:
     def _around(self, at: int, keeps_calls: bool) -> Trial:
         """Render with a placeholder for messages[at]."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
-        earlier = [self._stand_in(message) for message in self.messages[:at]]
-        shown = [*earlier, stand_in, *self.messages[at + 1 :]]
+        shown = [*self._earlier(at), stand_in, *self.messages[at + 1 :]]
         # All calls first. A template that refuses two calls in one answer still shows
         # where to continue after one call.
-        for num_calls in (None, 1):
-            chat = [_with_calls(each, num_calls) for each in shown]
+        for chat in (shown, [_with_one_call(each) for each in shown]):
             with contextlib.suppress(ValueError):
                 text = self.render(chat)
                 # Every call of the answer contains the sentinel: the text before is
@@ -590,7 +590,7 @@ class ChatMatcher:
                     break
                 # A render without some of the calls says nothing about later renders of
                 # the chat.
-                is_whole = num_calls is None and (
+                is_whole = chat is shown and (
                     keeps_calls or not self.messages[at].get("tool_calls")
                 )
                 whole = (
@@ -600,6 +600,10 @@ class ChatMatcher:
                 )
                 return Trial(chat, before, after, whole)
         return Trial()
+
+    def _earlier(self, at: int) -> list[Message]:
+        """Return the messages before messages[at], with placeholders for answers."""
+        return [self._stand_in(message) for message in self.messages[:at]]
 
     def _stand_in(
         self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True
@@ -622,10 +626,10 @@ class ChatMatcher:
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-def _with_calls(message: Message, num_calls: int | None) -> Message:
-    """Return a message with at most `num_calls` calls."""
+def _with_one_call(message: Message) -> Message:
+    """Return a message with its first call only."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": calls[:num_calls]} if calls else message
+    return {**message, "tool_calls": calls[:1]} if calls else message
 
 
 _MARK = re.compile(rf"{SENTINEL}\d+[be]")
