@@ -102,7 +102,9 @@ def _overlapping_pattern(schema: object) -> str | None:
         return next(filter(None, map(_overlapping_pattern, schema)), None)
     if not isinstance(schema, dict):
         return None
-    for pattern in schema.get("patternProperties") or ():
+    patterns = schema.get("patternProperties")
+    # The check of the grammar refuses any other value.
+    for pattern in patterns if isinstance(patterns, dict) else ():
         try:
             names = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
             if any(regex.search(pattern, name, timeout=_MATCH_S) for name in names):

@@ -265,6 +265,8 @@ def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
             "content" in message and "content" in last and "tool_calls" not in last
         )
         is_next = is_next_text or "reasoning_content" in message
+        # a content that is no list has a message of its own, which the chat refuses
+        is_next |= not isinstance(message.get("content", []), list)
         if is_next or not last.get("role") == message["role"] == "assistant":
             messages.append(message)
             continue
@@ -275,8 +277,8 @@ def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     match item:
-        case {"role": "assistant", "content": str(content)}:
-            return {"role": "assistant", "content": [content]}
+        case {"role": "assistant", "content": str() | None as content}:
+            return {"role": "assistant", "content": [content or ""]}
         case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
@@ -337,7 +339,7 @@ def unsealed(item: Mapping[str, object], where: str) -> str:
 
 def _flat(name: Any, space: str | None) -> Any:
     """Return a function's name in the prompt, as in vLLM."""
-    return f"{space}__{name}" if space else name
+    return f"{space}__{name}" if space and name else name
 
 
 def _functions(
