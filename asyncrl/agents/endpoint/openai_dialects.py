@@ -339,7 +339,7 @@ def unsealed(item: Mapping[str, object], where: str) -> str:
 
 def _flat(name: Any, space: str | None) -> Any:
     """Return a function's name in the prompt, as in vLLM."""
-    return f"{space}__{name}" if space and name else name
+    return f"{space}__{name}" if space and isinstance(name, str) else name
 
 
 def _functions(

@@ -148,7 +148,9 @@ def _tool_call(call: Message, defaults: Defaults) -> list[str]:
     # a call that was cut while it was streamed comes back repaired
     given = _plain(_to_json(repaired(call["function"].get("arguments"))))
     arguments = {
-        key: value for key, value in given.items() if known.get(key) != _to_json(value)
+        key: value
+        for key, value in given.items()
+        if key not in known or known[key] != _to_json(value)
     }
     return [call["id"], name, _to_json(arguments)]
 
@@ -166,19 +168,18 @@ def _defaults(function: Message) -> dict[str, str]:
     }
 
 
-def _plain(text: str) -> Any:
-    """Return the value of a JSON text with the numbers that a JavaScript client would
-    send back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
-    """
-    return json.loads(
-        text, parse_int=_number, parse_float=_number, parse_constant=_number
-    )
-
-
 def _number(text: str) -> float | None:
     # -0.0 + 0.0 is 0.0. Large integers lose digits here as they do in JavaScript.
     number = float(text) + 0.0
     return number if math.isfinite(number) else None
+
+
+_plain = json.JSONDecoder(
+    parse_int=_number, parse_float=_number, parse_constant=_number
+).decode
+"""Return the value of a JSON text with the numbers that a JavaScript client would send
+back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
+"""
 
 
 def text_of_ids(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
