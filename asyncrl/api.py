@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.job.lifecycle import SIGNALS, Lifecycle, new_run_dir
+from asyncrl.job.lifecycle import SIGNALS, SentSignals, new_run_dir
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
@@ -66,14 +64,7 @@ def run(
         values = config.model_dump() if isinstance(config, RunConfig) else config
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
-    lifecycles = list[Lifecycle]()
-    signals = deque[int]()
-    """Signals that the Lifecycle has not got."""
-
-    def on_start(lifecycle: Lifecycle) -> None:
-        lifecycles.append(lifecycle)
-        # A signal that came before still ends the run.
-        _pass_signals(signals, lifecycles)
+    signals = SentSignals()
 
     def train() -> None:
         with serving():
@@ -84,12 +75,12 @@ def run(
                 resume=resume,
                 allow_change=allow_change,
                 callbacks=callbacks,
-                on_start=on_start,
+                signals=signals,
             )
 
     # A notebook's own loop is running, and a thread can run only one loop.
     if _is_in_loop():
-        _run_in_thread(train, lifecycles, signals)
+        _run_in_thread(train, signals)
     else:
         train()
     return read_run(folder)
@@ -103,25 +94,12 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _pass_signals(signals: deque[int], lifecycles: Sequence[Lifecycle]) -> None:
-    """Pass each signal on once. Two threads may do so at the same time: one adds a
-    signal and then looks for a Lifecycle, the other one does the opposite.
-    """
-    with contextlib.suppress(IndexError):  # the other thread took the last one
-        while lifecycles:
-            lifecycles[0].interrupt_soon(signals.popleft())
-
-
-def _run_in_thread(
-    train: Callable[[], None], lifecycles: Sequence[Lifecycle], signals: deque[int]
-) -> None:
+def _run_in_thread(train: Callable[[], None], signals: SentSignals) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
 
+    # The run's thread gets no signals. So this handler passes them on.
     def forward(number: int, frame: object) -> None:
-        # The run's thread gets no signals. So this handler passes them on, also those
-        # that come before there is a Lifecycle.
-        signals.append(number)
-        _pass_signals(signals, lifecycles)
+        signals.send(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}

@@ -374,11 +374,14 @@ def export(
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     if samples != (min_reward is not None):
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
+    is_of_weights = adapter or step != "last"
+    if traces and (samples or is_of_weights):
+        raise typer.BadParameter("--traces takes no other option")
+    if samples and is_of_weights:
+        raise typer.BadParameter("--samples takes only --min-reward")
     if traces:
         from asyncrl.job.trace_export import export_traces
 
-        if samples or adapter or step != "last":
-            raise typer.BadParameter("--traces takes no other option")
         export_traces(run_dir, out, tell=typer.echo)
         return
     if min_reward is not None:

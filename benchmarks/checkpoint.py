@@ -32,15 +32,12 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import copy_costs, options, qwen3_69m, reported
+from common import copy_costs, options, qwen3_69m, reported, trainer_spec
+from trainer_case import Row, batch_of
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import TrainerConfig
 from asyncrl.launch.processes import HUGE_PAGES
-from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
-from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.trainer_client import TrainerSpec
 
 VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
 MIN_REPETITIONS = 3
@@ -62,12 +59,7 @@ def make_step(folder: Path) -> TrainerRank:
     """A random Qwen3 of 69 M parameters, in a trainer."""
     qwen3_69m(folder / "model", max_length=256)
     return TrainerRank(
-        TrainerSpec(
-            model_path=str(folder / "model"),
-            trainer=TrainerConfig(),
-            staging_dir=folder / "staging",
-            record_path=folder / "trained.jsonl",
-        )
+        trainer_spec(folder / "model", folder, dtype="auto", device="auto")
     )
 
 
@@ -82,31 +74,12 @@ def as_a_child() -> None:
 
 def train_once(step: TrainerRank) -> float:
     rng = np.random.default_rng(step.policy_version)
-    num_tokens = NUM_TOKENS * NUM_SEQUENCES
-    mask = np.arange(num_tokens) % NUM_TOKENS > 0
-    header = BatchHeader(
-        version=step.policy_version,
-        min_version=step.policy_version,
-        mask_older=False,
-        trajectories=[
-            TrajectoryHeader(
-                group_index=0,
-                group_id=0,
-                sample_index=index,
-                prompt_id="p",
-                start=index * NUM_TOKENS,
-                end=(index + 1) * NUM_TOKENS,
-                reward=float(index % 2),
-            )
-            for index in range(NUM_SEQUENCES)
-        ],
-    )
-    arrays = Tokens(
-        rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
-        spans_of(np.where(mask, step.policy_version, -1)),
-        {BEHAVIOUR: np.where(mask, -9.7, 0).astype(np.float32)},
-    )
-    return step.train(header, arrays)["perf/train_s"]
+    is_sampled = np.arange(NUM_TOKENS) > 0
+    rows = []
+    for index in range(NUM_SEQUENCES):
+        ids = rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
+        rows.append(Row(0, index, 0, ids, is_sampled, -9.7, float(index % 2)))
+    return step.train(*batch_of(rows, step.policy_version))["perf/train_s"]
 
 
 @contextmanager

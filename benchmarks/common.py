@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from asyncrl.launch.machine import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.trainer.random_init import make_character_tokenizer
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -48,11 +50,16 @@ SAMPLE_S = 0.25
 RUN_TIMEOUT_S = 900.0
 
 
-def options(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
-    """Return a parser with --seconds and --write."""
-    parser = argparse.ArgumentParser(
+def plain_options(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help keeps the lines of `doc`."""
+    return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def options(doc: str | None, *, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with --seconds and --write."""
+    parser = plain_options(doc)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -92,9 +99,7 @@ class _Both(io.TextIOBase):
 
 def machine_line() -> str:
     """Return the processor, device and versions that the figures depend on."""
-    device = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    )
+    device = card() or "no CUDA device"
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [
         line.partition(":")[2].strip()
@@ -108,6 +113,16 @@ def machine_line() -> str:
     )
 
 
+def card() -> str:
+    """Return the name of the CUDA device, or an empty text."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def label_of(name: str) -> str:
+    """Return a device's name as a part of file names."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def child_environ() -> dict[str, str]:
     """Return this environment for children that import modules of this folder."""
     return os.environ | {
@@ -116,9 +131,13 @@ def child_environ() -> dict[str, str]:
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    """Return the whole lines of a run's metrics.jsonl. A run makes the file before its
+    first step, and may be writing its end.
+    """
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 @dataclass
@@ -315,6 +334,38 @@ def has_vllm() -> bool:
     return True
 
 
+def trainer_spec(model: Path | str, folder: Path, **values: Any) -> TrainerSpec:
+    """Return the spec of a trainer in this process, by default on the CPU in float32,
+    whose files are in `folder`.
+    """
+    (folder / "staging").mkdir(exist_ok=True)
+    spec = {"model_path": str(model), "dtype": "float32", "device": "cpu"}
+    places = {
+        "staging_dir": folder / "staging",
+        "record_path": folder / "trained.jsonl",
+    }
+    return TrainerSpec(**spec | places | values)
+
+
+@contextlib.asynccontextmanager
+async def child_server(
+    name: str, module: str, spec: dict[str, Any], folder: Path, **how: Any
+) -> AsyncIterator[tuple[ChildProcess, Caller]]:
+    """Run a module as a child process; yield it and its caller. `how`: more fields of
+    its ProcessSpec.
+    """
+    how = {"secret": secrets.token_hex(16)} | how
+    text = json.dumps({"name": name} | spec)
+    child = ChildProcess(ProcessSpec(name, module, text, folder, **how))
+    await child.start()
+    caller = Caller(name, child.url, how["secret"])
+    try:
+        yield child, caller
+    finally:
+        await caller.aclose()
+        await child.aclose()
+
+
 @contextlib.asynccontextmanager
 async def engine_server(
     kind: str, model: Path, folder: Path, *, slots: int, max_length: int, **fields: Any
@@ -323,9 +374,7 @@ async def engine_server(
     without an end token; yield its client and the client's caller. `fields`: more
     fields of the engine's spec.
     """
-    secret = secrets.token_hex(16)
     spec: dict[str, Any] = {
-        "name": "engine-0",
         "model_path": str(model),
         "slots": slots,
         "max_length": max_length,
@@ -339,13 +388,11 @@ async def engine_server(
         else None
     )
     module = f"asyncrl_servers.{kind}"
-    child = ChildProcess(
-        ProcessSpec("engine-0", module, json.dumps(spec), folder, secret, python=python)
-    )
-    await child.start()
-    caller = Caller("engine-0", child.url, secret)
-    client: EngineClient
-    try:
+    async with child_server("engine-0", module, spec, folder, python=python) as (
+        child,
+        caller,
+    ):
+        client: EngineClient
         if kind == "vllm":
             facts = VllmRequirements(
                 model_path=str(model),
@@ -362,6 +409,3 @@ async def engine_server(
             client = EngineServer(caller)
             await caller.get("/health", EngineHealth, timeout_s=START_S)
         yield client, caller
-    finally:
-        await caller.aclose()
-        await child.aclose()

@@ -44,7 +44,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ASYNCRL, CONFIGS, HERE, reported
+from common import ASYNCRL, CONFIGS, HERE, plain_options, reported
 from end_to_end_runs import LEVELS, Curve, Measured, Work, best_rate, draw
 from shape_task import make_shape
 
@@ -277,9 +277,7 @@ def measure_shape(work: Work) -> None:
 
 def main() -> None:
     """Measure, print, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--rates", nargs="+", default=["1.5e-3", "3e-3", "6e-3"], help="learning rates"

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import HERE, RESULTS, child_environ, read_steps
+from common import (
+    HERE,
+    RESULTS,
+    child_environ,
+    machine_line,
+    plain_options,
+    read_steps,
+)
 
 LEVELS = (0.5, 0.7, 0.8)
 WINDOW = 10
@@ -247,6 +255,37 @@ def draw(
     panels[0].legend(loc="lower right", frameon=False)
     figure.suptitle(title)
     figure.savefig(path)
+
+
+def compare_sides(
+    name: str,
+    doc: str | None,
+    sides: Mapping[str, str],
+    run: Callable[[str, int, Path], Curve],
+    columns: Mapping[str, tuple[str, Callable[[Curve], float]]],
+) -> None:
+    """Parse the options, run each side with each seed, print medians over the seeds,
+    and keep the curves. `run`: takes side, seed and the folder of finished runs.
+    `columns`: format and figure by heading.
+    """
+    parser = plain_options(doc)
+    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--work", type=Path, help="folder of finished runs")
+    arguments = parser.parse_args()
+    curves: dict[str, dict[int, Curve]] = {side: {} for side in sides}
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        for seed in range(arguments.seeds):
+            for side, found in curves.items():
+                found[seed] = run(side, seed, work)
+    measured = {side: Measured("", found) for side, found in curves.items()}
+    print(machine_line())
+    print(f"{'':<30}{'final':>7}{''.join(f'{heading:>16}' for heading in columns)}")
+    for side, one in measured.items():
+        cells = [f"{one.median(of):>16{form}}" for form, of in columns.values()]
+        print(f"{sides[side]:<30}{one.final_reward:>7.3f}{''.join(cells)}")
+    keep_curves(name, measured, sides)
 
 
 def keep_curves(

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
@@ -51,14 +50,14 @@ from common import (
     SMOLLM2,
     START_S,
     child_environ,
+    child_server,
     options,
     printable_tokenizer,
     reported,
 )
 from pydantic_core import from_json, to_json
 
-from asyncrl.base.http import Caller
-from asyncrl.launch.processes import ChildProcess, ProcessSpec, bind_socket
+from asyncrl.launch.processes import ChildProcess, bind_socket
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -343,22 +342,6 @@ async def request_rates(proxies: dict[str, Side], seconds: float) -> dict[str, f
     }
 
 
-@contextlib.asynccontextmanager
-async def child_process(
-    name: str, module: str, spec: dict[str, Any], folder: Path, secret: str
-) -> AsyncIterator[ChildProcess]:
-    """Run a module of this folder as a child process."""
-    env = {"PYTHONPATH": child_environ()["PYTHONPATH"]}
-    child = ChildProcess(
-        ProcessSpec(name, module, json.dumps(spec), folder, secret, env=env)
-    )
-    await child.start()
-    try:
-        yield child
-    finally:
-        await child.aclose()
-
-
 async def wait_open(port: int, is_dead: Any) -> None:
     """Return once the port accepts a connection. Raises SystemExit if the process ended
     or START_S passed.
@@ -467,10 +450,10 @@ async def run(
     proxy_core, other_core, *_ = cores
     os.sched_setaffinity(0, {other_core})
     secret = secrets.token_hex(16)
+    how = {"secret": secret, "env": {"PYTHONPATH": child_environ()["PYTHONPATH"]}}
     tokenizer = SMOLLM2 if SMOLLM2.is_dir() else printable_tokenizer(folder)
     print(f"tokenizer: {tokenizer.name}; load average {os.getloadavg()[0]:.1f}")
     engine_spec = {
-        "name": "engine-0",
         "slots": 4096,
         "max_length": 4096,
         "vocab_size": HFChatTokenizer(tokenizer).vocab_size,
@@ -483,11 +466,9 @@ async def run(
     with bind_socket() as listener:
         port = listener.getsockname()[1]
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            child_process("engine-0", "gateway_backend", engine_spec, folder, secret)
+        engine, caller = await stack.enter_async_context(
+            child_server("engine-0", "gateway_backend", engine_spec, folder, **how)
         )
-        caller = Caller("engine-0", engine.url, secret)
-        stack.push_async_callback(caller.aclose)
         await caller.get("/health", EngineHealth, timeout_s=START_S)
         spec = {
             "core": proxy_core,
@@ -495,18 +476,17 @@ async def run(
             "engine": engine.url,
             "port": port,
         }
-        gateway = await stack.enter_async_context(
-            child_process("gateway", "gateway_ours", spec, folder, secret)
+        gateway, _ = await stack.enter_async_context(
+            child_server("gateway", "gateway_ours", spec, folder, **how)
         )
         await wait_open(port, lambda: gateway.returncode is not None)
         ours = Ours(gateway.pid or 0, port)
         await added_latency(EngineAlone(engine, secret), ours, 0.4 * arguments.seconds)
         with bind_socket() as listener:
             plain_port = listener.getsockname()[1]
-        plain = await stack.enter_async_context(
-            child_process(
-                "plain", "gateway_plain", spec | {"port": plain_port}, folder, secret
-            )
+        plain_spec = spec | {"port": plain_port}
+        plain, _ = await stack.enter_async_context(
+            child_server("plain", "gateway_plain", plain_spec, folder, **how)
         )
         await wait_open(plain_port, lambda: plain.returncode is not None)
         proxies: dict[str, Side] = {

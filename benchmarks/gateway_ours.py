@@ -8,12 +8,12 @@ the counts.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from dataclasses import asdict
 from itertools import count
 
+from gateway_plain import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -23,14 +23,7 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import ComponentError
-from asyncrl.base.http import (
-    SECRET_ENV,
-    Caller,
-    child_arguments,
-    die_with_parent,
-    secret_of,
-)
-from asyncrl.base.user_code import run_loop
+from asyncrl.base.http import SECRET_ENV, Caller, secret_of
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -123,13 +116,5 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     await caller.aclose()
 
 
-def main() -> None:
-    """The spec: `core`, `model`, `engine` and `port`."""
-    die_with_parent()
-    spec = json.loads(child_arguments()[0])
-    os.sched_setaffinity(0, {spec["core"]})
-    run_loop(run(spec["model"], spec["engine"], spec["port"]))
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

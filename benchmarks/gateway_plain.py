@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from itertools import count
 
 import uvicorn
@@ -104,8 +105,8 @@ async def run(model_path: str, engine_url: str, port: int) -> None:
     await caller.aclose()
 
 
-def main() -> None:
-    """The spec: `core`, `model`, `engine` and `port`."""
+def serve(run: Callable[[str, str, int], Awaitable[None]]) -> None:
+    """Run a server on its core. The spec: `core`, `model`, `engine` and `port`."""
     die_with_parent()
     spec = json.loads(child_arguments()[0])
     os.sched_setaffinity(0, {spec["core"]})
@@ -113,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(run)

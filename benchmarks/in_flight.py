@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -38,10 +37,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-from common import options, reported
+from common import child_server, options, printable_tokenizer, reported
 from safetensors.numpy import save_file
 
-from asyncrl.base.http import Caller
 from asyncrl.base.waits import computed
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
@@ -51,7 +49,7 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.processes import ChildProcess, ProcessSpec
+from asyncrl.launch.processes import ChildProcess
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
@@ -67,7 +65,6 @@ from asyncrl.sync.push import PushLoop
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.toy import Letters
-from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
@@ -204,10 +201,7 @@ class Controller:
         self, stack: contextlib.AsyncExitStack, spawn: Callable[..., Any]
     ) -> None:
         """Start the engines and make the parts; nothing samples yet."""
-        tokenizer = make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
-        tokenizer.save_pretrained(self.folder / "tokenizer")
-        (self.folder / "tokenizer" / "config.json").write_text("{}")
-        tokenizer = HFChatTokenizer(self.folder / "tokenizer")
+        tokenizer = HFChatTokenizer(printable_tokenizer(self.folder))
         for index in range(ENGINES):
             await self._start_engine(f"engine-{index}", tokenizer.vocab_size, stack)
         journal = await asyncio.to_thread(
@@ -260,22 +254,17 @@ class Controller:
     async def _start_engine(
         self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack
     ) -> None:
-        secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {
-            "name": name,
             "slots": self.num // ENGINES,
             "max_length": 1024,
             "vocab_size": vocab_size,
+            "mean_tokens": MEAN_TOKENS,
+            "sigma": 0.5,
+            "decode_step_s": self.num / RATE / MEAN_TOKENS,
         }
-        spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s}
-        module = "asyncrl_servers.simulated"
-        child = ChildProcess(
-            ProcessSpec(name, module, json.dumps(spec), self.folder, secret)
+        child, caller = await stack.enter_async_context(
+            child_server(name, "asyncrl_servers.simulated", spec, self.folder)
         )
-        await child.start()
-        stack.push_async_callback(child.aclose)
-        caller = Caller(name, child.url, secret)
-        stack.push_async_callback(caller.aclose)
         await caller.get("/health", EngineHealth, timeout_s=60)
         self.children.append(child)
         self.servers.append(CountingServer(caller))

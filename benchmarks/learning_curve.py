@@ -26,16 +26,24 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line
+from common import (
+    ASYNCRL,
+    HERE,
+    RESULTS,
+    card,
+    child_environ,
+    label_of,
+    machine_line,
+    plain_options,
+    read_steps,
+)
 from end_to_end_runs import WINDOW, Curve, draw, read_curve, running_mean
 
 SYSTEMS = {
@@ -102,7 +110,7 @@ def measure(
             code = job.poll()
         finally:
             end(job)
-    has_steps = bool(steps_of(run_dir))
+    has_steps = bool(read_steps(run_dir))
     if code or not has_steps:
         print(
             f"{name} FAILED, exit code {code}: {log.read_text(encoding='utf-8')[-3000:]}",
@@ -126,7 +134,7 @@ def watch(
     while job.poll() is None and trained_s < limit_s and time.monotonic() < last_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(LOOK_S)
-        steps = steps_of(run_dir)
+        steps = read_steps(run_dir)
         trained_s = steps[-1]["time_s"] if steps else 0.0
         if steps and time.monotonic() > report_s:
             report_s = time.monotonic() + REPORT_S
@@ -134,16 +142,6 @@ def watch(
                 f"{name}: step {len(steps)}, {trained_s:.1f} s, {steps[-1]['reward/mean']:.3f}",
                 flush=True,
             )
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the steps so far. A run makes the file before its first step, and may be
-    writing its end.
-    """
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole, _, _ = text.rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -159,10 +157,9 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 def write(name: str, curves: dict[str, Curve], arguments: argparse.Namespace) -> None:
     """Write the curves as JSON and as a plot."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    label = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    device = card() or "CPU"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"learning-{name}-{label}"
+    path = arguments.out / f"learning-{name}-{label_of(device)}"
     kept = {
         "machine": machine_line(),
         "commands": {system: " ".join(command(system, arguments)) for system in curves},
@@ -176,13 +173,11 @@ def write(name: str, curves: dict[str, Curve], arguments: argparse.Namespace) ->
         for system, curve in curves.items()
     }
     runs = {system: [curve] for system, curve in curves.items()}
-    draw(runs, labels, path.with_suffix(".png"), title=f"{card}: {name}")
+    draw(runs, labels, path.with_suffix(".png"), title=f"{device}: {name}")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_options(__doc__)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", help="settings of both sides")
     parser.add_argument(

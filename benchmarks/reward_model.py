@@ -16,16 +16,14 @@ Target: server >= 0.9 of the faster plain loop. Last line: `ratio: X` = server /
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import secrets
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import START_S, options, printable_tokenizer, reported
+from common import START_S, child_server, options, printable_tokenizer, reported
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -33,14 +31,12 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from asyncrl.base.http import Caller
 from asyncrl.config.reward_model_config import (
     REWARD_BATCH_TOKENS,
     REWARD_PLACES,
     RewardModelConfig,
 )
 from asyncrl.engines.reward_client import RewardModelClient
-from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Prompt
 
@@ -119,7 +115,6 @@ async def measure(folder: Path, seconds: float) -> float:
     plain = Plain(path)
     texts = draw_texts(REWARD_PLACES)
     spec = {
-        "name": "reward",
         "model_path": str(path),
         "dtype": "float32",
         "device": "cpu",
@@ -128,18 +123,12 @@ async def measure(folder: Path, seconds: float) -> float:
         "label": 0,
         "batch_tokens": REWARD_BATCH_TOKENS,
     }
-    secret = secrets.token_hex(16)
-    module = "asyncrl_servers.reward_model"
-    child = ChildProcess(
-        ProcessSpec("reward", module, json.dumps(spec), folder, secret)
-    )
-    await child.start()
-    caller = Caller("reward", child.url, secret)
-    client = RewardModelClient(caller, RewardModelConfig(path=str(path)))
     prompt = Prompt("0/0", ({"role": "user", "content": QUESTION},))
     spent_s = dict.fromkeys(("server", "plain", "sorted"), 0.0)
     rounds = 0
-    try:
+    serving = child_server("reward", "asyncrl_servers.reward_model", spec, folder)
+    async with serving as (_, caller):
+        client = RewardModelClient(caller, RewardModelConfig(path=str(path)))
         await caller.get("/health", EngineHealth, timeout_s=START_S)
         end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s or rounds < 2:
@@ -152,9 +141,6 @@ async def measure(folder: Path, seconds: float) -> float:
                 spent_s[name] += time.perf_counter() - start_s
                 torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
             rounds += 1
-    finally:
-        await caller.aclose()
-        await child.aclose()
     num_tokens = client.gauges()["reward/tokens"]
     for name, taken_s in spent_s.items():
         print(f"{name:<8} {num_tokens / taken_s:8.0f} tokens/s in {rounds} rounds")

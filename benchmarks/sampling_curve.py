@@ -12,14 +12,13 @@ continues.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 
-from common import ASYNCRL, HERE, machine_line
-from end_to_end_runs import Curve, Measured, Work, keep_curves
+from common import ASYNCRL, HERE
+from end_to_end_runs import Curve, Work, compare_sides
 
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 SIDES = {
@@ -43,44 +42,24 @@ def without_supports(folder: Path) -> Path:
     return folder
 
 
-def measure(num_seeds: int, work: Path) -> dict[str, Measured]:
-    curves: dict[str, dict[int, Curve]] = {side: {} for side in SIDES}
-    paths = [str(without_supports(work / "changed")), os.environ.get("PYTHONPATH", "")]
-    # Without PYTHONSAFEPATH, -m would find the package of the working folder first.
-    changed = ["env", "PYTHONSAFEPATH=1", f"PYTHONPATH={os.pathsep.join(paths)}"]
-    for seed in range(num_seeds):
-        for side, found in curves.items():
-            command = [*ASYNCRL, str(CONFIG), f"seed={seed}"]
-            if side != "whole":
-                command.append(CUT)
-            if side == "wrong":
-                command = [*changed, *command]
-            found[seed] = Work(work).measure(f"{side}-{seed}", command)
-    return {side: Measured("", found) for side, found in curves.items()}
-
-
-def main() -> None:
-    """Run, print, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--work", type=Path, help="folder of finished runs")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
-        found = measure(arguments.seeds, work)
-    print(machine_line())
-    levels = "".join(f"{f'seconds to {level}':>16}" for level in LEVELS)
-    print(f"{'':<30}{'final':>7}{levels}")
-    for side, measured in found.items():
-        reached = "".join(
-            f"{measured.median(lambda curve, level=level: curve.reach_s(level)):>16.1f}"
-            for level in LEVELS
-        )
-        print(f"{SIDES[side]:<30}{measured.final_reward:>7.3f}{reached}")
-    keep_curves("sampling_curve", found, SIDES)
+def run(side: str, seed: int, work: Path) -> Curve:
+    command = [*ASYNCRL, str(CONFIG), f"seed={seed}"]
+    if side != "whole":
+        command.append(CUT)
+    if side == "wrong":
+        paths = [
+            str(without_supports(work / "changed")),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+        # Without PYTHONSAFEPATH, -m would find the package of the working folder first.
+        changed = ["env", "PYTHONSAFEPATH=1", f"PYTHONPATH={os.pathsep.join(paths)}"]
+        command = [*changed, *command]
+    return Work(work).measure(f"{side}-{seed}", command)
 
 
 if __name__ == "__main__":
-    main()
+    seconds = {
+        f"seconds to {level}": (".1f", partial(Curve.reach_s, level=level))
+        for level in LEVELS
+    }
+    compare_sides("sampling_curve", __doc__, SIDES, run, seconds)

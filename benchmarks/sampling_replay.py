@@ -1,13 +1,13 @@
-"""Ratios and step times with and without the supports of sampled tokens.
+"""Ratios and step times with and without the supports and penalties of sampled tokens.
 
     python benchmarks/sampling_replay.py [MODEL] [--seconds S] [--write]
 
 The embedded engine samples answers of 64 tokens with MODEL, a folder (without it, a
 random model of 6M parameters and 16,384 tokens). The trainer then computes the ratio of
-each token under the same weights, over its support and over the whole vocabulary. With
-the supports each ratio is 1.
+each token under the same weights: over its support, or with its penalties, and over the
+whole vocabulary without them. With them each ratio is 1.
 
-Then it trains these answers, with their supports and without them: the last
+Then it trains these answers, with their supports or penalties and without: the last
 line is the ratio of the median times of a step at top_p 0.95.
 """
 
@@ -16,22 +16,31 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from common import options, random_qwen3, reported
+from common import options, random_qwen3, reported, trainer_spec
 from engine_replies import ask
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
+from asyncrl.engines.pool import SegmentJoin
 from asyncrl.journal.schema import encode_trajectory
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Prompt,
+)
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Tokens, in_journal
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.trainer_client import TrainerSpec, pack_groups
+from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -47,6 +56,7 @@ PROMPTS = (
 )
 NUM_NEW = 64
 CUTS = ({"top_p": 0.8, "top_k": 1024}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05})
+PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
 
 def main() -> None:
@@ -59,7 +69,6 @@ def main() -> None:
         reported("sampling_replay", is_kept=arguments.write),
     ):
         scratch = Path(folder)
-        (scratch / "staging").mkdir()
         model = arguments.model
         if model is None:
             model = scratch / "model"
@@ -86,53 +95,41 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
         dtype="float32",
         device="cpu",
         slots=16,
-        max_length=128,
+        max_length=160,
         deterministic=False,
     )
     engine = build_engine(spec)
     engine.start()
     batches = {str(cut): sampled(engine, **cut) for cut in CUTS}
+    batches[str(PENALTIES)] = sampled(engine, **PENALTIES)
     engine.stop()
     # At this rate a step changes no weight.
     trainer = TrainerConfig(learning_rate=1e-30, micro_batch_tokens=2048)
-    rank = TrainerRank(
-        TrainerSpec.model_validate(
-            {
-                "model_path": str(model),
-                "device": "cpu",
-                "dtype": "float32",
-                "trainer": trainer.model_dump(),
-                "algorithm": AlgorithmConfig().model_dump(),
-                "staging_dir": str(scratch / "staging"),
-                "record_path": str(scratch / "trained.jsonl"),
-                "measures_gap": True,
-            }
-        )
-    )
-    print(
-        "cut                              supports  mean ratio  outside 0.9..1.1   s/step"
-    )
+    rank = TrainerRank(trainer_spec(model, scratch, trainer=trainer, measures_gap=True))
+    print(f"{'call':54} replay    mean ratio  outside 0.9..1.1   s/step")
     for name, (header, arrays) in batches.items():
         bare = arrays.kept(lambda column: column.name != SUPPORT)
+        bare = replace(bare, calls=())
         times = {}
         for label, tokens in (("with", arrays), ("without", bare)):
             ratio = np.exp(log_ratios(rank, header, tokens))
             outside = float(((ratio < 0.9) | (ratio > 1.1)).mean())
             times[label] = step_s(rank, header, tokens, seconds / 8)
             print(
-                f"{name:32} {label:8} {ratio.mean():11.4f} {outside:16.1%} {times[label]:9.3f}"
+                f"{name:54} {label:8} {ratio.mean():11.4f} {outside:16.1%} {times[label]:9.3f}"
             )
-        sizes = arrays.column(SUPPORT).sizes[arrays.is_sampled]
-        print(
-            f"{'':32} {sizes.mean():.0f} ids a token, {journal_bytes(arrays, bare):.0f} bytes "
-            "a token in the journal"
-        )
+        if SUPPORT in arrays.columns:
+            sizes = arrays.column(SUPPORT).sizes[arrays.is_sampled]
+            print(
+                f"{'':54} {sizes.mean():.0f} ids a token, {journal_bytes(arrays, bare):.0f} bytes "
+                "a token in the journal"
+            )
         if name == str(CUTS[2]):
             ratio_of_times = times["with"] / times["without"]
     print(f"ratio: {ratio_of_times:.2f}")
 
 
-def sampled(engine: Engine, **cut: float) -> tuple[BatchHeader, Tokens]:
+def sampled(engine: Engine, **given: Any) -> tuple[BatchHeader, Tokens]:
     """One group for each prompt, with two answers."""
     tokenizer = engine.runner.loaded.tokenizer
     requests = []
@@ -147,14 +144,14 @@ def sampled(engine: Engine, **cut: float) -> tuple[BatchHeader, Tokens]:
                 prompt_ids=ids,
                 max_tokens=NUM_NEW,
                 seed=2 * number + sample,
-                **cut,
+                **given,
             )
             requests.append(request)
     groups = list[list[object]]([] for _ in PROMPTS)
     for request, reply in zip(requests, ask(engine, requests), strict=True):
-        prompt = Tokens(np.array(request.prompt_ids, np.int32))
-        tokens = Tokens.join([prompt, reply.result(timeout=600).tokens])
-        answer = Completion(tokens, len(prompt), "length", 0)
+        join = SegmentJoin(request)
+        join.add(reply.result(timeout=600))
+        answer = join.completion()
         group = groups[request.seed // 2]
         group.append(make_trajectory(len(group), answer, float(len(group))))
     batch = Batch(
@@ -170,6 +167,7 @@ def sampled(engine: Engine, **cut: float) -> tuple[BatchHeader, Tokens]:
 
 def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndarray:
     """Return current - behaviour logprob of each sampled token."""
+    from asyncrl.trainer.adjustments import find_adjusted
     from asyncrl.trainer.objective import loss_tokens
     from asyncrl.trainer.packing import micro_batches
     from asyncrl.trainer.supports import find_supports
@@ -185,6 +183,7 @@ def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.nda
         torch.device("cpu"),
         rank.ranks,
         policy.costs,
+        adjusted=find_adjusted(header, arrays, has_loss),
         supports=find_supports(arrays, has_loss),
     ):
         with torch.no_grad():

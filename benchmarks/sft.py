@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -35,13 +33,12 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import numpy as np
 import torch
-from common import HERE, options, reported
+from common import options, reported, trainer_spec
+from trainer import ROUNDS, THREADS, run_program, summary
 from trainer_case import MAX_GRAD_NORM, Case, Meter, long_tailed_lengths, make_tiny
 from trainer_case import write_result as write_steps
 from transformers.utils.logging import disable_progress_bar
 
-THREADS = 2
-ROUNDS = 2
 LEARNING_RATE = 1e-6
 PACKED = 0
 ROWS_A_FORWARD = (2, 4, 8, 16, 32, PACKED)
@@ -97,7 +94,7 @@ def run_ours(case: SftCase, result: str) -> None:
     from asyncrl.rollouts.demonstrations import DemonstrationFeed, demonstration_of
     from asyncrl.rollouts.tokenizer import HFChatTokenizer
     from asyncrl.trainer.rank_process import TrainerService
-    from asyncrl.trainer.trainer_client import TrainerSpec, pack_groups
+    from asyncrl.trainer.trainer_client import pack_groups
 
     trainer = TrainerConfig(
         learning_rate=LEARNING_RATE,
@@ -108,20 +105,13 @@ def run_ours(case: SftCase, result: str) -> None:
     rows = tuple(demonstration_of(row, "row", tokenizer) for row in case.rows())
     feed = DemonstrationFeed(rows, per_step=len(rows), seed=0)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "staging").mkdir()
-        spec = TrainerSpec.model_validate(
-            {
-                "model_path": case.model_path,
-                "dtype": case.dtype,
-                "device": "cpu",
-                "threads": case.threads,
-                "trainer": trainer.model_dump(),
-                "algorithm": MEAN_NLL.model_dump(),
-                "measures_gap": False,
-                "staging_dir": str(folder / "staging"),
-                "record_path": str(folder / "trained.jsonl"),
-            }
+        spec = trainer_spec(
+            case.model_path,
+            Path(name),
+            threads=case.threads,
+            trainer=trainer,
+            algorithm=MEAN_NLL,
+            measures_gap=False,
         )
         rank, meter = TrainerService(spec).rank, Meter(case)
         meter.mark_loaded()
@@ -146,40 +136,14 @@ def run_ours(case: SftCase, result: str) -> None:
 
 def run_trl(case: SftCase, result: str) -> None:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
+    from trl_meter import AroundOptimizer, Metered
 
     meter = Meter(case)
-    first = {"loss": 0.0, "grad_norm": 0.0}
 
-    class Metered(SFTTrainer):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            meter.start()
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            meter.stop()
-            if self.state.global_step == 0:
-                first["loss"] += float(loss)
-            return loss
-
-        def _clip_grad_norm(self, model: Any) -> Any:
-            meter.start()
-            norm = super()._clip_grad_norm(model)
-            meter.stop()
-            if self.state.global_step == 0:
-                first["grad_norm"] = float(norm)
-            return norm
-
-    class AroundOptimizer(TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            meter.start()
-
-        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            meter.stop()
-            meter.end_step()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if meter.is_over():
-                control.should_training_stop = True
+    class MeteredSft(Metered, SFTTrainer):  # type: ignore[misc]
+        pass
 
     is_packed = case.micro_batch == PACKED
     # The prompt and completion form learns the completion only, without a template
@@ -209,36 +173,26 @@ def run_trl(case: SftCase, result: str) -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = Metered(
+        trainer = MeteredSft(
             AutoModelForCausalLM.from_pretrained(case.model_path, dtype=torch.float32),
             args=arguments,
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(case.model_path),
-            callbacks=[AroundOptimizer()],
+            callbacks=[AroundOptimizer(meter)],
         )
+        trainer.meter = meter
         meter.mark_loaded()
         trainer.train()
-    write_steps(result, meter, **first)
+    write_steps(
+        result, meter, loss=trainer.first_loss, grad_norm=trainer.first_grad_norm
+    )
 
 
 # ---- both
 
 
 def run_child(side: str, case: SftCase, folder: Path) -> dict[str, Any]:
-    case.save(folder / "case.json")
-    command = [sys.executable, str(HERE / "sft.py"), side, str(folder / "case.json")]
-    done = subprocess.run(
-        [*command, str(folder / "result.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{side} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    if result["threads"] != THREADS:
-        raise SystemExit(f"{side} ran with {result['threads']} threads")
-    return result
+    return run_program(["sft.py", side], case, folder)
 
 
 def with_rows(case: SftCase, rows: int, seconds: float) -> SftCase:
@@ -259,23 +213,20 @@ def measure(model: str, case: SftCase, folder: Path, num_tokens: int) -> float:
     for _ in range(ROUNDS):
         for name, (side, one) in sides.items():
             results[name].append(run_child(side, one, folder))
-    cpu_s = {}
-    for name, found in results.items():
-        steps = [step for one in found for step in one["steps"]]
-        cpu_s[name] = statistics.median(cpu for cpu, _ in steps)
-        wall_s = statistics.median(wall for _, wall in steps)
-        peak = max(one["peak_bytes"] for one in found) / 2**20
-        first = found[0]
+    found = {name: summary(of_side) for name, of_side in results.items()}
+    for name, one in found.items():
         print(
-            f"{model:<8}{name:<20}{cpu_s[name]:>8.3f}{wall_s:>8.3f}{num_tokens / cpu_s[name]:>10.0f}"
-            f"{peak:>7.0f}{first['loss']:>11.6f}{first['grad_norm']:>10.5f}"
+            f"{model:<8}{name:<20}{one.cpu_s:>8.3f}{one.wall_s:>8.3f}{num_tokens / one.cpu_s:>10.0f}"
+            f"{one.peak_bytes / 2**20:>7.0f}{one.loss:>11.6f}{one.grad_norm:>10.5f}"
         )
-    losses = [found[0]["loss"] for found in results.values()]
-    if abs(losses[0] - losses[1]) > TOLERANCE:
-        raise SystemExit(f"the sides do not compute the same: loss {losses}")
-    ours, theirs = cpu_s.values()
-    print(f"{model:<8}TRL needs {theirs / ours:.2f} times our CPU seconds")
-    return theirs / ours
+    ours, theirs = found.values()
+    if abs(ours.loss - theirs.loss) > TOLERANCE:
+        raise SystemExit(
+            f"the sides do not compute the same: loss {ours.loss}, {theirs.loss}"
+        )
+    ratio = theirs.cpu_s / ours.cpu_s
+    print(f"{model:<8}TRL needs {ratio:.2f} times our CPU seconds")
+    return ratio
 
 
 def main() -> None:

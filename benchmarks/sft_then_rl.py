@@ -11,14 +11,13 @@ finished runs, so an ended benchmark continues.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
-from common import ASYNCRL, HERE, child_environ, machine_line
-from end_to_end_runs import Curve, Measured, Work, keep_curves
+from common import ASYNCRL, HERE, child_environ
+from end_to_end_runs import Curve, Work, compare_sides
 
 EXAMPLE = "examples/sft_then_rl"
 SIDES = {"final": "RL after SFT", "model": "RL alone"}
@@ -42,18 +41,12 @@ def fine_tune(seed: int, folder: Path) -> None:
     )
 
 
-def measure(num_seeds: int, work: Path) -> dict[str, Measured]:
-    curves: dict[str, dict[int, Curve]] = {side: {} for side in SIDES}
-    for seed in range(num_seeds):
-        tuned = work / f"sft-{seed}"
-        fine_tune(seed, tuned)
-        for side, found in curves.items():
-            config = str(HERE.parent / EXAMPLE / "rl.yaml")
-            changes = [f"seed={seed}", f"model.path={tuned / side}"]
-            found[seed] = Work(work).measure(
-                f"{side}-{seed}", [*ASYNCRL, config, *changes]
-            )
-    return {side: Measured("", found) for side, found in curves.items()}
+def run(side: str, seed: int, work: Path) -> Curve:
+    tuned = work / f"sft-{seed}"
+    fine_tune(seed, tuned)
+    config = str(HERE.parent / EXAMPLE / "rl.yaml")
+    changes = [f"seed={seed}", f"model.path={tuned / side}"]
+    return Work(work).measure(f"{side}-{seed}", [*ASYNCRL, config, *changes])
 
 
 def steps_to(curve: Curve, level: float) -> float:
@@ -63,30 +56,9 @@ def steps_to(curve: Curve, level: float) -> float:
     return next(steps, float("inf"))
 
 
-def main() -> None:
-    """Run, print, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--work", type=Path, help="folder of finished runs")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        found = measure(arguments.seeds, work)
-    print(machine_line())
-    levels = "".join(f"{f'steps to {level}':>14}" for level in LEVELS)
-    print(f"{'':<14}{'first 10':>9}{'final':>7}{levels}")
-    for side, measured in found.items():
-        first = measured.median(lambda curve: sum(curve.rewards[:10]) / 10)
-        reached = "".join(
-            f"{measured.median(lambda curve, level=level: steps_to(curve, level)):>14.0f}"
-            for level in LEVELS
-        )
-        print(f"{SIDES[side]:<14}{first:>9.3f}{measured.final_reward:>7.3f}{reached}")
-    keep_curves("sft_then_rl", found, SIDES)
-
-
 if __name__ == "__main__":
-    main()
+    first = {"first 10": (".3f", lambda curve: sum(curve.rewards[:10]) / 10)}
+    steps = {
+        f"steps to {level}": (".0f", partial(steps_to, level=level)) for level in LEVELS
+    }
+    compare_sides("sft_then_rl", __doc__, SIDES, run, first | steps)

@@ -81,13 +81,14 @@ class Side:
 
 
 def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
+    return run_program([f"trainer_{side}.py"], case, folder)
+
+
+def run_program(words: list[str], case: Case, folder: Path) -> dict[str, Any]:
+    """Run a program of this folder on a case; return its result."""
     case.save(folder / "case.json")
-    command = [
-        sys.executable,
-        str(HERE / f"trainer_{side}.py"),
-        str(folder / "case.json"),
-        str(folder / "result.json"),
-    ]
+    files = [str(folder / "case.json"), str(folder / "result.json")]
+    command = [sys.executable, str(HERE / words[0]), *words[1:], *files]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -103,7 +104,7 @@ def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
     )
     if result["threads"] != THREADS:
         raise SystemExit(
-            f"{side} ran with {result['threads']} threads instead of {THREADS}"
+            f"{' '.join(words)} ran with {result['threads']} threads instead of {THREADS}"
         )
     return result
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +183,51 @@ def make_tiny(folder: Path, family: dict[str, Any] | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Row:
+    """A sequence of a batch. `logprobs`: behaviour logprobs of its sampled tokens; those
+    of the others do not count.
+    """
+
     group: int
     sample: int
     branch: int
     ids: npt.NDArray[np.int64]
     is_sampled: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.floating[Any]] | float = 0.0
+    reward: float = 0.0
+
+
+def batch_of(rows: Sequence[Row], version: int = 0) -> tuple[BatchHeader, Tokens]:
+    """Return a batch that was sampled at `version`."""
+    trajectories, logprobs = list[TrajectoryHeader](), list[npt.NDArray[Any]]()
+    start = 0
+    for row in rows:
+        end = start + len(row.ids)
+        trajectories.append(
+            TrajectoryHeader(
+                group_index=row.group,
+                group_id=row.group,
+                sample_index=row.sample,
+                branch=row.branch,
+                prompt_id=f"p{row.group}",
+                start=start,
+                end=end,
+                reward=row.reward,
+            )
+        )
+        logprobs.append(np.where(row.is_sampled, row.logprobs, 0.0))
+        start = end
+    header = BatchHeader(
+        version=version,
+        min_version=version,
+        mask_older=False,
+        trajectories=trajectories,
+    )
+    mask = np.concatenate([row.is_sampled for row in rows])
+    return header, Tokens(
+        np.concatenate([row.ids for row in rows]).astype(np.int32),
+        spans_of(np.where(mask, version, -1)),
+        {BEHAVIOUR: np.concatenate(logprobs).astype(np.float32)},
+    )
 
 
 class Pieces:
@@ -245,34 +285,13 @@ def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> bytes:
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     rng, rewards = np.random.default_rng(2), dict[tuple[int, int], float]()
-    tokens, logprobs, headers, start = [], [], [], 0
-    made = rows(Pieces(model_path, model.config.vocab_size))
-    for row in made:
+    made = list[Row]()
+    for row in rows(Pieces(model_path, model.config.vocab_size)):
         off = rng.normal(0.0, 0.1, len(row.ids))
-        given = np.where(
-            row.is_sampled, np.minimum(_logprobs(model, row.ids) + off, 0.0), 0.0
-        )
-        tokens.append(row.ids.astype(np.int32))
-        logprobs.append(given.astype(np.float32))
-        place = {"start": start, "end": start + len(row.ids)}
-        start += len(row.ids)
-        owner = {
-            "group_index": row.group,
-            "group_id": row.group,
-            "sample_index": row.sample,
-        }
+        logprobs = np.minimum(_logprobs(model, row.ids) + off, 0.0)
         reward = rewards.setdefault((row.group, row.sample), float(rng.random()))
-        name = {"prompt_id": f"p{row.group}", "branch": row.branch}
-        headers.append(TrajectoryHeader(reward=reward, **owner, **place, **name))
-    mask = np.concatenate([row.is_sampled for row in made])
-    return pack_batch(
-        BatchHeader(version=0, min_version=0, mask_older=False, trajectories=headers),
-        Tokens(
-            np.concatenate(tokens),
-            spans_of(np.where(mask, 0, -1)),
-            {BEHAVIOUR: np.concatenate(logprobs)},
-        ),
-    )
+        made.append(replace(row, logprobs=logprobs, reward=reward))
+    return pack_batch(*batch_of(made))
 
 
 def _text(model_path: str) -> npt.NDArray[np.int64]:

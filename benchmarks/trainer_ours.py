@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common import trainer_spec
 from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
@@ -44,17 +45,14 @@ def make_spec(case: Case, folder: Path) -> TrainerSpec:
         clip_low=CLIP,
         clip_high=CLIP,
     )
-    return TrainerSpec.model_validate(
-        {
-            "model_path": case.model_path,
-            "dtype": case.dtype,
-            "device": case.device,
-            "threads": case.threads,
-            "trainer": trainer.model_dump(),
-            "algorithm": algorithm.model_dump(),
-            "staging_dir": str(folder / "staging"),
-            "record_path": str(folder / "trained.jsonl"),
-        }
+    return trainer_spec(
+        case.model_path,
+        folder,
+        dtype=case.dtype,
+        device=case.device,
+        threads=case.threads,
+        trainer=trainer,
+        algorithm=algorithm,
     )
 
 
@@ -82,7 +80,6 @@ def main() -> None:
         )
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "staging").mkdir()
         # Made as a trainer's process makes it: on CUDA that may be shards on a mesh of
         # one rank.
         step, meter = TrainerService(make_spec(case, Path(folder))).rank, Meter(case)

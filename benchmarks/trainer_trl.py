@@ -35,8 +35,8 @@ from trainer_case import (
     Meter,
     write_result,
 )
-from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_meter import AroundOptimizer, Metered
 
 MAX_STEPS = 1000
 
@@ -65,13 +65,10 @@ class Rollouts:
             self.rewards.append(entry.reward)
 
 
-class GivenRollouts(GRPOTrainer):
+class GivenRollouts(Metered, GRPOTrainer):
     """TRL's trainer with a meter around what trains."""
 
     rollouts: Rollouts
-    meter: Meter
-    first_loss = 0.0
-    first_grad_norm = 0.0
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         given = self.rollouts
@@ -96,43 +93,10 @@ class GivenRollouts(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
-        self.meter.start()  # training_step continues with compute_loss and backward
+        # From here on, and not from the beginning of training_step, which continues
+        # with compute_loss and backward.
+        self.meter.start()
         return inputs
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
-        self.meter.stop()
-        if self.state.global_step == 0:
-            self.first_loss += float(loss)
-        return loss
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self.meter.start()
-        norm = super()._clip_grad_norm(model)
-        self.meter.stop()
-        if self.state.global_step == 0:
-            self.first_grad_norm = float(norm)
-        return norm
-
-
-class AroundOptimizer(TrainerCallback):  # type: ignore[misc]
-    """Times optimizer.step, and ends the run when the seconds are over."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Right before optimizer.step."""
-        self.meter.start()
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Right after it."""
-        self.meter.stop()
-        self.meter.end_step()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.meter.is_over():
-            control.should_training_stop = True
 
 
 def make_config(case: Case, num_sequences: int, folder: str) -> GRPOConfig:

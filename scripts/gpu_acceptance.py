@@ -32,7 +32,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -240,11 +239,10 @@ def end_session(child: subprocess.Popen[str]) -> None:
 def measure(row: Row, options: argparse.Namespace) -> None:
     """Call the row's function, in the child process."""
     import torch
-    from common import machine_line
+    from common import card, label_of, machine_line
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    label = label_of(card() or "cpu")
     models = options.child.parent / "models"
     bench = Bench(
         device,

@@ -22,7 +22,7 @@ from asyncrl.agents import Harness
 from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.work_queue import RolloutQueue
-from asyncrl.agents.worker import Worker
+from asyncrl.agents.worker import Worker, WorkerSettings
 from asyncrl.base.http import Caller
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome, Prompt, Work
@@ -144,7 +144,7 @@ async def working(
     gateway: TestGateway, *harnesses: Harness, slots: int = 2, key: str = WORKER_KEY
 ) -> AsyncIterator[Worker]:
     caller = gateway.worker(key=key)
-    worker = Worker(harnesses, caller, name="w", slots=slots)
+    worker = Worker(harnesses, caller, WorkerSettings(name="w", slots=slots))
     running = asyncio.ensure_future(worker.run())
     try:
         yield worker

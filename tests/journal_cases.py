@@ -67,7 +67,14 @@ def make_trajectory(
         metrics={"turns": 1.0},
         calls=(
             PolicyCall(
-                2, num_tokens, "chatcmpl-0", 1.5, 2.25, "tool_calls", (("c1", "add"),)
+                2,
+                num_tokens,
+                "chatcmpl-0",
+                1.5,
+                2.25,
+                "tool_calls",
+                (("c1", "add"),),
+                "searcher",
             ),
         ),
     )

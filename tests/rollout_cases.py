@@ -25,6 +25,7 @@ from asyncrl.messages.records import (
 from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.rollout import (
     Generator,
     RolloutRunner,
@@ -62,6 +63,7 @@ class FakeSink:
         self.admitted: list[Ticket] = []
         self.finished: list[Group] = []
         self.failed: list[GroupId] = []
+        self.phases: list[tuple[GroupId, str]] = []
         self._tickets, self._changed = num_tickets, asyncio.Event()
 
     def allow(self, num_tickets: int) -> None:
@@ -82,10 +84,18 @@ class FakeSink:
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        """Changes nothing here."""
+    def sampled_nowait(
+        self,
+        group_id: GroupId,
+        group: Group | None = None,
+        *,
+        has_rewards: bool = False,
+    ) -> None:
+        """Kept in `phases`."""
+        self.phases.append((group_id, "teaching" if has_rewards else "scoring"))
 
-    samples_again_nowait = sampled_nowait
+    def samples_again_nowait(self, group_id: GroupId) -> None:
+        self.phases.append((group_id, "sampling"))
 
     def finish_nowait(self, group: Group) -> Finished:
         """Kept in `finished`."""
@@ -137,7 +147,7 @@ def make_producers(
     limits = {
         "timeout_s": values.pop("timeout_s", 100.0),
         "retries": values.pop("retries", 0),
-        "failures": values.pop("failures", None),
+        "failures": values.pop("failures", RecentFailures()),
     }
     others = {"scorers": FakeScorer()} | {
         name: values.pop(name) for name in ("on_failed", "scorers") if name in values

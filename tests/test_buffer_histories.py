@@ -57,7 +57,7 @@ class BufferHistory(RuleBasedStateMachine):
         self.new_buffer = partial(make_buffer, **settings, log=self.log)
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
-        # running group that samples no more -> batches taken at that time
+        # running group that samples no more -> the newest version that it may have
         self.sampled: dict[int, int] = {}
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
@@ -91,11 +91,20 @@ class BufferHistory(RuleBasedStateMachine):
     def sample(self, data: st.DataObject) -> None:
         """A group waits only for its rewards, or retries a rollout."""
         group_id = data.draw(st.sampled_from(sorted(self.running)))
-        if self.sampled.pop(group_id, None) is not None and data.draw(st.booleans()):
+        if group_id in self.sampled and data.draw(st.booleans()):
+            del self.sampled[group_id]
             self.buffer.samples_again_nowait(group_id)
             return
-        self.buffer.sampled_nowait(group_id)
-        self.sampled[group_id] = len(self.batches)
+        newest = len(self.batches)
+        group = None
+        # Once all have ended, their tokens are known; also after a resume.
+        if data.draw(st.booleans()):
+            newest = data.draw(st.integers(self.running[group_id], newest))
+            group = make_group(group_id, [newest])
+        newest = min(newest, self.sampled.get(group_id, newest))
+        self.sampled[group_id] = newest
+        self.buffer.sampled_nowait(group_id, group)
+        self._see_requeued()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -362,13 +371,14 @@ async def test_wait_is_split_by_its_causes() -> None:
     assert buffer.last_wait_s == {
         "generation": 3,
         "rewards": 0,
+        "teaching": 0,
         "stragglers": 5,
         "publishing": 0,
     }
 
 
 @virtual
-async def test_wait_for_sampled_groups_is_a_wait_for_rewards() -> None:
+async def test_wait_for_sampled_groups_is_for_rewards_or_teachers() -> None:
     buffer = make_buffer(max_staleness=1)
     admit(buffer, 4)
 
@@ -381,14 +391,18 @@ async def test_wait_for_sampled_groups_is_a_wait_for_rewards() -> None:
         await asyncio.sleep(4)
         buffer.sampled_nowait(GroupId(1))
         await asyncio.sleep(8)
+        buffer.sampled_nowait(GroupId(1), has_rewards=True)
+        await asyncio.sleep(16)
+        buffer.sampled_nowait(GroupId(1))  # the reward of the whole group
+        await asyncio.sleep(32)
         finish(buffer, 1)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(others(), name="others")
         await buffer.wait_batch()
-    found = {cause: buffer.last_wait_s[cause] for cause in ("generation", "rewards")}
-    assert found == {"generation": 5, "rewards": 10}
-    assert buffer.gauges()["perf/wait_rewards_s"] == 10
+    found = {cause: second for cause, second in buffer.last_wait_s.items() if second}
+    assert found == {"generation": 5, "rewards": 42, "teaching": 16}
+    assert buffer.gauges()["perf/wait_rewards_s"] == 42
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,10 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
             'generator: {stop: ["end", "\\uD83D"]}\n',
             r"generator\.stop\.1 in .*good\.yaml is not valid Unicode: '\\ud83d'",
         ),
+        (
+            'generator: {args: {"\\uD83D": "\\uD83D"}}\n',
+            r"a key of generator\.args in .*good\.yaml is not valid Unicode: '\\ud83d'",
+        ),
     ],
 )
 def test_invalid_config_file_is_refused_with_the_place(
@@ -72,6 +76,20 @@ def test_invalid_config_file_is_refused_with_the_place(
     assert re.search(says, refusal(good))
     good.unlink()
     assert "No such file" in refusal(good)
+
+
+def test_wrong_value_in_one_form_of_a_union_has_the_written_key(good: Path) -> None:
+    assert "placement.trainer.nodes=0 in" in refusal(good, "placement.trainer.nodes=0")
+    assert "rollout.num_engines.max=0 in" in refusal(good, "rollout.num_engines.max=0")
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.learning_rate", "task.share", "rollout.simulated.sigma"]
+)
+def test_numbers_that_json_cannot_hold_are_refused(good: Path, key: str) -> None:
+    assert f"{key}=inf in {good}: Input should be a finite number" in refusal(
+        good, "rollout.engine=simulated", f"{key}=.inf"
+    )
 
 
 @pytest.mark.parametrize("value", ["2024-13-45", "[" * 3000, "{a: 1"])
@@ -186,6 +204,9 @@ eval=[{task: {verifiers: true}}, {task: {python: 'c:D'}}] generator.verifiers=x 
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
 teacher.path=a/b -> set both teacher.path and algorithm.distill_weight
+TWO TAUGHT teacher.tasks=[sums] -> teacher.tasks has sums, which is not a task; the tasks are B, c
+TAUGHT teacher.tasks=[sums] -> the tasks are unnamed
+TWO TAUGHT teacher.tasks=[c] -> task.B has 0 teachers; name each task in the teacher.tasks of one teacher
 TAUGHT buffer.filter=equal_rewards -> to learn from; set buffer.filter=none
 algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded or vllm, not simulated
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect

@@ -5,8 +5,10 @@ dies.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ import job_runs
 import numpy as np
 import pytest
 import torch
+import yaml
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
+from pydantic import ValidationError
 from tiny_model import make_tiny_model
 from token_cases import trajectory_of
 from trainer_cases import (
@@ -29,14 +33,26 @@ from trainer_cases import (
 )
 from transformers import AutoModelForCausalLM
 
+from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.base.http import Caller, Refused
+from asyncrl.config import AlgorithmConfig, RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
+from asyncrl.job.roles import extra_servers
+from asyncrl.job.run_export import export_run
+from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
-from asyncrl.messages.tokens import SUPPORT, TEACHER, Ragged, Tokens
+from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
+    SUPPORT,
+    TEACHER,
+    Ragged,
+    Tokens,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 # one process imports the modules that they fork
@@ -90,6 +106,28 @@ def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.nda
     return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
 
 
+def check_tops(
+    model: Any,
+    branch: Trajectory,
+    temperature: float,
+    has_term: np.ndarray,
+    top_k: int = 4,
+) -> None:
+    ids, logprobs = (
+        branch.tokens.column(name) for name in (DISTILL_IDS, DISTILL_LOGPROBS)
+    )
+    if not has_term.any():
+        assert not len(ids.values)
+        return
+    tokens = torch.from_numpy(branch.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1] / temperature
+    top = torch.log_softmax(logits, -1)[has_term[1:]].topk(top_k)
+    assert ids.sizes.tolist() == (top_k * has_term).tolist()
+    assert ids.values.tolist() == top.indices.flatten().tolist()
+    np.testing.assert_allclose(logprobs.values, top.values.flatten(), atol=1e-4)
+
+
 def test_teachers_logprobs_equal_a_plain_forwards(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -104,9 +142,9 @@ def test_teachers_logprobs_equal_a_plain_forwards(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, on_lost=None)
+        teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
         found = await asyncio.gather(
-            *(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS])
+            *(teacher.judge(rollout, "") for rollout in [*ROLLOUTS, *ROLLOUTS])
         )
         await caller.aclose()
         return found
@@ -130,6 +168,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
             is_cut = branch.tokens.column(SUPPORT).sizes > 0
             expected[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
             np.testing.assert_allclose(taught(branch.tokens), expected, atol=2e-5)
+            check_tops(model, branch, temperature, branch.loss_mask & ~is_cut)
 
 
 def test_gradient_follows_reward_and_reverse_kl(
@@ -161,6 +200,159 @@ def test_gradient_follows_reward_and_reverse_kl(
     )
 
 
+TEMPERATURE = 0.7
+LOSSES = [
+    ({"distill_loss": "topk_reverse_kl"}, 1.0),
+    ({"distill_loss": "jsd", "distill_beta": 0}, 0.0),
+    ({"distill_loss": "jsd", "distill_beta": 0.3}, 0.3),
+]
+
+
+def student_logits(model: Any, header: Any, arrays: Tokens) -> torch.Tensor:
+    """Logits before all sampled tokens, [M, V]."""
+    parts = []
+    for entry in header.trajectories:
+        ids = torch.from_numpy(arrays.ids[entry.start : entry.end].astype(np.int64))
+        mask = torch.from_numpy(arrays.is_sampled[entry.start + 1 : entry.end])
+        parts.append(model(input_ids=ids[None]).logits[0, :-1][mask])
+    return torch.cat(parts)
+
+
+def trl_loss(
+    student_MV: torch.Tensor, teacher_MV: torch.Tensor, top_k: int, beta: float
+) -> torch.Tensor:
+    """TRL's loss over the whole vocabulary, or over the top_k and a bucket, mean over
+    tokens.
+    """
+    from trl.experimental.gkd import gkd_trainer
+    from trl.experimental.server_distillation import server_distillation_trainer as trl
+
+    if top_k == VOCABULARY:
+        dense: torch.Tensor = gkd_trainer.GKDTrainer.generalized_jsd_loss(
+            student_MV[None],
+            teacher_MV[None],
+            beta=beta,
+            temperature=TEMPERATURE,
+            reduction="sum",
+        )
+        return dense / len(student_MV)
+    student, teacher = (
+        torch.log_softmax(logits / TEMPERATURE, -1)
+        for logits in (student_MV, teacher_MV)
+    )
+    chosen = teacher.topk(top_k).indices
+    is_valid = torch.ones_like(chosen, dtype=torch.bool)
+    (student, mask), (teacher, _) = (
+        trl._add_tail_bucket(logprobs.gather(-1, chosen), is_valid)
+        for logprobs in (student, teacher)
+    )
+    sparse: torch.Tensor = trl._jsd_divergence(student, teacher, beta, mask)
+    return sparse.sum(-1).mean()
+
+
+# TRL's import is no warning of ours.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_plain_head", [True, False])
+@pytest.mark.parametrize("top_k", [1, 8, VOCABULARY])
+@pytest.mark.parametrize(("settings", "beta"), LOSSES)
+def test_losses_over_likeliest_tokens_equal_trls(
+    make_step: MakeStep,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    beta: float,
+    top_k: int,
+    has_plain_head: bool,
+) -> None:
+    header, arrays = make_batch()
+    num_sampled = int(arrays.is_sampled.sum())
+    teacher_MV = 2 * torch.randn(
+        num_sampled, VOCABULARY, generator=torch.Generator().manual_seed(3)
+    )
+    top = torch.log_softmax(teacher_MV / TEMPERATURE, -1).topk(top_k)
+    sizes = np.where(arrays.is_sampled, top_k, 0).astype(np.int32)
+    arrays = changed(
+        arrays,
+        teacher_logprobs=np.zeros(len(sizes), np.float32),
+        distill_ids=Ragged(top.indices.flatten().numpy().astype(np.int32), sizes),
+        distill_logprobs=Ragged(top.values.flatten().numpy(), sizes),
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    student_MV = student_logits(model, header, arrays)
+    loss = 0.3 * trl_loss(student_MV, teacher_MV, top_k, beta)
+    loss.backward()
+    algorithm = {"distill_weight": 0.3, "reward_weight": 0, "distill_top_k": top_k}
+    step = make_step(algorithm=algorithm | settings, temperature=TEMPERATURE)
+    plan = replace(step.policy.plan, has_plain_head=has_plain_head)
+    monkeypatch.setattr(step.policy, "plan", plan)
+    # Several slices of the vocabulary.
+    monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 16)
+    monkeypatch.setattr(policy_module, "MIN_SLICE", 20)
+    metrics = step.forward_backward(header, arrays)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_forward_kl_of_samples_is_the_gradient_of_the_whole() -> None:
+    student_V = torch.randn(6, requires_grad=True)
+    teacher_V = torch.log_softmax(torch.randn(6), -1)
+    current_V = torch.log_softmax(student_V, -1)
+    behaviour_V = current_V.detach()
+    advantage_V = losses.distillation(behaviour_V, teacher_V, "forward_kl")
+    # The mean over all samples, each as often as the student draws it.
+    surrogate = -(behaviour_V.exp() * advantage_V * current_V).sum()
+    divergence = (teacher_V.exp() * (teacher_V - current_V)).sum()
+    found, expected = (
+        torch.autograd.grad(one, student_V, retain_graph=True)[0]
+        for one in (surrogate, divergence)
+    )
+    assert float((teacher_V - behaviour_V).exp().max()) < losses.MOST_RATIO
+    torch.testing.assert_close(found, expected)
+    rare = losses.distillation(torch.tensor([-30.0]), torch.tensor([0.0]), "forward_kl")
+    assert rare.tolist() == [losses.MOST_RATIO - 1]
+
+
+def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> None:
+    header, arrays = make_batch()
+    lists = [[VOCABULARY] if is_sampled else [] for is_sampled in arrays.is_sampled]
+    broken = changed(arrays, distill_ids=Ragged.of(lists, "<i4"))
+    with pytest.raises(Refused, match=f"{arrays.is_sampled.sum()} invalid tokens"):
+        make_step().forward_backward(header, broken)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distill_loss": "jsd"},
+        {"distill_weight": 1, "distill_top_k": 8},
+        {"distill_weight": 1, "distill_loss": "topk_reverse_kl", "distill_beta": 0.2},
+    ],
+)
+def test_distill_setting_without_effect_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="has no effect with distill_"):
+        AlgorithmConfig(**settings)
+
+
+def test_more_likeliest_tokens_than_the_model_has_are_refused(
+    tiny_model_dir: Path,
+) -> None:
+    algorithm = {"distill_weight": 1, "distill_loss": "jsd", "distill_top_k": 1024}
+    config = {
+        "model": {"path": str(tiny_model_dir)},
+        "task": {"files": ["x"], "reward": "math"},
+        "teacher": {"path": str(tiny_model_dir)},
+        "algorithm": algorithm,
+    }
+    found = RunConfig.model_validate(config)
+    with pytest.raises(ConfigError, match=r"distill_top_k=1024, and the model has \d+"):
+        find_models(found, HFChatTokenizer(tiny_model_dir))
+    with pytest.raises(ValidationError, match="1024"):
+        AlgorithmConfig(**algorithm | {"distill_top_k": 1025})
+
+
 def test_teacher_of_other_tokens_is_refused(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +373,22 @@ def test_teacher_of_other_tokens_is_refused(
         find_models(RunConfig.model_validate(config), ours)
 
 
+def test_two_teachers_of_one_task_are_refused() -> None:
+    tasks = [{"python": "a:B"}, {"python": "a:C", "name": "c"}]
+    teachers = [{"path": "a", "tasks": ["B", "c"]}, {"path": "b", "tasks": ["c"]}]
+    config = {
+        "model": {"path": "m"},
+        "task": tasks,
+        "teacher": teachers,
+        "algorithm": {"distill_weight": 1},
+    }
+    with pytest.raises(ValidationError, match=r"task\.c has 2 teachers; name each"):
+        RunConfig.model_validate(config)
+    teachers[0]["tasks"] = ["B"]
+    roles = extra_servers(RunConfig.model_validate(config))
+    assert [*roles] == ["teacher-0", "teacher-1"]
+
+
 # ---- runs
 
 
@@ -191,6 +399,79 @@ def divergences(run_dir: Path) -> list[float]:
     ]
 
 
+def check_journal(run_dir: Path, models: dict[str, Any], top_k: int) -> Counter[str]:
+    """Compare what the first two batches are taught with the model of each task; return
+    the tokens of each task.
+    """
+    with reading(run_dir / "journal.sqlite") as connection:
+        groups = [read_batch(connection, version).groups for version in range(2)]
+    num_scored = Counter[str]()
+    for group in itertools.chain.from_iterable(groups):
+        model = models[group.prompt.task]
+        for branch in group.trajectories:
+            mask = branch.loss_mask
+            expected = plain_logprobs(model, branch, 1.0)[mask[1:]]
+            np.testing.assert_allclose(taught(branch.tokens)[mask], expected, atol=1e-4)
+            check_tops(model, branch, 1.0, mask, top_k)
+            num_scored[group.prompt.task] += int(mask.sum())
+    return num_scored
+
+
+@pytest.mark.slow
+def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
+    scratch = ScratchConfig(**job_runs.CONFIG["model"]["scratch"])
+    folders = {"words": tmp_path / "a", "letters": tmp_path / "b"}
+    for seed, folder in enumerate(folders.values(), 11):
+        make_scratch_model(ScratchSpec(out=folder, seed=seed, scratch=scratch))
+    config = job_runs.write_config(
+        tmp_path,
+        algorithm={"distill_weight": 1.0, "distill_loss": "jsd", "distill_top_k": 4},
+        trainer={"num_steps": 2},
+    )
+    values = yaml.safe_load(config.read_text())
+    values["task"] = [job_runs.CONFIG["task"] | {"name": name} for name in folders]
+    values["teacher"] = [
+        {"path": str(folder), "tasks": [name]} for name, folder in folders.items()
+    ]
+    config.write_text(json.dumps(values))
+    run_dir = tmp_path / "run"
+    ended = job_runs.run(config, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(folder)
+        for name, folder in folders.items()
+    }
+    num_scored = check_journal(run_dir, models, top_k=4)
+    assert len(num_scored) == 2
+    last = job_runs.read_lines(run_dir / "metrics.jsonl")[-1]
+    assert last["teacher/tokens"] >= num_scored.total(), "of both teachers"
+
+
+@pytest.mark.slow
+def test_model_learns_from_an_earlier_version_of_itself(tmp_path: Path) -> None:
+    config = job_runs.write_config(
+        tmp_path, trainer={"num_steps": 4}, checkpoint={"every": 2}
+    )
+    first_run = tmp_path / "first"
+    ended = job_runs.run(config, first_run)
+    assert ended.returncode == 0, ended.stderr
+    earlier = tmp_path / "earlier"
+    export_run(first_run, earlier, step="2", tell=lambda text: None)
+    values = yaml.safe_load(config.read_text())
+    values["model"] = {"path": str(first_run / "final"), "dtype": "float32"}
+    del values["checkpoint"]  # would delete tokens of the journal
+    values["teacher"] = {"path": str(earlier)}
+    values["algorithm"] = {"distill_weight": 1.0, "reward_weight": 0.0}
+    values["algorithm"] |= {"distill_loss": "jsd", "distill_top_k": 4}
+    again = tmp_path / "again.yaml"
+    again.write_text(json.dumps(values))
+    ended = job_runs.run(again, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(earlier)
+    assert check_journal(tmp_path / "run", {"": model}, top_k=4).total() > 0
+    assert divergences(tmp_path / "run")[0] != 0, "the final weights are others"
+
+
 @pytest.mark.slow
 def test_student_gets_the_same_logprobs_despite_kills(tmp_path: Path) -> None:
     scratch = ScratchConfig(**job_runs.CONFIG["model"]["scratch"])
@@ -198,7 +479,12 @@ def test_student_gets_the_same_logprobs_despite_kills(tmp_path: Path) -> None:
     config = job_runs.write_config(
         tmp_path,
         teacher={"path": str(tmp_path / "other")},
-        algorithm={"distill_weight": 1.0, "reward_weight": 0.0},
+        algorithm={
+            "distill_weight": 1.0,
+            "reward_weight": 0.0,
+            "distill_loss": "jsd",
+            "distill_top_k": 4,
+        },
         trainer={"num_steps": 16, "learning_rate": 0.003},
         checkpoint={"every": 4},
     )

@@ -24,8 +24,8 @@ from gateway_capture_cases import (
 from gateway_cases import gateway_world, in_loop
 from template_renderers import Renderers, renderers
 
+from asyncrl.agents.endpoint import prefix_match
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
-from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout
@@ -169,7 +169,7 @@ def test_unrenderable_chat_is_a_value_error() -> None:
         nested = [nested]
     for message, why in (
         (user("\ud800"), "surrogates"),
-        ({**user("a"), "extra": nested}, "nested too deep"),
+        (called({"a": nested}), "nested too deep"),
     ):
         with pytest.raises(ValueError, match=why):
             plan(Play().capture, [message])
@@ -356,6 +356,15 @@ def test_forced_call_is_not_begun_inside_a_thought(
 def contents(chat: Sequence[Mapping[str, Any]], *, but: str = "") -> str:
     """A template that writes contents, except of one role."""
     return " ".join(message["content"] for message in chat if message["role"] != but)
+
+
+def left_out(
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    chat: Sequence[Mapping[str, Any]],
+    text: str,
+    start: int = 0,
+) -> int | None:
+    return prefix_match.left_out(render, chat, text, start, {})
 
 
 def test_message_is_found_however_the_template_writes_it() -> None:

@@ -145,6 +145,11 @@ REFUSED: list[tuple[str, Any, str]] = [
         said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})},
         "response_format",
     ),
+    (
+        CHAT,
+        said(*HI) | {"response_format": schema_of({"patternProperties": 5})},
+        "response_format is refused",
+    ),
     (CHAT, said(*HI) | {"top_logprobs": 1}, "needs logprobs=true"),
     (CHAT, said(*HI) | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, said(*HI) | {"stop": ["x"] * 17}, "stop"),
@@ -156,6 +161,24 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),
+    *(
+        (
+            RESPONSES,
+            {"input": [{"type": "reasoning"}, {"role": "assistant", "content": odd}]},
+            "content: Input should be a valid string",
+        )
+        for odd in (5, {"type": "output_text", "text": "x"})
+    ),
+    (
+        RESPONSES,
+        {
+            "input": "x",
+            "tools": [
+                {"type": "namespace", "name": "a", "tools": [{"type": "function"}]}
+            ],
+        },
+        "name: Input should be a valid string",
+    ),
     (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
     (
         MESSAGES,
@@ -180,6 +203,21 @@ REFUSED: list[tuple[str, Any, str]] = [
         "changes the sampled distribution, which training would not know",
     ),
 ]
+
+
+@in_loop
+async def test_message_without_a_text_is_part_of_the_answer_before_it() -> None:
+    thought = {
+        "type": "reasoning",
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
+    items = [*HI, thought, {"role": "assistant", "content": None}, *HI]
+    async with gateway_world() as world:
+        status, answer = await world.post({"input": items}, path=RESPONSES)
+        assert status == 200, answer
+        (request,) = world.engine.requests
+        prompt = world.engine.tokenizer.decode(request.prompt_ids.tolist())
+        assert prompt.count("assistant\n") == 2, prompt
 
 
 @in_loop

@@ -35,7 +35,9 @@ from asyncrl.agents.endpoint.sessions import (
     Retries,
     Written,
 )
+from asyncrl.agents.harness import Session
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Completion, Outcome, SessionRules, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
@@ -481,13 +483,13 @@ async def test_agent_gets_the_special_tokens_of_its_task(
 
 
 @in_loop
-async def test_name_of_a_completion_is_no_speaker() -> None:
+async def test_name_of_a_completion_is_no_agent() -> None:
     """A client sets X-Session-ID: it could move the rewards of answers otherwise."""
     async with gateway_world() as world:
-        for text, speaker in (("one", "chatcmpl-1"), ("two", "chatcmpl-1")):
+        for text, agent in (("one", "chatcmpl-1"), ("two", "chatcmpl-1")):
             status, _ = await world.post(
                 {"messages": [{"role": "user", "content": text}]},
-                headers={"X-Session-ID": speaker},
+                headers={"X-Session-ID": agent},
             )
             assert status == 200
         rewards = {"chatcmpl-0": 0.0, "chatcmpl-1": 1.0}
@@ -497,11 +499,98 @@ async def test_name_of_a_completion_is_no_speaker() -> None:
 
 
 @in_loop
-async def test_rewards_of_speakers_are_not_added_over_turns() -> None:
+async def test_rewards_of_agents_are_not_added_over_turns() -> None:
     async with gateway_world() as world:
-        for speaker in ("white", "black"):
-            await world.post({"messages": HI}, headers={"X-Session-ID": speaker})
+        for agent in ("white", "black"):
+            await world.post({"messages": HI}, headers={"X-Session-ID": agent})
         outcome = Outcome(turn_rewards={"white": 1.0, "black": -1.0})
         world.session.rollout(0, outcome, 0.0)
-        with pytest.raises(RolloutFailure, match="its rewards are of agents: black"):
+        with pytest.raises(
+            RolloutFailure, match="its rewards are of agents: black, white"
+        ):
             world.session.rollout(0, outcome, 0.0, by_turn=True)
+
+
+AGENTS = {
+    "": "plan",
+    "searcher": "search",
+    "searcher/reader": "read",
+    "writer": "write",
+}
+"""Agent -> text of its call."""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ({"main": 1.0}, [1.0, 1.0, 1.0, 1.0]),
+        ({"main": 1.0, "searcher": 0.5}, [1.0, 0.5, 0.5, 1.0]),
+        ({"main": 1.0, "searcher/reader": 0.2}, [1.0, 1.0, 0.2, 1.0]),
+        ({"chatcmpl-0": 0.0, "searcher": 0.5, "writer": 2.0}, [0.0, 0.5, 0.5, 2.0]),
+        ({"searcher": 0.5, "writer": 2.0}, None),
+        ({"main": 1.0, "sercher": 0.5}, None),
+    ],
+)
+@in_loop
+async def test_sub_agents_share_or_split_the_reward(
+    rewards: dict[str, float], expected: list[float] | None
+) -> None:
+    """An agent without a reward of its own earns that of the one above it."""
+    async with gateway_world() as world:
+        for agent, text in AGENTS.items():
+            headers = {"X-Session-ID": agent} if agent else {}
+            messages = [{"role": "user", "content": text}]
+            assert (await world.post({"messages": messages}, headers=headers))[0] == 200
+        outcome = Outcome(turn_rewards=rewards)
+        if expected is None:
+            with pytest.raises(RolloutFailure, match="its rewards name"):
+                world.session.rollout(0, outcome, 0.5)
+            return
+        rollout = world.session.rollout(0, outcome, 0.5)
+        branches = [
+            decode_trajectory(encode_trajectory(0, one), 0, 0, one.branch)
+            for one in rollout
+        ]
+        found = {branch.calls[0].agent: branch.credits[0].reward for branch in branches}
+        assert found == dict(zip(AGENTS, expected, strict=True))
+
+
+@in_loop
+async def test_equal_calls_of_two_agents_are_no_retries() -> None:
+    """Their clients may retry: each gets its own answer."""
+    async with gateway_world() as world:
+        names = []
+        for agent in ("white", "black", "black"):
+            headers = {"X-Session-ID": agent, "X-Stainless-Retry-Count": "1"}
+            _, answer = await world.post({"messages": HI}, headers=headers)
+            names.append(answer["id"])
+        assert names[0] != names[1] == names[2]
+
+
+@in_loop
+async def test_long_name_of_an_agent_is_refused() -> None:
+    async with gateway_world() as world:
+        headers = {"X-Session-ID": "a" * 257}
+        status, answer = await world.post({"messages": HI}, headers=headers)
+        assert status == 400
+        assert "at most 256" in answer["error"]["message"]
+
+
+@in_loop
+async def test_child_of_a_session_calls_as_its_agent() -> None:
+    async with gateway_world() as world:
+        session = Session(f"{world.url}/v1", world.session.key, "policy")
+        reader = session.child("searcher").child("reader")
+        async with session.client, reader.client:
+            for number, each in enumerate((session, reader)):
+                await each.client.chat.completions.create(
+                    model=each.model,
+                    messages=[{"role": "user", "content": f"{number}"}],
+                )
+        rollout = world.session.rollout(0, Outcome(), 0.5)
+        agents = {call.agent for branch in rollout for call in branch.calls}
+        assert agents == {"", "searcher/reader"}
+        assert {branch.reward for branch in rollout} == {0.5}
+    for role in ("", "a/b", "Müller", "a\nb"):
+        with pytest.raises(ConfigError, match="a role is printable ASCII"):
+            session.child(role)

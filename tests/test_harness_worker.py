@@ -17,7 +17,7 @@ from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of,
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.worker import Room, Worker, WorkerSpec
+from asyncrl.agents.worker import Room, Worker, WorkerSettings, WorkerSpec
 from asyncrl.base.errors import ComponentError, ConfigError, RolloutFailure
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
@@ -116,16 +116,22 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     async with open_gateway() as gateway:
         caller = gateway.worker()
         running = asyncio.ensure_future(
-            Worker([Steps()], caller, name="w", slots=2, give_up_s=60.0).run()
+            Worker(
+                [Steps()], caller, WorkerSettings(name="w", slots=2, give_up_s=60.0)
+            ).run()
         )
         own = gateway.worker()
-        owned = asyncio.ensure_future(Worker([Steps()], own, name="own", slots=2).run())
+        owned = asyncio.ensure_future(
+            Worker([Steps()], own, WorkerSettings(name="own", slots=2)).run()
+        )
         await until(lambda: gateway.queue.gauges()["harness/workers"] == 2)
         gateway.queue.is_over = True
         await gateway.queue.aclose()
         await running
         late = gateway.worker()
-        await Worker([Steps()], late, name="late", slots=1, give_up_s=60.0).run()
+        await Worker(
+            [Steps()], late, WorkerSettings(name="late", slots=1, give_up_s=60.0)
+        ).run()
         assert not owned.done(), "the run ends its own"
         owned.cancel()
         await asyncio.wait({owned})
@@ -135,7 +141,9 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
     with pytest.raises(
         ComponentError, match="no answer for 0 s: .*--give-up-after=0 s is the limit"
     ):
-        await Worker([Steps()], gone, name="w", slots=1, give_up_s=0.0).run()
+        await Worker(
+            [Steps()], gone, WorkerSettings(name="w", slots=1, give_up_s=0.0)
+        ).run()
     await gone.aclose()
 
 
@@ -144,7 +152,9 @@ async def test_worker_drains() -> None:
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker([steps], caller, name="w", slots=3, drain_s=60.0)
+        worker = Worker(
+            [steps], caller, WorkerSettings(name="w", slots=3, drain_s=60.0)
+        )
         living = asyncio.ensure_future(worker.run())
         first = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "p0" in steps.ends)
@@ -169,7 +179,9 @@ async def test_worker_that_drains_too_long_leaves_its_work() -> None:
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker([steps], caller, name="w", slots=3, drain_s=0.01)
+        worker = Worker(
+            [steps], caller, WorkerSettings(name="w", slots=3, drain_s=0.01)
+        )
         living = asyncio.ensure_future(worker.run())
         running = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "p0" in steps.ends)
@@ -195,12 +207,14 @@ async def test_worker_without_memory_or_disk_takes_no_work(
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker([steps], caller, name="w", slots=3, room=Room(disk_mb=10**9))
+        worker = Worker(
+            [steps], caller, WorkerSettings(name="w", slots=3, room=Room(disk_mb=10**9))
+        )
         assert (
             "100 MiB of memory are free, 256 must be and"
             in Room(disk_mb=10**9).shortage()
         )
-        worker = Worker([steps], caller, name="w", slots=3)
+        worker = Worker([steps], caller, WorkerSettings(name="w", slots=3))
         living = asyncio.ensure_future(worker.run())
         running = asyncio.ensure_future(gateway.run(0))
         await until(lambda: "takes none: 100 MiB" in gateway.queue.what_runs())
@@ -223,7 +237,11 @@ async def test_worker_without_room_ends_with_its_run(
     async with open_gateway() as gateway:
         caller = gateway.worker()
         room = Room(memory_mb=10**9)
-        worker = Worker([Steps()], caller, name="w", slots=1, room=room, give_up_s=60.0)
+        worker = Worker(
+            [Steps()],
+            caller,
+            WorkerSettings(name="w", slots=1, room=room, give_up_s=60.0),
+        )
         living = asyncio.ensure_future(worker.run())
         await until(lambda: "takes none" in gateway.queue.what_runs())
         gateway.queue.is_over = True
@@ -262,7 +280,7 @@ async def test_wrong_key_or_broken_harness_ends_the_worker() -> None:
         ):
             caller = gateway.worker(key=key)
             with pytest.raises(ConfigError, match=said):
-                await Worker([Needs()], caller, name="w", slots=1).run()
+                await Worker([Needs()], caller, WorkerSettings(name="w", slots=1)).run()
             await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running

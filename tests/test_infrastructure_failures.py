@@ -25,7 +25,7 @@ from rollout_cases import FakeSink, make_producers, one_token, scored, virtual
 from test_harness_worker import started
 
 from asyncrl.agents.harness import Harness, build_harness
-from asyncrl.agents.worker import Worker
+from asyncrl.agents.worker import Worker, WorkerSettings
 from asyncrl.base.errors import RolloutFailure, TaskError, first_cause
 from asyncrl.base.failures import WAYS_OUT, FailureKind, kind_of_error, kind_of_text
 from asyncrl.config import GeneratorConfig, TaskConfig
@@ -356,7 +356,7 @@ async def test_worker_that_leaves_has_its_name() -> None:
         caller = gateway.worker()
         harness = build(agent("hangs", after_answer=True))
         worker = asyncio.ensure_future(
-            Worker([harness], caller, name="w", slots=1).run()
+            Worker([harness], caller, WorkerSettings(name="w", slots=1)).run()
         )
         running = asyncio.ensure_future(run(gateway))
         await gateway.engine.started.wait()

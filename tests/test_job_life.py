@@ -29,7 +29,6 @@ from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 
 import asyncrl
-from asyncrl import api
 from asyncrl.base.errors import ComponentError, ConfigError, JournalError
 from asyncrl.base.files import run_lock
 from asyncrl.base.user_code import run_loop
@@ -59,10 +58,10 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(
-    tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any
+    tmp_path: Path, *, point: ResumePoint = ResumePoint(is_new=True), **sections: Any
 ) -> Job:
     config = make_config(tmp_path, **sections)
-    reporter = Reporter(config, tmp_path, "test", goes_on=point is not None)
+    reporter = Reporter(config, tmp_path, "test", goes_on=not point.is_new)
     life = Lifecycle(
         config,
         tmp_path,
@@ -323,55 +322,9 @@ def test_signal_while_a_run_begins_in_a_thread_is_kept(
 
         if line == 3:  # the line of a run that has begun
             begin()
-        with before_line("interrupt_soon", line, begin if line < 3 else int):
-            life.interrupt_soon(signal.SIGTERM)
+        with before_line("send", line, begin if line < 3 else int):
+            life.sent_signals.send(signal.SIGTERM)
         assert running[0].result(60) == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("line", [1, 2])
-def test_signal_while_a_lifecycle_is_made_arrives_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int
-) -> None:
-    heard = list[int]()
-    is_in_thread, may_start, has_started, may_end = (
-        threading.Event() for _ in range(4)
-    )
-
-    def before(_: object) -> None:
-        is_in_thread.set()
-        assert may_start.wait(60)
-
-    def after(*_: object) -> None:
-        has_started.set()
-        assert may_end.wait(60)
-        raise ConfigError("the end")
-
-    def start() -> None:
-        may_start.set()
-        assert has_started.wait(60)
-
-    def interrupt(*_: object, **__: object) -> None:
-        if not may_end.is_set():
-            assert is_in_thread.wait(60)
-            handler: Any = signal.getsignal(signal.SIGINT)
-            with before_line("forward", line, start):
-                handler(signal.SIGINT, None)
-            may_end.set()
-
-    monkeypatch.setattr(job, "fetch_architectures", before)
-    monkeypatch.setattr(job, "Job", after)
-    monkeypatch.setattr(api, "wait", interrupt)
-    monkeypatch.setattr(
-        Lifecycle, "interrupt_soon", lambda _, number: heard.append(number)
-    )
-    config = make_config(tmp_path)
-
-    async def notebook() -> None:
-        asyncrl.run(config, run_dir=tmp_path / "run")
-
-    with pytest.raises(ConfigError, match="the end"):
-        asyncio.run(notebook())
-    assert heard == [signal.SIGINT]
 
 
 def test_handlers_of_signals_return_after_a_run(tmp_path: Path) -> None:

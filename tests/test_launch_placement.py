@@ -23,6 +23,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.launch import machine
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import (
     CudaDevice,
     child_environ,
@@ -89,7 +90,7 @@ def test_sides_get_written_or_free_devices(
     used = [device for devices in placement.engines for device in devices]
     assert where(sorted(used, key=lambda device: device.node)) == engines
     is_turns = ZERO in more and "cpu" not in rollout
-    assert placement.mode == ("colocated" if is_turns else "apart")
+    assert placement.is_colocated == is_turns
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_accepted_placement_keeps_the_rules(
     for devices in placement.engines:
         assert len(set(devices)) == split, "an engine has a device twice"
         assert len({device.node for device in devices}) == 1, "an engine spans nodes"
-    assert on_cuda & used == (on_cuda if placement.mode == "colocated" else set())
-    assert placement.mode == "apart" or (bound == 0 and {*ranks} == used)
+    assert on_cuda & used == (on_cuda if placement.is_colocated else set())
+    assert not placement.is_colocated or (bound == 0 and {*ranks} == used)
     assert not {*placement.extra.values()} & on_cuda
     plan = make_plan(config, there, extra_servers(config))
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
@@ -234,6 +235,22 @@ def test_cuda_visible_devices_selects_from_the_drivers_devices(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
+
+
+def test_each_launcher_asks_for_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook runs several times, and what it holds itself changes in between."""
+    asked = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
+    for free in (80000, 20000):
+        line = f"0, GPU-aaaa, {free}, 81559, Default, Disabled"
+        asked.write_text(f"#!/bin/sh\necho '{line}'\n")
+        asked.chmod(0o755)
+        (node,) = LocalLauncher().nodes
+        assert [device.free_bytes for device in node.machine.cuda] == [free * 2**20]
 
 
 def test_child_sees_its_devices_by_the_parents_names(

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
+from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
 from asyncrl.launch.machine import find_python, single_node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
@@ -132,6 +133,21 @@ def test_plan_over_capacity_is_refused_with_the_numbers(
 
 
 # ---- several nodes
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.presence_penalty=1", "gateway.on_sampling_override=honour"]
+)
+def test_penalties_take_memory_of_the_trainer(override: str) -> None:
+    plain, adjusted = (
+        memory(planned(2, *overrides), "trainer-0") for overrides in ([], [override])
+    )
+    shape = model_shape(load().model)
+    tokens = load().trainer.micro_batch_tokens
+    logits = shape.logits_at_once(tokens, "cuda")
+    assert logits < MOST_ADJUSTED
+    assert adjusted.micro_batch - plain.micro_batch == logits * (1 + ADJUSTED_BYTES)
+
 
 TWO_EACH_NODE = [
     "trainer.world_size=2",
@@ -313,6 +329,8 @@ def test_vllms_python_is_named_or_found(
     assert find_python(auto, "vllm") == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
     assert find_python(auto, "vllm") == python
+    make_python(without)  # vLLM is installed there, and the same process tries again
+    assert find_python(auto, "vllm") == without
 
 
 SMALL: dict[str, Any] = {

@@ -274,3 +274,15 @@ def test_death_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     (tmp_path / "engine-0.log").write_text(f"{filler}\n{late}\n")
     assert process.is_refused()
     assert process.death().fault == "last words"
+
+
+def test_a_script_keeps_its_handler_of_sigterm() -> None:
+    def own(*_: object) -> None: ...
+
+    earlier = signal.signal(signal.SIGTERM, own)
+    try:
+        with fork_server.serving():
+            assert signal.getsignal(signal.SIGTERM) is not own
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, earlier)

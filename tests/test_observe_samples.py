@@ -24,6 +24,7 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Batch,
     GroupId,
+    PolicyCall,
     Prompt,
     Rollout,
     Trajectory,
@@ -119,8 +120,13 @@ def test_every_turn_of_every_branch_is_shown() -> None:
         versions=lambda place: 6 if place == 3 else 8,
         metrics={"solved": 1.0},
     )
-    fork = replace(main, branch=1, is_truncated=True, num_interruptions=2)
+    call = PolicyCall(7, 9, "chatcmpl-1", 0.0, 1.0, "stop", (), "searcher/reader")
+    fork = replace(
+        main, branch=1, is_truncated=True, num_interruptions=2, calls=(call,)
+    )
     sample = show((main, fork), gap=0.01)
+    agents = [part.get("agent") for part in sample["parts"]]
+    assert agents == [None] * 7 + ["searcher/reader"]
     texts = [
         (part["branch"], part["is_sampled"], part["text"])
         for part in sample["parts"][:4]

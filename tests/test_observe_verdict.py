@@ -296,9 +296,9 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "(placement.judge (now auto)).",
         ),
         (
-            "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=10",
+            "wait_teaching_s=0.9 wait_rewards_s=0.05 perf/scoring_s=9",
             [*JUDGE, *TAUGHT],
-            "rewards",
+            "teaching",
             "The teacher set the pace: 90% of the time over 20 steps. Give it a faster "
             "device (placement.teacher (now auto)), or",
         ),
@@ -307,12 +307,6 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             POSTED_LATER,
             "rewards",
             "Rewards that programs post set the pace: 90% of the time over 20 steps.",
-        ),
-        (
-            "wait_rewards_s=0.9 perf/scoring_s=9 teacher/wait_s=1",
-            TAUGHT,
-            "rewards",
-            "Rewards set the pace: 90% of the time over 20 steps.",
         ),
         (
             "wait_rewards_s=0.9 judge/requests=30",
@@ -410,6 +404,7 @@ SHARES = (
     "wait_generation_s",
     "train_s",
     "wait_rewards_s",
+    "wait_teaching_s",
     "wait_stragglers_s",
     "wait_publishing_s",
     "handover_s",

@@ -20,12 +20,13 @@ from asyncrl.base.errors import TaskError
 from asyncrl.messages.records import (
     GroupId,
     Prompt,
+    Rollout,
     Ticket,
     UnfinishedGroup,
     VersionSpan,
 )
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.rollouts.rollout import Generator, JudgedGenerator, derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
@@ -41,6 +42,7 @@ class House:
         *,
         engine: Any = None,
         scorer: Any = None,
+        judge: Any = None,
         num_tickets: int = 100,
         **settings: Any,
     ) -> None:
@@ -50,7 +52,9 @@ class House:
             FakeSource(),
             MemoryJournal(),
         )
-        generator = single_turn(self.engine, scorer)
+        generator: Generator = single_turn(self.engine, scorer)
+        if judge is not None:
+            generator = JudgedGenerator(generator, judge)
         values = {
             "capacity": 4,
             "retries": 1,
@@ -113,6 +117,22 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
         await asyncio.sleep(0.5)
         await all_blocked()
         assert [ticket.start_version for ticket in house.sink.admitted] == [0, 2]
+
+
+@virtual
+async def test_group_with_its_rewards_waits_for_teachers() -> None:
+    seen = list[list[str]]()
+
+    async def judge(rollout: Rollout, task: str) -> Rollout:
+        await asyncio.sleep(1)
+        seen.append([phase for _, phase in house.sink.phases])
+        return rollout
+
+    async with House(num_tickets=1, group_size=2, judge=judge) as house:
+        await asyncio.sleep(100)
+    # The second rollout still lacks its reward when the first one has it.
+    assert seen == [["scoring", "scoring", "teaching"]] * 2
+    assert len(house.sink.finished) == 1
 
 
 @virtual

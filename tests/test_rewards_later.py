@@ -27,6 +27,7 @@ from asyncrl.base.http import Refused
 from asyncrl.base.waits import open_waits
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, GeneratorConfig, load_config
+from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import (
@@ -204,6 +205,20 @@ async def test_post_waits_for_the_journal() -> None:
 
 
 @virtual
+async def test_repeated_post_is_known_wherever_the_run_was_killed() -> None:
+    async with application(group_size=2, capacity=2) as app:
+        await asyncio.sleep(HOUR_S)
+        assert await app.post(app.keys[0]) == (200, "")
+    events = app.journal.events
+    (scored,) = app.journal.named("group_scored")
+    # Killed right after its group_scored: the resumed run awaits this reward no more.
+    app.journal.events = events[: events.index(scored) + 1]
+    late = LateRewards(app.journal, timeout_s=9.0)  # type: ignore[arg-type]
+    late.is_open = True
+    await late.post(app.keys[0], Outcome(1.0))
+
+
+@virtual
 async def test_unknown_key_and_wrong_body_are_refused_with_the_reason() -> None:
     async with application() as app:
         await asyncio.sleep(1.0)
@@ -328,6 +343,42 @@ async def test_masked_group_is_given_up_while_it_waits() -> None:
 
 
 @virtual
+async def test_resume_does_not_renew_the_time_of_a_masked_group() -> None:
+    def requeued(*group: Any) -> None:
+        app.producers.requeued(*group)
+
+    buffer = Buffer(
+        BufferConfig(max_staleness=2, look_ahead=2, on_overdue="mask"),
+        num_groups=1,
+        num_batches=9,
+        on_requeued=requeued,
+    )
+    tickets = [Ticket(GroupId(group_id), 0) for group_id in (0, 1)]
+    # Batches 0 to 2 were taken with other groups. These two have tokens of versions 0
+    # and 1, so batch 3 may still mask the first token of the second group.
+    buffer.restore_nowait(3, 9, tickets, [])
+    async with application(sink=buffer, group_size=1) as app:
+        app.host.rollout = lambda index, outcome, reward, **_: (  # type: ignore[method-assign]
+            one_token(index, version=buffer.rule.served, reward=reward),
+        )
+        keys = list[str]()
+        for version, ticket in enumerate(tickets):
+            key, digest = app.late.expect_nowait(f"g{ticket.group_id}/r0")
+            keys.append(key)
+            app.journal.states[ticket.group_id] = "running"
+            waits = replace(one_token(0, version=version), awaits=digest)
+            prompt = Prompt(f"p{version}", ())
+            app.producers.resume_nowait(UnfinishedGroup(ticket, prompt, {0: (waits,)}))
+        status, error = await app.post(keys[0])
+        assert (status, "requeued (all_masked)" in error) == (410, True)
+        assert buffer.rule._last_use[tickets[1].group_id] == 3
+        assert await app.post(keys[1]) == (200, "")
+        await all_blocked()
+        (group,) = (await buffer.wait_batch()).groups
+        assert group.group_id == tickets[1].group_id
+
+
+@virtual
 async def test_resumed_group_awaits_only_what_the_journal_lacks() -> None:
     async with application(num_tickets=0, group_size=2) as app:
         key, digest = app.late.expect_nowait("g7/r1")
@@ -417,6 +468,15 @@ def test_settings_that_disagree_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(write_config(tmp_path, **sections))
+
+
+def test_tried_rollouts_refuse_later_rewards_before_a_start(tmp_path: Path) -> None:
+    generator = {"python": "a:b", "outcomes": "later"}
+    rows = {"python": None, "files": ["a.jsonl"]}
+    path = write_config(tmp_path, generator=generator, task=rows)
+    with pytest.raises(ConfigError, match="outcomes=later with --rollouts"):
+        serve_gateway(load_config(path), tmp_path / "run", name="x", num_tried=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluation_needs_its_own_reward(tmp_path: Path) -> None:

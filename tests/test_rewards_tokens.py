@@ -14,6 +14,7 @@ from test_producers_rollout import FakeHost, run_harness
 from test_tasks_scorer import PROMPT, make_scorer, sampled
 
 from asyncrl.base.errors import RewardFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.buffer.buffer import rewards_of
 from asyncrl.job.check import try_reward
 from asyncrl.messages.records import Batch, Completion, Credit, Group, GroupId, Outcome
@@ -96,6 +97,7 @@ async def test_each_span_is_a_sample_of_the_advantage() -> None:
 async def test_wrong_rewards_of_tokens_fail_the_rollout(value: Any, words: str) -> None:
     outcome = await rollout_of(lambda *_: value)
     assert isinstance(outcome, FailedRollout)
+    assert outcome.failure.kind == FailureKind.CORRUPT_RESULT
     with pytest.raises(RewardFailure, match=words):
         raise outcome.failure
 

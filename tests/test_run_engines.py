@@ -33,7 +33,6 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.live_settings import (
     WANTED_FILE,
-    follow_live,
     read_wanted,
     scale_run,
     write_wanted,
@@ -111,10 +110,6 @@ class House(EngineRooms):
         self.spawn(self.publisher.run(), name="publisher")
         if start is not None:
             self.spawn(self.scale.follow(), name="scale")
-            self.spawn(
-                follow_live(folder, self.scale.range.numbers, self.scale.want_nowait),
-                name="live settings",
-            )
 
     @property
     def states(self) -> list[str]:

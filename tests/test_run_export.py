@@ -24,10 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.config import load_config, run_config_yaml
+from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.loop import save_final
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.run_export import export_run, find_weights
 from asyncrl.journal.checkpoint_folders import write_manifest
+from asyncrl.launch.processes import Launcher
+from asyncrl.observe.console import RunLog
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights.tensor_files import float32_names
@@ -259,7 +262,8 @@ def test_final_has_the_version_of_its_own_run(made: MadeRun, ends: bool) -> None
             await asyncio.to_thread(path.mkdir)
 
     trainer: Any = Trainer()
-    asyncio.run(save_final(trainer, made.path))
+    lifecycle = Lifecycle(config, made.path, RunLog(), Launcher())
+    asyncio.run(save_final(lifecycle, trainer))
     if ends:
         Reporter(config, made.path, "run").finish("done")
     version, folder = find_weights(made.path, config, "last")

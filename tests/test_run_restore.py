@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +36,29 @@ from asyncrl.base.errors import (
     TrainerError,
     TrainerLost,
 )
+from asyncrl.base.http import Refused
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.job.trainer_recovery import (
+    SupervisedTrainer,
+    journaled_batches,
+    recover_trainer,
+)
 from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
-from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.messages.records import (
+    Batch,
+    GroupId,
+    Outcome,
+    Prompt,
+    Ticket,
+    UnfinishedGroup,
+)
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
+from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.prompt_source import Epochs
 
@@ -88,6 +103,7 @@ class Life:
             bring_back=never,
         )
         self.producers = self
+        self.late = LateRewards(self.journal, timeout_s=9.0)
         self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, Prompt]] = []
         self.restored = 0
@@ -141,7 +157,7 @@ class Life:
 
     special_tokens = SpecialTokens()
 
-    def resumes(self, version: int, counted: object) -> None:
+    def resume_at(self, version: int, counted: object) -> None:
         assert self.steps == []
         self.restored += 1
 
@@ -263,6 +279,34 @@ def test_prompt_that_the_task_changed_starts_over_first(tmp_path: Path) -> None:
         ]
         assert found == [(1, "0/1"), (2, "0/0")]
         assert life.next_prompts(1) == [("0/2", 0)]
+
+    lives(tmp_path / "journal.sqlite", first, second, third)
+
+
+def test_rewards_of_a_requeued_group_are_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    keys = list[str]()
+
+    async def first(life: Life) -> None:
+        prompt = Prompt("0/0", ({"role": "user", "content": "another question"},))
+        life.journal.admitted_nowait(life.buffer.admit_nowait(), prompt)
+        key, digest = life.late.expect_nowait("g0/r1")
+        keys.append(key)
+        rollout, *others = make_rollout(0, 1, version=0)
+        awaits = replace(rollout, reward=0.0, awaits=digest)
+        life.journal.rollout_finished_nowait(GroupId(0), (awaits, *others))
+
+    async def second(life: Life) -> None:
+        life.feed.next_nowait()
+        assert await life.restore() == ()
+
+    async def third(life: Life) -> None:
+        for _ in range(2):
+            life.late.is_open = True
+            with pytest.raises(Refused, match="the task now makes a different prompt"):
+                await life.late.post(keys[0], Outcome(1.0))
+            await life.restore()
 
     lives(tmp_path / "journal.sqlite", first, second, third)
 
@@ -579,7 +623,10 @@ def test_recovery_keeps_its_checkpoint_until_it_ends(tmp_path: Path) -> None:
 
         client: Any = SimpleNamespace(catch_up=catch_up)
         await recover_trainer(
-            client, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20
+            client,
+            3,
+            checkpoints=checkpoints,
+            batches=partial(journaled_batches, life.journal),
         )
         assert trained == [1, 2]
 

@@ -20,7 +20,6 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
 from asyncrl.job.servers import Servers
-from asyncrl.launch import launchers
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.mps import Mps
@@ -41,9 +40,9 @@ def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> S
     config = load(*overrides)
     nodes = single_node(Machine(cuda, 8, 2**34, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
-    return Servers(
-        config, placement, folder / "model", NO_TOKENS, folder, LocalLauncher()
-    )
+    launcher = LocalLauncher()
+    launcher.nodes = nodes
+    return Servers(config, placement, folder / "model", NO_TOKENS, folder, launcher)
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
@@ -80,11 +79,8 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
 
 
 @pytest.mark.parametrize("num_cuda", [0, 3])
-def test_process_sees_only_its_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
-) -> None:
+def test_process_sees_only_its_devices(tmp_path: Path, num_cuda: int) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
     anywhere = [
         "placement.trainer=auto",
         "placement.rollout=auto",
@@ -107,11 +103,8 @@ def test_process_sees_only_its_devices(
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("kind", ["embedded", "vllm"])
-def test_processes_share_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
-) -> None:
+def test_processes_share_a_device(tmp_path: Path, kind: str, staleness: int) -> None:
     cuda = (CudaDevice("0", None, 80 * 2**30),)
-    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     python = make_python(tmp_path / "python")
     settings = [
         "placement.trainer=0",
@@ -143,7 +136,6 @@ def test_only_processes_of_the_shared_device_use_mps(
         CudaDevice("0", None, 2**36, "GPU-a", "Default"),
         CudaDevice("1", None, 2**36, "GPU-b", "Default"),
     )
-    monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     settings = [
         "placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}",
         "buffer.max_staleness=2",

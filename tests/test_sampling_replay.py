@@ -17,6 +17,7 @@ from engine_replies import ask
 from gateway_capture_cases import CharRenderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import LiveBytes
 from logit_oracle import ADJUSTED, adjusted_logits
 from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
@@ -26,6 +27,7 @@ from trainer_cases import make_spec as trainer_spec
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.base.http import Refused
+from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
 from asyncrl.engines.pool import SegmentJoin
 from asyncrl.journal.schema import (
     decode_partial,
@@ -48,7 +50,13 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
-from asyncrl.trainer.adjustments import find_adjusted
+from asyncrl.trainer.adjustments import (
+    PLAIN,
+    AdjustedCall,
+    AdjustedCalls,
+    PairChanges,
+    find_adjusted,
+)
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.rank import TrainerRank
@@ -279,6 +287,34 @@ def test_equal_texts_of_other_calls_have_their_own_logprobs(world: World) -> Non
     assert alone[4] - alone[8 + 6] == pytest.approx(3.0 / 0.7, abs=0.1)
 
 
+def test_memory_of_penalties_does_not_grow_with_the_length() -> None:
+    """The plan counts what changes at once. A list of all changed logits of this answer
+    would take 158 MB.
+    """
+    num_tokens, start = 8000, 100
+    ids = (np.random.default_rng(0).zipf(1.3, num_tokens) % 3000).astype(np.int32)
+    penalties = Adjustment(frequency_penalty=0.5, repetition_penalty=1.2)
+    call = AdjustedCall(0, start, num_tokens, penalties)
+    own = np.where(np.arange(num_tokens) >= start, 0, PLAIN).astype(np.int32)
+    adjusted = AdjustedCalls([call], own)
+    changes = PairChanges.of(adjusted, ids, np.arange(start, num_tokens))
+    assert changes is not None
+    assert len(changes.stretches.id_E) <= num_tokens
+    logits = changes.of_plain(num_tokens, torch.device("cpu"))
+    assert logits is not None
+    assert logits.before[-1] * 28 > 150e6
+    logits_MC = torch.zeros(num_tokens - start, 512)
+    part = slice(0, 512)
+    num_changed = int(logits.before[np.searchsorted(logits.ids, 512)])
+    assert num_changed > 2 * MOST_ADJUSTED
+    with LiveBytes() as live:
+        changed_slice = logits.apply_to(logits_MC, part, 1.0)
+        changed_slice.correct(logits_MC, None)
+    found = live.most - logits_MC.nbytes
+    planned = num_changed + ADJUSTED_BYTES * MOST_ADJUSTED
+    assert 0.7 * planned < found <= planned
+
+
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_bias_of_a_token_that_the_model_does_not_know_is_refused(
     world: World, token_id: int
@@ -333,7 +369,7 @@ def scores_of(policy: Policy, case: Case) -> tuple[Scores, Any, Any]:
     )
     order = np.argsort(micro.source_M)
     scores = policy(micro, 0.7)
-    return Scores(*(one[order] for one in scores)), micro, order
+    return Scores(*(one[order] for one in scores[:3])), micro, order
 
 
 @pytest.mark.parametrize("has_plain_head", [True, False])
@@ -347,8 +383,9 @@ def test_head_is_a_log_softmax_of_adjusted_logits_over_supports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Supports of `share` of the tokens; the others have the whole vocabulary. In slices
-    of 32 ids.
+    of 32 ids, and in pieces of 7 changed logits.
     """
+    from asyncrl.trainer import adjustments as adjustments_module
     from asyncrl.trainer import policy as policy_module
 
     header, arrays = batch_of(world, 5, 0, **given)
@@ -367,6 +404,7 @@ def test_head_is_a_log_softmax_of_adjusted_logits_over_supports(
     num_tokens = len(micro.target_U)
     monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 32 * num_tokens)
     monkeypatch.setattr(policy_module, "MIN_SLICE", 1)
+    monkeypatch.setattr(adjustments_module, "MOST_ADJUSTED", 7)
     found, _, _ = scores_of(policy, case)
 
     # The same by the whole logits.

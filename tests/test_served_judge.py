@@ -191,7 +191,9 @@ def test_model_that_cannot_judge_is_refused_before_training(tmp_path: Path) -> N
         check(Path("/no/model"))
 
 
-def config_of(*judges: dict[str, Any], **placement: Any) -> Any:
+def config_of(
+    *judges: dict[str, Any], rollout: dict[str, Any] | None = None, **placement: Any
+) -> Any:
     sections = [
         {
             "files": ["examples/data/capitals.jsonl"],
@@ -201,7 +203,14 @@ def config_of(*judges: dict[str, Any], **placement: Any) -> Any:
         for number, judge in enumerate(judges)
     ]
     model = {"scratch": job_runs.CONFIG["model"]["scratch"], "dtype": "float32"}
-    return config_from({"model": model, "task": sections, "placement": placement})
+    return config_from(
+        {
+            "model": model,
+            "task": sections,
+            "placement": placement,
+            "rollout": rollout or {},
+        }
+    )
 
 
 URL = "http://127.0.0.1:9/v1"
@@ -232,6 +241,15 @@ def test_tasks_share_the_server_of_a_judge() -> None:
     server = extra_servers(config)["judge"]
     assert (server.slots, server.max_length) == (20, 4096)
     assert "judge" not in extra_servers(config_of({"base_url": URL}))
+
+
+def test_vllms_python_may_be_named_for_a_judge_alone() -> None:
+    named = {"vllm_python": "/opt/vllm/bin/python"}
+    config = config_of({"engine": "vllm"}, rollout=named)
+    assert config.rollout.engine == "embedded"
+    for other in ({}, {"base_url": URL}):
+        with pytest.raises(ConfigError, match="vllm_python is for vLLM, and neither"):
+            config_of(other, rollout=named)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
 def test_good_rollouts_become_demonstrations(
     run_dir: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "good.jsonl"
+    out = tmp_path / "new" / "good.jsonl"
     arguments = ["export", str(run_dir), str(out), "--samples", "--min-reward", "0.9"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
@@ -107,6 +107,13 @@ def test_export_without_good_rollouts_is_refused(run_dir: Path, tmp_path: Path) 
 
 
 def test_options_of_samples_come_together(run_dir: Path) -> None:
-    for option in (["--samples"], ["--min-reward", "0.9"]):
+    good = ["--samples", "--min-reward", "0.9"]
+    for option in (
+        good[:1],
+        good[1:],
+        [*good, "--step", "best"],
+        [*good, "--adapter"],
+        [*good, "--traces"],
+    ):
         arguments = ["export", str(run_dir), "out.jsonl", *option]
         assert CliRunner().invoke(app, arguments).exit_code == 2

@@ -127,7 +127,9 @@ async def sampled_rollout() -> Rollout:
     engine = ScriptedEngine(lambda request: call_the_tool(text_of(request)))
     async with gateway_world(engine, on_sampling_override="honour") as world:
         messages: list[Any] = [*PROMPT.messages]
-        _, first = await world.post({"messages": messages, "tools": [TOOL]})
+        adder = {"X-Session-ID": "adder"}
+        asked = {"messages": messages, "tools": [TOOL]}
+        _, first = await world.post(asked, headers=adder)
         said = first["choices"][0]["message"]
         result = {
             "role": "tool",
@@ -135,7 +137,7 @@ async def sampled_rollout() -> Rollout:
             "content": "3",
         }
         turns = [*messages, said, result]
-        await world.post({"messages": turns, "tools": [TOOL]})
+        await world.post({"messages": turns, "tools": [TOOL]}, headers=adder)
         # Another temperature: it is not trained.
         await world.ask("summary", temperature=0.25)
         return world.session.rollout(
@@ -203,6 +205,7 @@ def test_training_traces_have_the_tokens_of_each_call_and_its_loss(
     assert [turn["metadata"]["reward"] for turn in whole] == [0.5, 1.0]
     reasons = [turn["metadata"]["finish_reason"] for turn in whole]
     assert reasons == ["tool_calls", "stop"]
+    assert {turn["metadata"]["agent"] for turn in whole} == {"adder"}
     for turn, masked in zip(whole, old, strict=True):
         start = len(turn["prompt_token_ids"])
         sampled = turn["completion_token_ids"]
@@ -293,6 +296,7 @@ def test_spans_are_a_trace_of_calls_and_tools(
     calls = rollout[0].calls
     about = plain(second.attributes)
     assert about["gen_ai.response.id"] == "chatcmpl-1"
+    assert about["gen_ai.agent.name"] == "adder"
     assert about["gen_ai.response.finish_reasons"] == ["stop"]
     assert about["gen_ai.usage.input_tokens"] == calls[1].start
     assert about["gen_ai.usage.output_tokens"] == calls[1].end - calls[1].start

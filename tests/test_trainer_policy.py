@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
-from asyncrl.trainer.adjustments import ChangedLogits, Changes
+from asyncrl.trainer.adjustments import ChangedLogits, Stretches
 from asyncrl.trainer.forward_plan import find_plan, probe_model
 from asyncrl.trainer.packing import AllowedRows, micro_batches
 from asyncrl.trainer.policy import ForwardPlan, HeadUse, Policy, head_scores
@@ -302,11 +302,12 @@ def test_sliced_head_is_a_log_softmax(
         is_changed = torch.rand(70, 600, generator=random).numpy() < 0.1
         changes = np.where(is_changed, 2.0 ** values.float().numpy(), changes)
         id_A, row_A = is_changed.T.nonzero()
-        of_rows = Changes(row_A, id_A, *changes[:, row_A, id_A])
-        changed = ChangedLogits.of_plain(of_rows, 70, torch.device("cpu"))
+        of_rows = Stretches(id_A, row_A, row_A + 1, *changes[:, row_A, id_A])
+        device = torch.device("cpu")
+        changed = ChangedLogits.of(np.arange(70), of_rows, device)
     found, expected = [*narrow, None][:3], [*wide, None][:3]
     scores = (
-        head_scores(*found, target_M, HeadUse(0.7, rows, changed)),
+        head_scores(*found, target_M, HeadUse(0.7, rows, changed))[:3],
         whole(*expected, target_M, is_allowed, *map(torch.from_numpy, changes)),
     )
     assert_all_close(scores[0], scores[1], limit)

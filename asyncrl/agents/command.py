@@ -87,9 +87,9 @@ class CommandHarness:
             name: shutil.which(name, path=self._env.get("PATH")) for name in programs
         }
         if missing := [name for name, path in found.items() if path is None]:
-            what = f"generator.command: there is no program {missing[0]} in {Path.cwd()} or PATH"
             raise ConfigError(
-                what, way_out="correct or install it, and make the file executable."
+                f"generator.command: there is no program {missing[0]} in {Path.cwd()} or PATH",
+                way_out="correct or install it, and make the file executable.",
             )
         self.sandbox = make_sandbox(
             config, [*filter(None, found.values()), *self.command]
@@ -267,9 +267,9 @@ def _signal(group: int, number: int) -> bool:
 def passed_env(names: Sequence[str]) -> dict[str, str]:
     """Return the variables of generator.pass_env. Raises ConfigError if one is unset."""
     if missing := [name for name in names if name not in os.environ]:
-        what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
         raise ConfigError(
-            what, way_out=f"export {missing[0]}=... before `asyncrl` is started."
+            f"generator.pass_env names {', '.join(missing)}, which this process does not have",
+            way_out=f"export {missing[0]}=... before `asyncrl` is started.",
         )
     return {name: os.environ[name] for name in names}
 
@@ -295,6 +295,8 @@ def last_line_outcome(text: str) -> Outcome:
             last = json.dumps({"reward": float(last)})
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
-        what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
-        rule = 'print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text'
-        raise RolloutFailure(what, rule=rule, kind=FailureKind.CORRUPT_RESULT) from None
+        raise RolloutFailure(
+            f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}",
+            rule='print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text',
+            kind=FailureKind.CORRUPT_RESULT,
+        ) from None

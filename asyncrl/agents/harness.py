@@ -9,7 +9,7 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,6 +27,7 @@ from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.worker_api import FailureBody, WorkItem
 
 if TYPE_CHECKING:
+    from httpx import AsyncClient
     from openai import AsyncOpenAI
 
 log = logging.getLogger("asyncrl.worker")
@@ -72,11 +73,9 @@ class AnyTask:
     def __getattr__(self, name: str) -> Any:
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        way_out = (
-            "set generator.give_answer=true, or return nothing and let the task score."
-        )
         raise ConfigError(
-            "the harness reads task.answer, which it is not given", way_out=way_out
+            "the harness reads task.answer, which it is not given",
+            way_out="set generator.give_answer=true, or return nothing and let the task score.",
         )
 
 
@@ -92,14 +91,30 @@ class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI
     client, or `client`.
 
-    After the attempt, every call gets 401.
+    `agent`: path of a sub-agent, from child(). Other clients than `client` send it as
+    X-Session-ID. After the attempt, every call gets 401.
     """
 
     base_url: str
     api_key: str
     model: str
     outcome_key: str | None = None
-    http_client: Callable[[], Any] = lambda: None
+    http_client: Callable[[], AsyncClient | None] = lambda: None
+    agent: str = ""
+
+    def child(self, role: str) -> Session:
+        """Return the session of a sub-agent. Its tokens belong to this rollout, with its
+        reward or one of their own: Outcome(turn_rewards={"main": 1, "ROLE": 0}).
+
+        Example: session.child("searcher").child("reader") is the agent searcher/reader.
+        """
+        if not role or "/" in role or not role.isprintable() or not role.isascii():
+            raise ConfigError(
+                f"session.child({role!r:.80}) has no name for the agent",
+                rule="a role is printable ASCII without /",
+                way_out='name it, such as session.child("searcher").',
+            )
+        return replace(self, agent=f"{self.agent}/{role}".lstrip("/"))
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
@@ -112,10 +127,11 @@ class Session:
             max_retries=MAX_RETRIES,
             timeout=None,
             http_client=self.http_client(),
+            default_headers={"X-Session-ID": self.agent} if self.agent else None,
         )
 
 
-def make_http_client() -> Any:
+def make_http_client() -> AsyncClient:
     """Return the shared httpx client of a worker."""
     import httpx
     from openai import DefaultAsyncHttpxClient
@@ -129,7 +145,7 @@ def make_http_client() -> Any:
 class Harness(Protocol):
     """An exception in run fails its rollout; ConfigError ends the worker."""
 
-    async def run(self, task: AnyTask, session: Session) -> Any:
+    async def run(self, task: AnyTask, session: Session) -> object:
         """Return a reward, an Outcome, or None for the task's reward.
 
         Nothing of the rollout may run after the end or cancellation.
@@ -160,7 +176,7 @@ class PythonHarness:
         usage = (
             ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         )
-        self._function: Callable[..., Any] = load_function(
+        self._function: Callable[..., object] = load_function(
             config.python or "",
             "generator.python",
             usage=usage,
@@ -169,14 +185,14 @@ class PythonHarness:
         )
         self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
-    async def run(self, task: AnyTask, session: Session) -> Any:
+    async def run(self, task: AnyTask, session: Session) -> object:
         self.calls.check()
         call = functools.partial(self._function, task, session, **self._args)
         value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
-def _in_thread(call: Callable[[], Any]) -> Any:
+def _in_thread(call: Callable[[], object]) -> object:
     try:
         return call()
     except StopIteration as error:  # a future cannot carry StopIteration
@@ -245,10 +261,10 @@ def as_outcome(value: object) -> Outcome:
         return OUTCOME.validate_python(outcome)
     except ValueError as error:
         kind = type(value).__name__
-        what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
-        rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(
-            what, rule=rule, kind=FailureKind.CORRUPT_RESULT
+            f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}",
+            rule="return a finite number, an Outcome, or None for the task's own reward",
+            kind=FailureKind.CORRUPT_RESULT,
         ) from error
 
 

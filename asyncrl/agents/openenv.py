@@ -53,7 +53,7 @@ class OpenEnvArgs(FrozenConfig):
     """Field of the observation that the model reads (none = the only one, or all as
     JSON).
     """
-    reset: dict[str, Any] = {}
+    reset: dict[str, object] = {}
     """Arguments of every reset. A prompt's info.reset adds others."""
     max_turns: int = Field(default=16, ge=1)
     """Answers of an episode; then it ends, done or not."""
@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
     reward: float | None
     is_done: bool
-    shown: list[dict[str, Any]]
+    shown: list[dict[str, str]]
 
 
 class OpenEnvHarness:
@@ -316,14 +316,14 @@ class OpenEnvHarness:
             )
         return chosen
 
-    async def _answer(self, client: Any, action: Mapping[str, Any]) -> Any:
+    async def _answer(self, client: Any, action: Mapping[str, object]) -> Any:
         try:
             return await client.step(dict(action))
         # A lost connection has lost the environment's state: the rollout is retried.
         except Exception as error:
             raise self._failure("step", error) from error
 
-    async def _step_text(self, client: Any, action: Mapping[str, Any]) -> Step:
+    async def _step_text(self, client: Any, action: Mapping[str, object]) -> Step:
         try:
             result = await self._answer(client, action)
         except RolloutFailure as failure:
@@ -332,11 +332,11 @@ class OpenEnvHarness:
             if INVALID in failure.what:
                 return Step(None, True, [])
             raise
-        shown: list[dict[str, Any]] = []
+        shown: list[dict[str, str]] = []
         _add_text(shown, self._text_of(result.observation))
         return Step(_number(result.reward), bool(result.done), shown)
 
-    async def _tools(self, client: Any) -> list[dict[str, Any]]:
+    async def _tools(self, client: Any) -> list[dict[str, object]]:
         listed = await self._answer(client, {"type": "list_tools"})
         return [
             {
@@ -351,7 +351,7 @@ class OpenEnvHarness:
         ]
 
     async def _call_tools(self, client: Any, calls: Sequence[Any]) -> Step:
-        shown: list[dict[str, Any]] = []
+        shown: list[dict[str, str]] = []
         rewards: list[float] = []
         is_done = not calls
         for call in calls:
@@ -386,7 +386,7 @@ class OpenEnvHarness:
         text = _tool_text(fault or seen.get("result"))
         return text, _number(result.reward), bool(result.done)
 
-    def _text_of(self, observation: Mapping[str, Any]) -> str:
+    def _text_of(self, observation: Mapping[str, object]) -> str:
         chosen = self._args.observation
         if chosen is not None:
             if chosen not in observation:
@@ -411,14 +411,14 @@ def _client_class(said: str) -> Any:
     try:
         from openenv.core import GenericEnvClient
     except ModuleNotFoundError as error:
-        way_out = f"{install_extra('openenv')}, where the run is started and where its workers run."
         raise ConfigError(
-            f"{said} needs openenv-core: {error}", way_out=way_out
+            f"{said} needs openenv-core: {error}",
+            way_out=f"{install_extra('openenv')}, where the run is started and where its workers run.",
         ) from error
     return GenericEnvClient
 
 
-def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+def _add_text(messages: list[Any], text: str) -> None:
     """Add what the environment says as the user's, to a user message that waits for an
     answer.
     """
@@ -430,13 +430,13 @@ def _add_text(messages: list[dict[str, Any]], text: str) -> None:
         messages.append({"role": "user", "content": text})
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _tool_text(result: Any) -> str:
+def _tool_text(result: object) -> str:
     """Return the texts of an MCP result, or JSON of any other."""
     parts = result.get("content") if isinstance(result, dict) else None
     if not isinstance(parts, list) or not parts:
@@ -446,5 +446,5 @@ def _tool_text(result: Any) -> str:
     )
 
 
-def _number(reward: Any) -> float | None:
+def _number(reward: float | None) -> float | None:
     return None if reward is None else float(reward)

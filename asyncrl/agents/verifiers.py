@@ -153,7 +153,7 @@ class VerifiersHarness:
                 rule="each of several trained agents has its own reward",
             )
         # The library sends the id of an agent's trace with its calls (X-Session-ID).
-        rewards = {trace.id: float(trace.reward) for trace in traces}
+        rewards = {trace.id: float(trace.reward) for trace in traces if trace.calls}
         metrics = {
             f"{trace.agent.name}/{name}": value
             for trace in traces
@@ -172,8 +172,9 @@ class VerifiersHarness:
         if missing := [
             name for name, reward in trace.rewards.items() if reward is None
         ]:
-            what = f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
-            raise RewardFailure(what)
+            raise RewardFailure(
+                f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
+            )
 
 
 def _refuse_late(trace: Any, said: str) -> None:
@@ -269,16 +270,19 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, list
             or "none"
         )
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
-        rule = "agents without client and model are trained, at least one; others need a client"
         raise ConfigError(
-            f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args."
+            f"{shown}: {what}",
+            rule="agents without client and model are trained, at least one; others need a client",
+            way_out="set `client` in generator.args.",
         )
     places = {"": env.config.retries}
     places |= {f"{seat}.": agent.retries for seat, agent in trained.items()}
     for place, retries in places.items():
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            rule = "its retries would be trained, too; rollout.retries retries failed rollouts"
-            raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule)
+            raise ConfigError(
+                f"{shown}: generator.args has {place}retries",
+                rule="its retries would be trained, too; rollout.retries retries failed rollouts",
+            )
     return env, [*trained]
 
 
@@ -286,9 +290,8 @@ def _library(identifier: str) -> Any:
     try:
         import verifiers.v1
     except ModuleNotFoundError as error:
-        what = (
-            f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}"
-        )
-        way_out = f"{install_extra('verifiers')}, where the run is started and where its workers run."
-        raise ConfigError(what, way_out=way_out) from error
+        raise ConfigError(
+            f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}",
+            way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
+        ) from error
     return verifiers.v1

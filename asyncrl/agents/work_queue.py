@@ -208,8 +208,11 @@ class RolloutQueue:
             # As bytes: compare_digest raises TypeError for a str that is not ASCII.
             given = shown_key(request).encode(errors="surrogateescape")
             if not hmac.compare_digest(given, self.worker_key.encode()):
-                way_out = "start the worker with the key that the run prints."
-                raise Refused(401, "wrong or missing worker key", way_out=way_out)
+                raise Refused(
+                    401,
+                    "wrong or missing worker key",
+                    way_out="start the worker with the key that the run prints.",
+                )
             return _as_response(await handler(request))
 
         return answer
@@ -349,8 +352,11 @@ class RolloutQueue:
         try:
             message = shape.model_validate_json(body)
         except ValidationError as error:
-            way_out = "run worker and trainer with the same asyncrl."
-            raise Refused(422, first_fault(error), way_out=way_out) from error
+            raise Refused(
+                422,
+                first_fault(error),
+                way_out="run worker and trainer with the same asyncrl.",
+            ) from error
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._loop.time()
         worker = self._workers.setdefault(worker_id, WorkerRecord())
@@ -452,9 +458,9 @@ class RolloutQueue:
             item.model_dump_json()
         except (ValueError, TypeError, RecursionError) as error:
             # pydantic's errors are ValueErrors
-            what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
             raise PromptUnusable(
-                what, rule="its `answer` and `info` must be JSON values"
+                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}",
+                rule="its `answer` and `info` must be JSON values",
             ) from error
         return item
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -64,6 +64,9 @@ from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
 
+if TYPE_CHECKING:
+    from httpx import AsyncClient
+
 log = logging.getLogger("asyncrl.worker")
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -100,6 +103,15 @@ class Room(Message):
         )
 
 
+class WorkerSettings(Message):
+    name: str
+    slots: int = Field(ge=1)
+    labels: tuple[Name, ...] = ()
+    room: Room = Room()
+    drain_s: float = Field(default=0.0, ge=0)
+    give_up_s: float | None = Field(default=None, ge=0)
+
+
 class Worker:
     """Run one rollout per slot.
 
@@ -119,33 +131,22 @@ class Worker:
         self,
         harnesses: Sequence[Harness],
         caller: Caller,
-        *,
-        name: str,
-        slots: int,
-        labels: Sequence[str] = (),
-        room: Room = Room(),
-        drain_s: float = 0.0,
-        give_up_s: float | None = None,
+        settings: WorkerSettings,
     ) -> None:
-        self.name = name
-        self.slots = slots
+        self.settings = settings
         self.is_cut = False
         """It drained, and left rollouts unfinished."""
-        self._labels = list(labels)
-        self._room = room
         self._busy = ""
         self._is_over = False
         """The run has ended, as any answer may say."""
-        self._drain_s = drain_s
         self._drain = asyncio.Event()
         self.running: dict[str, asyncio.Task[None]] = {}
         self._harnesses = harnesses
         self._caller = caller
-        self._give_up_s = give_up_s
-        self._identity = {"worker": name, "instance": secrets.token_hex(8)}
+        self._identity = {"worker": settings.name, "instance": secrets.token_hex(8)}
         self._freed = Signal()
         self._numbers = itertools.count()
-        self._http: Any = None
+        self._http: AsyncClient | None = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._clock = asyncio.get_running_loop().time
 
@@ -178,7 +179,7 @@ class Worker:
                         self.running[item.item_id] = running
                     await self._freed.wait_for(
                         lambda: (
-                            len(self.running) < self.slots
+                            len(self.running) < self.settings.slots
                             or self.is_draining
                             or self._is_over
                         )
@@ -188,10 +189,10 @@ class Worker:
                 if self.is_draining:
                     await self._finish()
                 # Workers of `asyncrl work` return here. The run ends its own processes.
-                elif self._give_up_s is None:
+                elif self.settings.give_up_s is None:
                     await asyncio.Event().wait()
                 else:
-                    log.info("worker %s: the run is done", self.name)
+                    log.info("worker %s: the run is done", self.settings.name)
                 for task in (heartbeats, *self.running.values()):
                     task.cancel()
         except BaseExceptionGroup as errors:
@@ -222,22 +223,22 @@ class Worker:
     async def _finish(self) -> None:
         log.info(
             "worker %s drains: it takes no more work, and its %d rollouts may end within %g s",
-            self.name,
+            self.settings.name,
             len(self.running),
-            self._drain_s,
+            self.settings.drain_s,
         )
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(self.settings.drain_s):
                 await self._freed.wait_for(lambda: not self.running)
         self.is_cut = bool(self.running)
 
     async def _wait_room(self) -> None:
         """Wait until the machine has memory and disk for another rollout."""
-        while (short := self._room.shortage()) and not (
+        while (short := self.settings.room.shortage()) and not (
             self.is_draining or self._is_over
         ):
             if not self._busy:
-                log.warning("worker %s takes no work: %s", self.name, short)
+                log.warning("worker %s takes no work: %s", self.settings.name, short)
             self._busy = short
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_PERIOD_S):
@@ -263,7 +264,7 @@ class Worker:
     async def _take(self) -> wire.TakeAnswer:
         # again for each try, because the held items change
         def request() -> wire.TakeRequest:
-            free = 0 if self.is_draining else self.slots - len(self.running)
+            free = 0 if self.is_draining else self.settings.slots - len(self.running)
             return self._request(free)
 
         answer = await self._ask(
@@ -280,7 +281,7 @@ class Worker:
             holding=list(self.running),
             is_draining=self.is_draining,
             is_leaving=is_leaving,
-            labels=self._labels,
+            labels=list(self.settings.labels),
             busy=self._busy,
         )
 
@@ -306,7 +307,7 @@ class Worker:
             del self.running[item.item_id]
             self._freed.notify()
 
-    def _http_client(self) -> Any:
+    def _http_client(self) -> AsyncClient:
         self._http = self._http or make_http_client()
         return self._http
 
@@ -353,21 +354,26 @@ class Worker:
                 if isinstance(error, CallRefused) and error.status == 410:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):
-                    what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
                     raise ConfigError(
-                        what, rule=error.body.rule, way_out=error.body.way_out
+                        f"the gateway at {self._caller.url} refused worker {self.settings.name}: "
+                        f"{error.body.error}",
+                        rule=error.body.rule,
+                        way_out=error.body.way_out,
                     ) from error
                 # Anything else may pass. A run may be resumed, with the same key and,
                 # if it is configured, the same port.
                 if lost_since_s is None:
                     lost_since_s = self._clock()
-                    log.warning("worker %s: %s. It retries.", self.name, error)
+                    log.warning("worker %s: %s. It retries.", self.settings.name, error)
                 lost_s = self._clock() - lost_since_s
-                if self._give_up_s is not None and lost_s >= self._give_up_s:
+                if (
+                    self.settings.give_up_s is not None
+                    and lost_s >= self.settings.give_up_s
+                ):
                     raise ComponentError(
                         "gateway",
-                        f"worker {self.name}: no answer for {lost_s:.0f} s: {error}",
-                        rule=f"--give-up-after={self._give_up_s:g} s is the limit",
+                        f"worker {self.settings.name}: no answer for {lost_s:.0f} s: {error}",
+                        rule=f"--give-up-after={self.settings.give_up_s:g} s is the limit",
                         way_out="start the run again, then the worker; or raise --give-up-after.",
                     ) from error
             # A quarter of the lease at most. Heartbeats come every quarter and wait a
@@ -380,17 +386,11 @@ class Worker:
 # ---- the worker process
 
 
-class WorkerSpec(Message):
+class WorkerSpec(WorkerSettings):
     """Without the worker key, which is in WORKER_KEY_ENV."""
 
-    name: str
     url: str = Field(pattern="^https?://[^/]+")
-    slots: int = Field(ge=1)
-    labels: tuple[Name, ...] = ()
-    room: Room = Room()
-    drain_s: float = Field(default=0.0, ge=0)
     harnesses: list[GeneratorConfig] = Field(min_length=1)
-    give_up_s: float | None = Field(default=None, ge=0)
 
 
 def work(
@@ -410,16 +410,7 @@ def work(
         try:
             if health_fd is not None:
                 await _serve_health(harnesses, health_fd)
-            worker = Worker(
-                harnesses,
-                caller,
-                name=spec.name,
-                slots=spec.slots,
-                labels=spec.labels,
-                room=spec.room,
-                drain_s=spec.drain_s,
-                give_up_s=spec.give_up_s,
-            )
+            worker = Worker(harnesses, caller, spec)
 
             def on_sigterm() -> None:
                 # The second signal does not wait for the harnesses.
@@ -515,7 +506,7 @@ def run_worker(
     min_disk_mb: int,
     drain_s: float,
     give_up_s: float,
-    **settings: Any,
+    **settings: object,
 ) -> int:
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or
     130 after SIGTERM or Ctrl-C.
@@ -548,9 +539,9 @@ def run_worker(
         options = ", ".join(
             f"--{kind} {each.metavar}" for kind, each in HARNESSES.items()
         )
-        way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE, --labels A,B."
         raise ConfigError(
-            f"`asyncrl work {url}` got {given}, {args=}: {error}", way_out=way_out
+            f"`asyncrl work {url}` got {given}, {args=}: {error}",
+            way_out=f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE, --labels A,B.",
         ) from error
     _log_to_stderr()
     hide_memory()
@@ -571,10 +562,10 @@ def _worker_key(key_file: Path | None) -> str:
             f"--key-file {key_file}: {type(error).__name__}: {error}"
         ) from error
     if not key:
-        way_out = (
-            f"set {WORKER_KEY_ENV}, or give --key-file with the run's gateway.json."
+        raise ConfigError(
+            "`asyncrl work` has no worker key",
+            way_out=f"set {WORKER_KEY_ENV}, or give --key-file with the run's gateway.json.",
         )
-        raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
     return str(key)
 
 

@@ -47,6 +47,14 @@ LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to this many nats before exp: e^89 is infinite in float32, and
 NaN when multiplied by 0.
 """
+MOST_RATIO = 10.0
+"""Largest weight of a token under forward_kl: it outweighs ten that the teacher excludes,
+which have -1.
+"""
+SMALLEST_REST = 1e-7
+"""Probability of all ids that are not chosen, at least: a sum of float32 is that far
+from 1. TRL has the same.
+"""
 SMALLEST_LOG = math.log(1e-8)
 """Replaces the log of a weight of 0."""
 
@@ -339,16 +347,68 @@ def value_loss(
     return 0.5 * torch.maximum(plain_M, clipped_M), clipped_M > plain_M
 
 
-def distillation(behaviour_M: Tensor, teacher_M: Tensor) -> Tensor:
-    """Return a teacher's token advantages: teacher - behaviour, float32 [M] without
-    gradient.
+def distillation(behaviour_M: Tensor, teacher_M: Tensor, loss: str) -> Tensor:
+    """Return a teacher's token advantages, float32 [M] without gradient.
 
-    The policy gradient reduces the reverse KL, each token's own term. Clamped, since a
-    token that the teacher excludes would outweigh all others. GKD,
-    https://arxiv.org/abs/2306.13649; as an advantage: Thinking Machines 2025,
-    https://thinkingmachines.ai/blog/on-policy-distillation.
+    reverse_kl: teacher - behaviour; the policy gradient reduces KL(student || teacher),
+    each token's own term. Clamped, since a token that the teacher excludes would
+    outweigh all others. GKD, https://arxiv.org/abs/2306.13649; as an advantage: Thinking
+    Machines 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+
+    forward_kl: the gradient of KL(teacher || student) is -E[ratio * grad log student]
+    over the student's samples, ratio = teacher / behaviour. Its mean is 1, which is
+    subtracted as a baseline. MOST_RATIO bounds it, since a rare token that the teacher
+    expects would outweigh all others.
     """
-    return (teacher_M - behaviour_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_ratio_M = teacher_M - behaviour_M
+    log_ratio_M = log_ratio_M.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    if loss == "forward_kl":
+        return log_ratio_M.exp().clamp(max=MOST_RATIO) - 1.0
+    return log_ratio_M
+
+
+def divergence(
+    student_E: Tensor,
+    teacher_E: Tensor,
+    token_E: Tensor,
+    num_tokens: int,
+    beta: float,
+) -> Tensor:
+    """Return the generalised JSD of student and teacher for each token, [num_tokens] in
+    nats, with the student's gradient; 0 for a token without entries.
+
+    beta 0: KL(teacher || student); 1: KL(student || teacher); between:
+    beta * KL(teacher || m) + (1 - beta) * KL(student || m), m = (1 - beta) * student +
+    beta * teacher, as in TRL. GKD, https://arxiv.org/abs/2306.13649, equation 1.
+
+    `student_E`, `teacher_E`: logprobs over the whole vocabulary of the E chosen ids, in
+    nats; `token_E` int64: their token. All other ids are one more outcome, with the
+    rest of the probability. So this is a lower bound of the divergence over the
+    vocabulary. Renormalised over the chosen ids, it would be blind to what the student
+    gives to all others.
+    """
+
+    def rest(logprob_E: Tensor) -> Tensor:
+        zeros_M = logprob_E.new_zeros(num_tokens)
+        chosen_M = zeros_M.index_add(0, token_E, logprob_E.exp())
+        return (1.0 - chosen_M).clamp(min=SMALLEST_REST).log()
+
+    term_M = _divergence_terms(rest(student_E), rest(teacher_E), beta)
+    return term_M.index_add(0, token_E, _divergence_terms(student_E, teacher_E, beta))
+
+
+def _divergence_terms(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    if beta == 0:
+        return teacher.exp() * (teacher - student)
+    if beta == 1:
+        return student.exp() * (student - teacher)
+    mixture = torch.logaddexp(
+        student + math.log1p(-beta),
+        teacher + math.log(beta),
+    )
+    of_teacher = teacher.exp() * (teacher - mixture)
+    of_student = student.exp() * (student - mixture)
+    return beta * of_teacher + (1.0 - beta) * of_student
 
 
 def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> Tensor:

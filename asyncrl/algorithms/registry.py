@@ -94,18 +94,20 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     _check_correction(config, recipe)
     delta = config.clip_delta
     if delta is not None and delta <= 1 + config.clip_high:
-        what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {1 + config.clip_high}"
-        rule = "the two-sided clip bounds ratios that the first clip allows"
-        raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
+        raise _refused(
+            f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {1 + config.clip_high}",
+            "the two-sided clip bounds ratios that the first clip allows",
+            "raise algorithm.clip_delta, or remove it",
+        )
     if (
         delta is not None
         and config.loss in RECIPES
         and recipe.surrogate not in _CLIPPED
     ):
-        what = f"algorithm.clip_delta={delta} with loss={config.loss}"
-        rule = "this loss has no two-sided clip"
         raise _refused(
-            what, rule, "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip"
+            f"algorithm.clip_delta={delta} with loss={config.loss}",
+            "this loss has no two-sided clip",
+            "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip",
         )
     return recipe
 
@@ -119,14 +121,17 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
     correction = recipe.correction
     # Interpolated logprobs exist only during the step, micro-batch by micro-batch.
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
-        what = f"algorithm.proximal=interpolate with correction={correction}"
-        rule = "the correction needs the proximal logprobs of all tokens before the first step"
-        raise _refused(what, rule, "set algorithm.proximal=recompute")
+        raise _refused(
+            f"algorithm.proximal=interpolate with correction={correction}",
+            "the correction needs the proximal logprobs of all tokens before the first step",
+            "set algorithm.proximal=recompute",
+        )
     cap = importance_cap(config, recipe)
     if correction == "icepop" and cap < ICEPOP_FLOOR:
-        what = f"algorithm.importance_cap={cap} is below icepop's smallest weight, {ICEPOP_FLOOR}"
         raise _refused(
-            what, "icepop would mask every token", "raise algorithm.importance_cap"
+            f"algorithm.importance_cap={cap} is below icepop's smallest weight, {ICEPOP_FLOOR}",
+            "icepop would mask every token",
+            "raise algorithm.importance_cap",
         )
     # m2po is allowed with a ratio to the behaviour policy: it only masks, with weights
     # 0 and 1, and counts nothing twice.
@@ -136,10 +141,10 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
         and recipe.ratio == "behaviour"
         and correction not in {"none", *WHOLE_BATCH}
     ):
-        what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"
-        rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
         raise _refused(
-            what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none"
+            f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}",
+            "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice",
+            "set algorithm.ratio=proximal, or algorithm.correction=none",
         )
     if recipe.surrogate in WITHIN_RATIO and correction not in {
         "none",
@@ -147,10 +152,10 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
         "mis",
         "icepop",
     }:
-        what = f"algorithm.loss={config.loss} with correction={correction}"
-        rule = "it multiplies the weights of a sequence's tokens, so each token needs a separate weight"
         raise _refused(
-            what, rule, "set algorithm.correction to none, tis, mis or icepop"
+            f"algorithm.loss={config.loss} with correction={correction}",
+            "it multiplies the weights of a sequence's tokens, so each token needs a separate weight",
+            "set algorithm.correction to none, tis, mis or icepop",
         )
 
 

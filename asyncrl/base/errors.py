@@ -73,9 +73,10 @@ class CallbackError(AsyncrlError):
 
 
 def without_train(module: str) -> ConfigError:
-    what = f"this command needs the package {module}, which is not installed"
     return ConfigError(
-        what, rule="the extra train brings it", way_out=f"{install_extra('train')}."
+        f"this command needs the package {module}, which is not installed",
+        rule="the extra train brings it",
+        way_out=f"{install_extra('train')}.",
     )
 
 

@@ -25,10 +25,11 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import NoReturn, TypeVar, get_type_hints
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ErrorBody, fatal_line
@@ -98,8 +99,11 @@ class FrameSocket:
         if message.type is not aiohttp.WSMsgType.BINARY:
             # A close has its reason in `extra`; an error is in `data`.
             detail = message.extra or message.data or ""
-            why = f"the connection ended ({message.type.name.lower()}: {detail})"
-            raise CallLost(self._server, self._path, why)
+            raise CallLost(
+                self._server,
+                self._path,
+                f"the connection ended ({message.type.name.lower()}: {detail})",
+            )
         data: bytes = message.data
         return data
 
@@ -196,8 +200,13 @@ class Caller:
                     self.name, path, status, ErrorBody.model_validate_json(text)
                 )
         shown = text[:200].decode(errors="replace")
-        why = f"status {status} with a body that is no {answer.__name__}: {shown}"
-        return CallGarbled(self.name, path, why, status=status, text=text)
+        return CallGarbled(
+            self.name,
+            path,
+            f"status {status} with a body that is no {answer.__name__}: {shown}",
+            status=status,
+            text=text,
+        )
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -225,10 +234,8 @@ class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
     def __init__(
         self, status: int, error: str, *, rule: str = "", way_out: str = ""
     ) -> None:
-        self.status, self.body = (
-            status,
-            ErrorBody(error=error, rule=rule, way_out=way_out),
-        )
+        self.status = status
+        self.body = ErrorBody(error=error, rule=rule, way_out=way_out)
         super().__init__(error)
 
 
@@ -309,23 +316,23 @@ def make_app(
     expected = f"Bearer {secret}".encode()
 
     @web.middleware
-    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("authorization", "").encode(errors="replace")
         # In constant time: the duration of == shows how many first characters are
         # right.
         if not hmac.compare_digest(given, expected):
-            body = ErrorBody(
+            fault = ErrorBody(
                 error="wrong or missing bearer token", rule="it is the run's own server"
             )
-            return json_answer(body, 401)
+            return json_answer(fault, 401)
         try:
             answer: web.StreamResponse = await handler(request)
             return answer
         except Refused as refusal:
             return json_answer(refusal.body, refusal.status)
         except web.HTTPException as error:
-            what = f"{request.method} {request.path}: {error.reason}"
-            return json_answer(ErrorBody(error=what), error.status)
+            fault = ErrorBody(error=f"{request.method} {request.path}: {error.reason}")
+            return json_answer(fault, error.status)
         except Exception as error:
             log.exception("%s %s", request.method, request.path)
             return json_answer(words(error), 500)

@@ -59,8 +59,8 @@ def load_function(
     setting: str,
     *,
     usage: str,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any] | None = None,
+    arguments: tuple[object, ...],
+    keywords: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
     """Import a function that can be called like `usage`. Raises ConfigError."""
     function: Callable[..., Any] = load_object(spec, setting)
@@ -71,9 +71,9 @@ def load_function(
 
 
 def check_call(
-    function: Any,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any],
+    function: object,
+    arguments: tuple[object, ...],
+    keywords: Mapping[str, object],
     *,
     said: str,
     usage: str,
@@ -142,7 +142,7 @@ MAX_HUNG = 64
 """Nothing can end a hung call, and each keeps its stack and perhaps a thread."""
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
-_abandoned: set[asyncio.Task[Any]] = set()
+_abandoned: set[asyncio.Task[object]] = set()
 """Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
@@ -217,9 +217,9 @@ class UserCalls:
         call.add_done_callback(self._hung.discard)
         self.num_abandoned += 1
         if self.num_abandoned == 1:
-            what = f"a call of {self.name} kept running after the time limit"
             self._warn(
-                f"{what}. The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
+                f"a call of {self.name} kept running after the time limit. "
+                f"The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
             )
 
 
@@ -233,7 +233,7 @@ async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
         return None, error
 
 
-def abandon(task: asyncio.Task[Any]) -> None:
+def abandon(task: asyncio.Task[object]) -> None:
     """Unregister a task, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
@@ -255,7 +255,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], object]] | None]()
         self._idle = threading.Semaphore(0)
         """Threads that wait for a call that is not submitted yet."""
 
@@ -280,7 +280,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls.put(None)  # for the next thread
 
 
-def _make_call(answer: Future[Any], call: Callable[[], Any]) -> None:
+def _make_call(answer: Future[Any], call: Callable[[], object]) -> None:
     if not answer.set_running_or_notify_cancel():
         return
     try:
@@ -339,7 +339,9 @@ def load_loss(spec: str) -> Callable[..., Any]:
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:
-    usage = "advantage(reward_B, group_B)"
     return load_function(
-        spec, "algorithm.advantage", usage=usage, arguments=(None, None)
+        spec,
+        "algorithm.advantage",
+        usage="advantage(reward_B, group_B)",
+        arguments=(None, None),
     )

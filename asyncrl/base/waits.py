@@ -8,12 +8,12 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ async def within(
 
 
 async def uncut(
-    work: Coroutine[Any, Any, T],
+    work: Awaitable[T],
 ) -> tuple[T, asyncio.CancelledError | None]:
     """Run `work` to its end despite cancellations; return its result and the last
     cancellation.
@@ -157,7 +157,7 @@ class OpenWaits:
     """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
-        self.by_task: dict[asyncio.Task[Any] | None, list[OpenWait]] = {}
+        self.by_task: dict[asyncio.Task[object] | None, list[OpenWait]] = {}
         """Outermost first."""
         self._by_kind: dict[tuple[object, ...], dict[OpenWait, None]] = {}
 
@@ -226,7 +226,7 @@ class Computation(functools.partial[T]):
     """A call without waits, which a virtual clock may run inline."""
 
 
-async def computed(func: Callable[..., T], *args: Any) -> T:
+async def computed(func: Callable[..., T], *args: object) -> T:
     """Run `func`, which must not wait, in a thread. Its data must not change."""
     return await asyncio.get_running_loop().run_in_executor(
         None, Computation(func, *args)
@@ -247,7 +247,7 @@ async def loop_turn() -> AsyncIterator[None]:
         await asyncio.sleep(0)
 
 
-def await_chain(awaitable: Any) -> Iterator[FrameType]:
+def await_chain(awaitable: object) -> Iterator[FrameType]:
     """Yield the frames from a task's coroutine down to its innermost await.
 
     Task.get_stack() shows only the outermost frame of a suspended coroutine.

@@ -113,9 +113,22 @@ class Buffer:
         self._changed()
         return ticket
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        self.rule.sampled_nowait(group_id)
+    def sampled_nowait(
+        self,
+        group_id: GroupId,
+        group: Group | None = None,
+        *,
+        has_rewards: bool = False,
+    ) -> None:
+        """Note that a group only waits for rewards, or if it has them, for teaching.
+        `group`: its rollouts, once all are known. It is requeued at once if no batch can
+        use them any more.
+        """
+        newest = None if group is None else _versions(group)[1]
+        is_useless = self.rule.sampled_nowait(group_id, newest, has_rewards=has_rewards)
         self._changed()
+        if is_useless:
+            self._requeue(group_id)
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
         self.rule.samples_again_nowait(group_id)

@@ -12,9 +12,10 @@ from asyncrl.base.errors import WouldWait
 from asyncrl.config.buffer_config import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
-WaitCause = Literal["generation", "rewards", "stragglers", "publishing"]
+WaitCause = Literal["generation", "rewards", "teaching", "stragglers", "publishing"]
 """generation: too few ready groups. rewards: the groups that only wait for their
-rewards would fill the batch. stragglers: taking the ready groups would have made
+rewards would fill the batch. teaching: the groups with rewards that only wait to be
+read by another model would fill it. stragglers: taking the ready groups would have made
 a running group too old (on_overdue=wait). publishing: admission waits for a newer
 version to be served.
 """
@@ -84,7 +85,9 @@ class StalenessRule:
         # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
         self._sampled = set[GroupId]()
-        """Running groups that only wait for rewards."""
+        """Running groups that only wait for rewards, or teaching."""
+        self._rewarded = set[GroupId]()
+        """Those that have their rewards."""
 
     # ---- queries
 
@@ -119,6 +122,8 @@ class StalenessRule:
         # start before the engines serve a newer version.
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
+        if self.num_ready + len(self._rewarded) >= self.num_groups:
+            return "teaching"
         if self.num_ready + len(self._sampled) >= self.num_groups:
             return "rewards"
         return "generation"
@@ -126,7 +131,7 @@ class StalenessRule:
     @property
     def lacks_groups(self) -> bool:
         """Return whether a larger look-ahead would help the next batch."""
-        causes = ("generation", "rewards", "publishing")
+        causes = ("generation", "rewards", "teaching", "publishing")
         return self.num_open == 0 and self.waits_for in causes
 
     def _is_in_danger(self) -> bool:
@@ -226,21 +231,40 @@ class StalenessRule:
         self._add(self._running, self._running_due, group_id, self.served, last_use)
         return Ticket(group_id, start_version=self.served)
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        """Mark a running group as fully sampled: it only waits for rewards. With
-        `mask`, a batch too late for version next_batch then drops it.
+    def sampled_nowait(
+        self,
+        group_id: GroupId,
+        newest: int | None = None,
+        *,
+        has_rewards: bool = False,
+    ) -> bool:
+        """Mark a running group as fully sampled: it only waits for rewards, or if it
+        has them, for teaching. `newest`: the version of its newest token, if all its
+        tokens are known. With `mask`, a batch too late for that version drops it.
+
+        Returns True, and forgets it, if no batch can use it any more.
         """
-        if group_id in self._sampled:
-            return  # a later call must not extend the last use
+        self._rewarded.discard(group_id)
+        if has_rewards:
+            self._rewarded.add(group_id)
         self._sampled.add(group_id)
-        # No sampled token can be newer than next_batch, the newest version in the
-        # making. Without this, a group that waits a long time for its rewards would
-        # hold its admission although no token of it can be trained on any more.
-        if self.masks:
-            self._last_use[group_id] = self.next_batch + self.max_staleness
+        if not self.masks:
+            return False
+        # Without this, a group that waits a long time for its rewards would hold its
+        # admission although no token of it can be trained on any more. No token can be
+        # newer than next_batch, the newest version in the making.
+        newest = self.next_batch if newest is None else newest
+        # A later call must not extend the last use.
+        last_use = min(self._last_use[group_id], newest + self.max_staleness)
+        self._last_use[group_id] = last_use
+        if last_use >= self.next_batch:
+            return False
+        self.fail_nowait(group_id)
+        return True
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
         self._sampled.discard(group_id)
+        self._rewarded.discard(group_id)
         # A retry samples with the weights of now, so the group has fresh tokens again.
         if self.masks:
             self._last_use[group_id] = math.inf
@@ -332,6 +356,7 @@ class StalenessRule:
     ) -> None:
         del self._last_use[group_id]
         self._sampled.discard(group_id)
+        self._rewarded.discard(group_id)
         deadline = groups.pop(group_id)
         due[deadline] -= 1
         if not due[deadline]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+)
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Fraction, FrozenConfig, PositiveFraction
 
 GROUP_ADVANTAGES = (
     "grpo",
@@ -50,21 +56,21 @@ class AlgorithmConfig(FrozenConfig):
     """
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The probability ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: PositiveFloat = 0.2
     """The probability ratio is clipped above 1 + clip_high."""
     clip_delta: float | None = Field(default=None, gt=1)
     """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 +
     clip_high (none = off).
     """
-    off_policy_mask: float | None = Field(default=None, gt=0)
+    off_policy_mask: PositiveFloat | None = None
     """Off-policy sequence masking: mask tokens with a negative advantage if their
     sequence's mean of behaviour - current logprob exceeds this, in nats (none = off).
     """
-    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    top_entropy: PositiveFraction = 1.0
     """Train only this fraction of a step's loss tokens, with the highest entropy (1 =
     all).
     """
-    importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    importance_cap: PositiveFloat | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop,
     decoupled_ppo) (auto = 5 for the correction icepop, else 2).
     """
@@ -72,7 +78,7 @@ class AlgorithmConfig(FrozenConfig):
     """Proximal logprobs: recomputed with the weights before the batch, or interpolated
     between behaviour and current by staleness.
     """
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the initial weights (0 = off)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
@@ -84,38 +90,49 @@ class AlgorithmConfig(FrozenConfig):
     """Add the KL term to each token's loss, or subtract it from the reward (estimator
     k1).
     """
-    distill_weight: float = Field(default=0.0, ge=0)
-    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher
-    - behaviour logprob) (0 = off).
+    distill_weight: NonNegativeFloat = 0.0
+    """Weight of the distance to the teacher: in advantages, or in the loss for a
+    distill_loss over the teacher's likeliest tokens (0 = off).
     """
-    reward_weight: float = Field(default=1.0, ge=0)
+    distill_loss: Literal["reverse_kl", "forward_kl", "topk_reverse_kl", "jsd"] = (
+        "reverse_kl"
+    )
+    """Distance to the teacher: KL(student || teacher) or KL(teacher || student) by
+    sampled tokens; or KL(student || teacher) or the generalised JSD over the teacher's
+    likeliest tokens and one bucket for all others.
+    """
+    distill_top_k: int = Field(default=16, ge=1, le=1024)
+    """The teacher's likeliest tokens that topk_reverse_kl and jsd compare."""
+    distill_beta: Fraction = 0.5
+    """Beta of jsd: 0 is KL(teacher || student), 1 KL(student || teacher)."""
+    reward_weight: NonNegativeFloat = 1.0
     """Weight of the reward's advantage (0 = only distillation)."""
-    sft_weight: float = Field(default=0.0, ge=0)
+    sft_weight: NonNegativeFloat = 0.0
     """Weight of the mean negative log-likelihood of `demonstrations`, per token of their
     answers, which is added to the loss of each optimizer step (0 = off).
     """
-    sft_steps: int = Field(default=0, ge=0)
+    sft_steps: NonNegativeInt = 0
     """Steps over which sft_weight falls linearly to 0 (0 = it is constant)."""
     router_replay: bool = False
     """Route each token to the experts that the engine used (R3,
     https://arxiv.org/abs/2510.11370).
     """
-    overlong_tokens: int = Field(default=0, ge=0)
+    overlong_tokens: NonNegativeInt = 0
     """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
     off)."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    gae_lambda: Fraction = 0.95
     """Lambda of gae: 0 trusts the critic's next value, 1 the rewards that followed."""
-    discount: float = Field(default=1.0, gt=0, le=1)
+    discount: PositiveFraction = 1.0
     """Discount of gae per sampled token."""
     whiten_advantages: bool = True
     """Give the advantages of gae mean 0 and deviation 1 over the batch's loss tokens.
     """
-    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    turn_discount: Fraction | None = None
     """Credit each turn of an agent with its own and all later rewards, discounted by
     this per turn. For rloo, gigpo and `module:function` (none = one reward per rollout,
     or a turn's own).
     """
-    state_weight: float = Field(default=1.0, ge=0)
+    state_weight: NonNegativeFloat = 1.0
     """Weight in gigpo of the comparison of turns that started from the same state."""
 
     @property
@@ -131,53 +148,63 @@ class AlgorithmConfig(FrozenConfig):
             return self.sft_weight
         return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
 
-    @model_validator(mode="after")
-    def _terms_agree(self) -> Self:
+    @property
+    def num_distill_ids(self) -> int:
+        """The ids that distillation compares at each token (0: only the sampled one)."""
+        is_over_ids = self.distill_loss in ("topk_reverse_kl", "jsd")
+        return self.distill_top_k if self.distill_weight > 0 and is_over_ids else 0
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_distillation()
+        yield from self._conflicts_of_terms()
+        yield from self._conflicts_of_turns()
+
+    def _conflicts_of_distillation(self) -> Iterator[str]:
+        is_used = {
+            "distill_loss": self.distill_weight > 0,
+            "distill_top_k": self.num_distill_ids > 0,
+            "distill_beta": self.distill_loss == "jsd",
+        }
+        for name in self.given(*is_used):
+            if not is_used[name]:
+                yield (
+                    f"{name} has no effect with distill_weight={self.distill_weight} and distill_loss="
+                    f"{self.distill_loss}; remove it"
+                )
+
+    def _conflicts_of_terms(self) -> Iterator[str]:
         # The reward is one number per rollout, so the penalty is a sum over its tokens.
         # Only the sum of k1 is the log ratio of the whole answer.
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         if is_kl_in_reward and self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
-            )
+            yield f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
         if self.reward_weight == self.distill_weight == 0:
-            raise ValueError(
-                "reward_weight=0 and distill_weight=0 leave nothing to learn from"
-            )
+            yield "reward_weight=0 and distill_weight=0 leave nothing to learn from"
         # Both change only the reward, which has no weight here.
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
-            raise ValueError(
-                "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
-            )
+            yield "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
         if self.sft_steps > 0 and self.sft_weight == 0:
-            raise ValueError("sft_steps has no effect with sft_weight=0; remove it")
+            yield "sft_steps has no effect with sft_weight=0; remove it"
         only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
         if only_gae and not self.needs_critic:
-            raise ValueError(
+            yield (
                 f"{only_gae[0]} has no effect with advantage={self.advantage}; set advantage=gae, or "
-                f"remove it"
+                "remove it"
             )
         # Masked tokens are states of gae too, and nobody computes their logprobs.
         if self.needs_critic and is_kl_in_reward:
-            raise ValueError("advantage=gae has no KL in its rewards; set kl_in=loss")
+            yield "advantage=gae has no KL in its rewards; set kl_in=loss"
         if self.needs_critic and self.reward_weight == 0:
-            raise ValueError(
-                "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
-            )
-        return self
+            yield "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
 
-    @model_validator(mode="after")
-    def _turns_agree(self) -> Self:
+    def _conflicts_of_turns(self) -> Iterator[str]:
         is_known = self.advantage in TURN_ADVANTAGES or ":" in self.advantage
         if self.turn_discount is not None and not is_known:
-            raise ValueError(
+            yield (
                 f"turn_discount is for advantage={', '.join(TURN_ADVANTAGES)} or module:function: "
                 f"{self.advantage} would compare a turn with other turns of its rollout"
             )
         if self.advantage == "gigpo" and self.turn_discount is None:
-            raise ValueError("advantage=gigpo needs turn_discount; the paper's is 0.95")
+            yield "advantage=gigpo needs turn_discount; the paper's is 0.95"
         if self.given("state_weight") and self.advantage != "gigpo":
-            raise ValueError(
-                f"state_weight has no effect with advantage={self.advantage}; remove it"
-            )
-        return self
+            yield f"state_weight has no effect with advantage={self.advantage}; remove it"

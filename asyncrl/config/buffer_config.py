@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import NonNegativeInt
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -14,7 +15,7 @@ OnOverdue = Literal["wait", "mask", "drop"]
 class BufferConfig(FrozenConfig):
     """The staleness bound, and how far generation runs ahead."""
 
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: NonNegativeInt = 1
     """Hard bound, in policy versions, on the age of every token with a loss weight (0 =
     on-policy).
     """
@@ -29,14 +30,12 @@ class BufferConfig(FrozenConfig):
     sampling).
     """
 
-    @model_validator(mode="after")
-    def _look_ahead_fits(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # A group that starts look_ahead batches early is look_ahead versions old when
         # its turn comes, even if nothing is late. Beyond the bound, it could never be
         # trained on whole.
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
-            raise ValueError(
+            yield (
                 f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "
                 f"set it to auto or 0..{self.max_staleness}"
             )
-        return self

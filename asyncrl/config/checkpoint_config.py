@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, FrozenConfig
 
 
 class CheckpointConfig(FrozenConfig):
@@ -18,7 +19,7 @@ class CheckpointConfig(FrozenConfig):
     """Batches between two checkpoints (none = none; a resumed run then trains the
     journaled batches again).
     """
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""
@@ -27,14 +28,10 @@ class CheckpointConfig(FrozenConfig):
     evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
     """
 
-    @model_validator(mode="after")
-    def _multiples_exist(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Only versions that are saved can be kept: with every=50, step 75 does not
         # exist.
         if self.keep_every is not None and (
             self.every is None or self.keep_every % self.every
         ):
-            raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of every={self.every}"
-            )
-        return self
+            yield f"keep_every={self.keep_every} is not a multiple of every={self.every}"

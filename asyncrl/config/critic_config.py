@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -19,11 +19,11 @@ class CriticConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
     """
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: PositiveFloat = 1e-5
     """Peak learning rate. All else of the optimizer is as in `trainer`."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """First batches that train only the critic: the policy takes no step."""
-    value_clip: float | None = Field(default=None, gt=0)
+    value_clip: PositiveFloat | None = None
     """Clip a value to this distance from its value before the batch, as PPO does (none
     = off).
     """

@@ -4,10 +4,10 @@ fine-tuning.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Collection, Iterator
+from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -25,7 +25,7 @@ class RowsConfig(FrozenConfig):
     """Hugging Face dataset, instead of `files`: hub id or folder."""
     split: str = "train"
     """Split of `dataset`."""
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of `datasets.load_dataset`."""
     shuffle: bool = True
     """Shuffle by seed, differently each epoch (false = file order)."""
@@ -34,13 +34,9 @@ class RowsConfig(FrozenConfig):
     overlong: Literal["refuse", "skip"] = "refuse"
     """Longer rows: refuse the data, or train without them. Rows are never cut."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if (self.files is None) == (self.dataset is None):
-            raise ValueError(
-                f"give either {self.section}.files or {self.section}.dataset"
-            )
-        return self
+            yield f"give either {self.section}.files or {self.section}.dataset"
 
 
 class DemonstrationsConfig(RowsConfig):

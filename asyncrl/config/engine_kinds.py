@@ -18,7 +18,9 @@ class EngineCapabilities:
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
     package: str | None = None
-    """Package in the servers' own Python: rollout.{package}_python."""
+    """Package in the servers' own Python: rollout.{package}_python, which judges use,
+    too.
+    """
     split_key: str | None = None
     """Key of `rollout` with the devices that one engine spans; None: always one."""
     urls_key: str | None = None
@@ -75,7 +77,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
     ),
     "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
     "vllm": EngineCapabilities(
-        settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
+        settings=("vllm", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
         split_key="tensor_parallel",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    Tag,
+)
 
-from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.fields import Count, FrozenConfig, Name, tag_of
 from asyncrl.config.task_config import TaskConfig
 from asyncrl.messages.sampling import SamplingParameters
 
@@ -26,7 +33,7 @@ class EvalConfig(FrozenConfig):
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
     """Prompts and rewards, like the section `task`, in file order."""
-    every: int = Field(default=20, ge=1)
+    every: Count = 20
     """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
     """Also evaluate the initial weights."""
@@ -36,15 +43,15 @@ class EvalConfig(FrozenConfig):
     or the CPU if the rollout engines use it or the machine has no CUDA device; else
     rollout.
     """
-    num_prompts: int = Field(default=64, ge=1)
+    num_prompts: Count = 64
     """Prompts per evaluation, from the task's first."""
-    samples: int = Field(default=1, ge=1)
+    samples: Count = 1
     """Completions per prompt."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature (0 = greedy)."""
-    slots: int = Field(default=32, ge=1)
+    slots: Count = 32
     """Samples that are decoded at once."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: PositiveFloat = 1800.0
     """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported.
     """
 
@@ -56,21 +63,15 @@ class EvalConfig(FrozenConfig):
     def called(self) -> str:
         return self.name or self.task.called
 
-    @model_validator(mode="after")
-    def _can_be_evaluated(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Each evaluation samples the same prompts, the first ones in file order, or its
         # curve would mean nothing. Its name is eval.name.
-        if given := self.task.given(*NOT_EVALUATED):
-            raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
+        for key in self.task.given(*NOT_EVALUATED):
+            yield f"task.{key} is not for evaluations; remove it"
         if self.called == "task":  # a task reports eval/task/NAME
-            raise ValueError(
-                "an evaluation cannot be called task; set eval.name to another one"
-            )
+            yield "an evaluation cannot be called task; set eval.name to another one"
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples={self.samples} are all the same at temperature=0; set either to 1"
-            )
-        return self
+            yield f"samples={self.samples} are all the same at temperature=0; set either to 1"
 
 
 Evals = Annotated[

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
-from asyncrl.config.fields import FrozenConfig, Port
+from asyncrl.config.fields import Count, FrozenConfig, Port
 
 
 class GatewayConfig(FrozenConfig):
@@ -44,12 +44,17 @@ class GatewayConfig(FrozenConfig):
     """Encode the name of a special token in a message or tool as that token, like vLLM.
     false: as text, so that a web page cannot write a turn.
     """
-    max_calls: int = Field(default=256, ge=1)
+    max_calls: Count = 256
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl
     serve gateway` has no limit.
     """
-    max_rollout_tokens: int | None = Field(default=2**18, ge=1)
+    max_rollout_tokens: Count | None = 2**18
     """Tokens of a rollout; shared context counts in each branch. The next call gets 429
     (generator.on_overflow) (none = no limit)."""
-    lease_timeout_s: float = Field(default=60.0, gt=0)
+    lease_timeout_s: PositiveFloat = 60.0
     """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""
+
+    @property
+    def honours_sampling(self) -> bool:
+        """Whether calls of a run may set their own cuts, bias and penalties."""
+        return self.on_sampling_override == "honour"

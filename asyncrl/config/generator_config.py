@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -23,7 +23,7 @@ class HarnessKind:
 
     place: str
     metavar: str
-    parse: Callable[[str], Any] = str
+    parse: Callable[[str], object] = str
 
 
 HARNESSES: Mapping[str, HarnessKind] = {
@@ -66,7 +66,7 @@ class GeneratorConfig(FrozenConfig):
     """
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of the verifiers or OpenEnv environment, or keyword arguments of the
     python function.
     """
@@ -91,7 +91,7 @@ class GeneratorConfig(FrozenConfig):
     posted: /v1/outcome, with a key per task, before the rollout ends. later: /v1/outcome,
     also hours after its end (docs/rewards.md). none: the task's reward function.
     """
-    outcome_timeout_s: float | None = Field(default=86_400.0, gt=0)
+    outcome_timeout_s: PositiveFloat | None = 86_400.0
     """Timeout for a reward that is posted later, in seconds since the end of its rollout,
     or since a resume. On expiry the rollout fails (none = no limit).
     """
@@ -127,14 +127,16 @@ class GeneratorConfig(FrozenConfig):
     def is_harness(self) -> bool:
         return self.remote or kind_of(self) is not None
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    @property
+    def brings_reward(self) -> bool:
+        """Return whether the harness may bring the reward itself; else the task must."""
+        return self.is_harness and self.outcomes != "none"
+
+    def conflicts(self) -> Iterator[str]:
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
-            raise ValueError(
-                f"give at most one of {', '.join(kinds)}, and no empty command"
-            )
+            yield f"give at most one of {', '.join(kinds)}, and no empty command"
         # A setting that this kind does not read is refused. Ignored, it would be a
         # false sense of safety: sandbox for a python function, for example, which runs
         # in the worker itself.
@@ -155,21 +157,13 @@ class GeneratorConfig(FrozenConfig):
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
-                raise ValueError(
-                    f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
-                )
-        if self.sandbox == "none" and (
-            given := self.given("sandbox_paths", "max_memory_mb")
-        ):
-            raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
+                yield f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
+        if self.sandbox == "none":
+            for name in self.given("sandbox_paths", "max_memory_mb"):
+                yield f"{name} needs generator.sandbox=bubblewrap"
         if self.outcomes != "later" and self.given("outcome_timeout_s"):
-            raise ValueError(
-                f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
-            )
+            yield f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(
-                f"env and pass_env both give {', '.join(both)}; remove it from either"
-            )
-        return self
+            yield f"env and pass_env both give {', '.join(both)}; remove it from either"

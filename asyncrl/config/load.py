@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.other_names import COMMANDS, KEYS
@@ -21,7 +22,7 @@ from asyncrl.config.sft_config import DataConfig, SftConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 
-OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
+OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")
 SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
 """A setting with spaces: a.b = 3, a.b =3, a.b= 3, a.b: 3, a.b 3."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
@@ -33,7 +34,7 @@ class _KeysOnce(yaml.SafeLoader):
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Any, Any]:
+    ) -> dict[Hashable, object]:
         lines = dict[str, int]()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -42,11 +43,11 @@ class _KeysOnce(yaml.SafeLoader):
             # YAML keeps the last one, so an edit of the first would silently have no
             # effect.
             if key.value in lines:
-                what = (
-                    f"{key.value} appears twice, in lines {lines[key.value]} and {line}"
-                )
                 raise yaml.constructor.ConstructorError(
-                    None, None, what, key.start_mark
+                    None,
+                    None,
+                    f"{key.value} appears twice, in lines {lines[key.value]} and {line}",
+                    key.start_mark,
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
@@ -76,11 +77,11 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     return checked(SftConfig, _read_yaml(path), overrides, str(path))
 
 
-def is_sft(values: Any) -> bool:
+def is_sft(values: object) -> bool:
     return isinstance(values, Mapping) and "data" in values
 
 
-def _read_yaml(path: str | Path) -> Any:
+def _read_yaml(path: str | Path) -> object:
     try:
         with Path(path).open(encoding="utf-8") as file:
             return yaml.load(file, _KeysOnce)
@@ -108,7 +109,7 @@ def name_of_config(path: Path) -> str:
 
 
 def config_from(
-    values: Any, overrides: Sequence[str] = (), path: str = "the config"
+    values: object, overrides: Sequence[str] = (), path: str = "the config"
 ) -> RunConfig:
     """Check the settings of a run, as checked() does. Raises ConfigError."""
     return checked(RunConfig, values, overrides, path)
@@ -116,7 +117,7 @@ def config_from(
 
 def checked(
     form: type[Config],
-    values: Any,
+    values: object,
     overrides: Sequence[str] = (),
     path: str = "the config",
 ) -> Config:
@@ -142,7 +143,7 @@ def checked(
         # one line: `..., or: ...`.
         lines = dict[str, str]()
         for problem in error.errors():
-            key, separator, message = _explain(dict(problem), path, form).partition(
+            key, separator, message = _explain(problem, path, form).partition(
                 f" in {path}: "
             )
             lines[key] = (
@@ -150,15 +151,17 @@ def checked(
                 if key in lines
                 else key + separator + message
             )
-        way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
-        raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
+        raise ConfigError(
+            "\n  ".join(lines.values()),
+            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` starts no run.",
+        ) from error
 
 
-def _texts(values: Any) -> Iterator[tuple[str, str]]:
-    """Yield each text in a config, with its key. YAML's aliases may put a list into
+def _texts(values: object) -> Iterator[tuple[str, str]]:
+    """Yield each text in a config, names of keys included, with its key. YAML's aliases may put a list into
     itself, or a list of lists a million times: each is read once.
     """
-    waiting: list[tuple[str, Any]] = [("", values)]
+    waiting: list[tuple[str, object]] = [("", values)]
     read = set[int]()
     while waiting:
         key, value = waiting.pop()
@@ -167,14 +170,17 @@ def _texts(values: Any) -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping | list) and id(value) not in read:
             read.add(id(value))
             inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            waiting += ((f"{key}.{name}".removeprefix("."), one) for name, one in inner)
+            for name, one in inner:
+                waiting.append((f"{key}.{name}".removeprefix("."), one))
+                # The next to be read: a place cannot be printed before its names are.
+                waiting.append((f"a key of {key or 'the top level'}", name))
 
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
-def _with(values: Any, override: str, around: Sequence[str]) -> Any:
+def _with(values: object, override: str, around: Sequence[str]) -> object:
     """Return `values` with an override. `around`: also the arguments before and behind,
     for the hint.
     """
@@ -196,7 +202,7 @@ def _with(values: Any, override: str, around: Sequence[str]) -> Any:
         ) from error
 
 
-def _set(section: Any, names: Sequence[str], value: Any) -> Any:
+def _set(section: Any, names: Sequence[str], value: object) -> object:
     """Return `section` with a value set; an entry of a list by its number or name.
 
     Example: `task.words.size=7` with two tasks.
@@ -226,7 +232,7 @@ def _set(section: Any, names: Sequence[str], value: Any) -> Any:
 
 
 def _explain(
-    problem: Mapping[str, Any], path: str, form: type[BaseModel] = RunConfig
+    problem: ErrorDetails, path: str, form: type[BaseModel] = RunConfig
 ) -> str:
     # Pydantic also names the form of a union in the place of an error, such as [one] or
     # constrained-int. Nobody has written that key.
@@ -388,7 +394,7 @@ def _key(name: str, info: FieldInfo) -> Key:
     )
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, BaseModel):
         return ""
     if value is None or isinstance(value, bool):
@@ -396,7 +402,7 @@ def _value_text(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _type_text(kind: Any) -> str:
+def _type_text(kind: object) -> str:
     names = {
         int: "integer",
         float: "number",
@@ -424,7 +430,7 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return next(_models_in(info.annotation), None)
 
 
-def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
+def _models_in(kind: object) -> Iterator[type[BaseModel]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
     for inner in get_args(kind):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from asyncrl.config.fields import DType, FrozenConfig
 
@@ -12,7 +13,7 @@ from asyncrl.config.fields import DType, FrozenConfig
 class ScratchConfig(FrozenConfig):
     """A small model with random weights, seeded by `seed`."""
 
-    architecture: dict[str, Any]
+    architecture: dict[str, object]
     """Keys of a transformers config, `model_type` included, without vocab_size and
     token ids.
     """
@@ -56,22 +57,16 @@ class ModelConfig(FrozenConfig):
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's
     own).
     """
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
     """Variables of the chat template, such as enable_thinking: false; calls may
     override them.
     """
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError(
-                "give one of model.path (a folder or hub id) and model.scratch (random weights)"
-            )
+            yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
         if self.revision is not None and self.path is None:
-            raise ValueError(
-                f"model.revision={self.revision} is of a hub id, and model.scratch has none"
-            )
-        return self
+            yield f"model.revision={self.revision} is of a hub id, and model.scratch has none"
 
     @property
     def source(self) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -24,7 +25,7 @@ class ObserveConfig(FrozenConfig):
     """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with
     the extra of its name), or `module:Class` (docs/monitoring.md) ([] = none).
     """
-    tracker_args: dict[str, dict[str, Any]] = {}
+    tracker_args: dict[str, dict[str, object]] = {}
     """Keyword arguments of each tracker by its name, such as {wandb: {project:
     letters}} (docs/monitoring.md).
     """
@@ -46,23 +47,18 @@ class ObserveConfig(FrozenConfig):
     """Readers of the run directory, which contains the config, the logs and every
     conversation.
     """
-    heartbeat_s: float = Field(default=60.0, gt=0)
+    heartbeat_s: PositiveFloat = 60.0
     """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is
     restarted. Without the eval engine the run continues.
     """
 
-    @model_validator(mode="after")
-    def _trackers_are_known(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
-                raise ValueError(
-                    f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
-                )
-        if unused := [name for name in self.tracker_args if name not in self.trackers]:
-            raise ValueError(
-                f"tracker_args has {unused[0]}, but trackers does not; add or remove it"
-            )
-        return self
+                yield f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
+        for name in self.tracker_args:
+            if name not in self.trackers:
+                yield f"tracker_args has {name}, but trackers does not; add or remove it"
 
     @property
     def dir_mode(self) -> int:

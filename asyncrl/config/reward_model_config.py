@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -28,9 +28,9 @@ class RewardModelConfig(FrozenConfig):
     """
     label: str | int | None = None
     """Name or number of the label whose logit counts (none = the only label)."""
-    mean: float = Field(default=0.0, allow_inf_nan=False)
+    mean: float = 0.0
     """The reward is (logit - mean) / std."""
-    std: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    std: PositiveFloat = 1.0
     """Divisor of the reward."""
 
 

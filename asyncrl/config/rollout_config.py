@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
 from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import (
     ADJUSTMENTS,
@@ -26,7 +27,7 @@ MOST_ENGINES = 10_000
 class EngineRange(FrozenConfig):
     """Limits of `asyncrl scale`."""
 
-    min: int = Field(default=1, ge=1)
+    min: Count = 1
     """Minimum number of running engines."""
     max: int = Field(ge=1, le=MOST_ENGINES)
     """Maximum number of engines, used to plan devices, memory and threads."""
@@ -35,11 +36,9 @@ class EngineRange(FrozenConfig):
     def numbers(self) -> range:
         return range(self.min, self.max + 1)
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.min > self.max:
-            raise ValueError(f"min={self.min} is above max={self.max}")
-        return self
+            yield f"min={self.min} is above max={self.max}"
 
 
 class RolloutConfig(FrozenConfig):
@@ -53,7 +52,7 @@ class RolloutConfig(FrozenConfig):
         *(name for engine in ENGINES.values() for name in engine.free_settings),
     )
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: Count = 8
     """Rollouts of one prompt, scored against each other."""
     num_engines: Annotated[int, Field(ge=1, le=MOST_ENGINES)] | EngineRange = 1
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
@@ -63,34 +62,35 @@ class RolloutConfig(FrozenConfig):
     """
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, object] = {}
     """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
-    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout).
+    """Python with vLLM, for rollout engines and a judge (auto = this one, else
+    .venv-vllm/bin/python of the checkout).
     """
     urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$")]] | None = None
     """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the
     run starts its own).
     """
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: Count = 1
     """Devices per vLLM engine."""
-    slots: int = Field(default=64, ge=1)
+    slots: Count = 64
     """Sequences that one engine decodes at once."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: Count = 256
     """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call
     of an agent.
     """
-    max_prompt_tokens: int = Field(default=256, ge=1)
+    max_prompt_tokens: Count = 256
     """Maximum prompt tokens. A longer prompt fails, and is never cut."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature, also of logprobs."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: PositiveFraction = 1.0
     """Sample from the likeliest tokens, up to this total probability (1 = all). The
     trainer renormalises over the same tokens (docs/sampling.md).
     """
-    top_k: int = Field(default=0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample from this number of likeliest tokens (0 = all)."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    min_p: Fraction = 0.0
     """Sample from tokens with at least this share of the likeliest token's probability
     (0 = all).
     """
@@ -106,14 +106,14 @@ class RolloutConfig(FrozenConfig):
     """Divides the logits above 0, and multiplies those below 0, of tokens of the prompt
     and the call, 0.01 to 100.
     """
-    timeout_s: float | None = Field(default=600.0, gt=0)
+    timeout_s: PositiveFloat | None = 600.0
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
-    retries: int = Field(default=2, ge=0)
+    retries: NonNegativeInt = 2
     """Retries of a failed rollout, within timeout_s."""
-    max_failed_groups: int = Field(default=16, ge=1)
+    max_failed_groups: Count = 16
     """End the run after this number of consecutive groups without a usable rollout."""
-    max_requeues: int = Field(default=3, ge=0)
+    max_requeues: NonNegativeInt = 3
     """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
     """Make a request's tokens depend only on its prompt, seed and weights (auto = true
@@ -127,7 +127,7 @@ class RolloutConfig(FrozenConfig):
     kernel. A step of 64 rows of a 0.6B model takes 0.7 of the time on an H100, a step
     of 256 rows the same.
     """
-    cache_tokens: int = Field(default=0, ge=0)
+    cache_tokens: NonNegativeInt = 0
     """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request
     waits until the cache has free pages for all its tokens (0 = slots times the longest
     request).
@@ -163,7 +163,7 @@ class RolloutConfig(FrozenConfig):
     def memory_keys(self) -> list[str]:
         """Return the written keys that fix how much memory an engine takes."""
         key = self.facts.arguments_key
-        names = self._of_kind(key, dict[str, Any]())
+        names = self._of_kind(key, dict[str, object]())
         plain = {name: name.lstrip("-").replace("-", "_") for name in names}
         return [
             f"rollout.{key}.{name}"
@@ -193,58 +193,56 @@ class RolloutConfig(FrozenConfig):
     def max_length(self) -> int:
         return self.max_prompt_tokens + self.max_tokens
 
-    @model_validator(mode="after")
-    def _adjustments_fit_the_engine(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        yield from self._conflicts_of_adjustments()
+        yield from self._conflicts_with_engine()
+        yield from self._conflicts_of_urls()
+
+    def _conflicts_of_adjustments(self) -> Iterator[str]:
         given = ", ".join(self.given(*ADJUSTMENTS))
         if given and not self.facts.has_model:
-            raise ValueError(
+            yield (
                 f"{given}: engine={self.engine} has no logits to change; set engine: embedded or vllm, or "
                 f"remove {given}"
             )
         if given and self.has_drafts:
-            raise ValueError(
+            yield (
                 f"{given}: vLLM does not apply it exactly to tokens that it drafts; remove {given}, or the "
                 "speculative settings of rollout.vllm"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _settings_fit_the_engine(self) -> Self:
+    def _conflicts_with_engine(self) -> Iterator[str]:
         # A setting of another engine would be ignored, for example a memory limit of
         # vLLM.
         for engine, facts in ENGINES.items():
-            if self.engine != engine and (given := self.given(*facts.settings)):
-                raise ValueError(
-                    f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it"
-                )
+            for key in self.given(*facts.settings):
+                if self.engine != engine:
+                    yield f"{key} is for rollout.engine={engine}, not {self.engine}; remove it"
         # Without the support the ratio would be wrong by all that the cut took away.
         if self.sampling.is_cut and not self.facts.reports_supports:
             cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))
-            raise ValueError(
+            yield (
                 f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
                 "set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0"
             )
         if self.cache_tokens and not self.fused_decode:
-            raise ValueError(
+            yield (
                 f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "
                 "fused_decode is false; set fused_decode: true, or cache_tokens: 0"
             )
         if 0 < self.cache_tokens < self.max_length:
-            raise ValueError(
+            yield (
                 f"cache_tokens={self.cache_tokens} is below max_prompt_tokens + max_tokens = "
                 f"{self.max_length}, so the longest request would never start; raise it, or set it to 0"
             )
+
+    def _conflicts_of_urls(self) -> Iterator[str]:
         if self.urls is None:
-            return self
+            return
         # A server named twice would get twice its slots. A range is refused, because
         # the run cannot start or stop servers that are not its own.
         num = len(set(self.urls))
         if self.is_scaled or not len(self.urls) == num == self.max_engines:
-            raise ValueError(
-                f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
-            )
-        if given := self.given("vllm", "tensor_parallel"):
-            raise ValueError(
-                f"{given[0]} is for servers that the run starts; remove it or rollout.urls"
-            )
-        return self
+            yield f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
+        for key in self.given("vllm", "tensor_parallel"):
+            yield f"{key} is for servers that the run starts; remove it or rollout.urls"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
@@ -16,7 +16,7 @@ from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.demonstrations_config import DemonstrationsConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
@@ -28,7 +28,7 @@ from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
-from asyncrl.config.teacher_config import TeacherConfig
+from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teachers
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
@@ -44,7 +44,7 @@ class RunConfig(FrozenConfig):
 
     free_keys: ClassVar = ("launcher",)
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""
     launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
     """Launcher of the run's processes. local: this machine. ray: the Ray cluster of
@@ -72,8 +72,8 @@ class RunConfig(FrozenConfig):
     """
     demonstrations: DemonstrationsConfig | None = None
     """Demonstrations for algorithm.sft_weight (none = off)."""
-    teacher: TeacherConfig | None = None
-    """A model for on-policy distillation (none = off)."""
+    teacher: Teachers | None = None
+    """A model for on-policy distillation, or a list of several (none = off)."""
     eval: Evals | None = None
     """A held-out task, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -153,21 +153,28 @@ class RunConfig(FrozenConfig):
         return max((one.slots for one in self.evals.values()), default=0)
 
     @property
+    def all_tasks(self) -> list[TaskConfig]:
+        """Return the tasks of training and of evaluations."""
+        return [*self.tasks.values(), *(each.task for each in self.evals.values())]
+
+    @property
+    def teachers(self) -> list[TeacherConfig]:
+        given = [] if self.teacher is None else self.teacher
+        return given if isinstance(given, list) else [given]
+
+    @property
     def reward_models(self) -> list[RewardModelConfig]:
-        """Return the distinct reward models of tasks and evaluations."""
-        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
-        return list(
-            dict.fromkeys(
-                task.reward_model for task in tasks if task.reward_model is not None
-            )
-        )
+        """Return the distinct reward models of all tasks."""
+        models = (task.reward_model for task in self.all_tasks)
+        return list(dict.fromkeys(model for model in models if model is not None))
 
     @property
     def served_judges(self) -> list[JudgeConfig]:
         """Return the distinct judges that the run serves."""
-        tasks = [*self.tasks.values(), *(each.task for each in self.evals.values())]
-        judges = (task.judge for task in tasks if task.judge is not None)
-        return list(dict.fromkeys(judge for judge in judges if judge.is_served))
+        judges = (task.judge for task in self.all_tasks)
+        return list(
+            dict.fromkeys(judge for judge in judges if judge and judge.is_served)
+        )
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -227,32 +234,32 @@ class RunConfig(FrozenConfig):
     @property
     def uses_supports(self) -> bool:
         """Whether trained calls may have a support. vLLM must be told at its start."""
-        is_honoured = self.gateway.on_sampling_override == "honour"
-        has_cuts = self.rollout.sampling.is_cut or is_honoured
+        has_cuts = self.rollout.sampling.is_cut or self.gateway.honours_sampling
         return has_cuts and self.rollout.facts.reports_supports
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        # Only the first conflict is shown: the ones after it are often its
-        # consequences.
-        conflicts = itertools.chain(
-            self._batch_conflicts(),
-            self._engine_conflicts(),
-            self._checkpoint_conflicts(),
-            self._eval_conflicts(),
-            self._algorithm_conflicts(),
-            self._limit_conflicts(),
-            self._critic_conflicts(),
-            self._demonstration_conflicts(),
-            self._teacher_conflicts(),
-            self._task_conflicts(),
-            self._reward_conflicts(),
-            self._posted_conflicts(),
-            self._generator_conflicts(),
-        )
-        for conflict in conflicts:
-            raise ValueError(conflict)
-        return self
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether trained calls may have a bias or penalties."""
+        has_own = self.rollout.sampling.adjustment is not None
+        return has_own or self.gateway.honours_sampling
+
+    def conflicts(self) -> Iterator[str]:
+        for part in (
+            self._batch_conflicts,
+            self._engine_conflicts,
+            self._checkpoint_conflicts,
+            self._eval_conflicts,
+            self._algorithm_conflicts,
+            self._limit_conflicts,
+            self._critic_conflicts,
+            self._demonstration_conflicts,
+            self._teacher_conflicts,
+            self._task_conflicts,
+            self._reward_conflicts,
+            self._posted_conflicts,
+            self._generator_conflicts,
+        ):
+            yield from part()
 
     def _batch_conflicts(self) -> Iterator[str]:
         num_groups = self.trainer.num_groups
@@ -283,6 +290,12 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
+        kinds = [engine, *(judge.engine for judge in self.served_judges)]
+        if self.rollout.given("vllm_python") and "vllm" not in kinds:
+            yield (
+                "rollout.vllm_python is for vLLM, and neither rollout.engine nor judge.engine of a judge in "
+                "a server of the run is vllm; remove it"
+            )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
@@ -391,8 +404,30 @@ class RunConfig(FrozenConfig):
         weight = self.algorithm.distill_weight
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
-        if (self.teacher is not None) != (weight > 0):
+        if bool(self.teachers) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
+        known = ", ".join(filter(None, self.tasks))
+        taught = Counter(
+            name for teacher in self.teachers for name in teacher.tasks or self.tasks
+        )
+        for name in [*taught, *self.tasks] if self.teachers else ():
+            key = key_of("task", name)
+            if name not in self.tasks:
+                yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+            elif taught[name] != 1:
+                yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
+        # vLLM computes prompt_logprobs before the temperature.
+        is_embedded = all(teacher.is_embedded for teacher in self.teachers)
+        if not is_embedded and self.rollout.temperature != 1:
+            yield (
+                f"vLLM reports a teacher's logprobs of temperature 1 only, not "
+                f"rollout.temperature={self.rollout.temperature}; set it to 1, or teacher.engine=embedded"
+            )
+        if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
+            yield (
+                f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
+                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded"
+            )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
@@ -420,11 +455,10 @@ class RunConfig(FrozenConfig):
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
-        labelled = [name for name, task in tasks.items() if task.labels]
-        is_labelled = bool(labelled) or any(
-            one.task.labels for one in self.evals.values()
+        is_labelled = any(task.labels for task in self.all_tasks)
+        is_remote = all(
+            self.generators[name].remote for name, task in tasks.items() if task.labels
         )
-        is_remote = all(self.generators[name].remote for name in labelled)
         if is_labelled and not (self.generator.remote and is_remote):
             yield (
                 "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
@@ -432,31 +466,23 @@ class RunConfig(FrozenConfig):
             )
 
     def _posted_conflicts(self) -> Iterator[str]:
-        harnesses = self.harnesses
-        is_later = self.generator.outcomes == "later"
-        if any(each.outcomes == "later" for each in harnesses) and (
-            len(harnesses) > 1 or not is_later
-        ):
+        is_later = any(each.outcomes == "later" for each in self.harnesses)
+        if is_later and self.harnesses != [self.generator]:
             yield "outcomes=later is for one program; set it in `generator`, and no other task.generator"
         for name, task in self.tasks.items():
-            is_later = self.generators[name].outcomes == "later"
-            if is_later and task.reward is not None:
+            if self.generators[name].outcomes == "later" and task.reward is not None:
                 key = f"{key_of('task', name)}.reward"
                 yield f"generator.outcomes=later takes only posted rewards; remove {key}"
 
     def _reward_conflicts(self) -> Iterator[str]:
         models = self.reward_models
-        if len(models) > 1:
-            first, second, *_ = models
-            key = next(
-                name
-                for name in RewardModelConfig.model_fields
-                if getattr(first, name) != getattr(second, name)
-            )
-            yield (
-                f"task.reward.model.{key} is {getattr(first, key)} and {getattr(second, key)}; a run has one "
-                "reward model, so give all tasks and evaluations the same section"
-            )
+        for key in RewardModelConfig.model_fields:
+            given = dict.fromkeys(getattr(model, key) for model in models)
+            if len(given) > 1:
+                yield (
+                    f"task.reward.model.{key} is {' and '.join(map(str, given))}; a run has one reward "
+                    "model, so give all tasks and evaluations the same section"
+                )
         judges = self.served_judges
         for key in ("model", "revision", "engine", "max_length"):
             if len(values := {str(getattr(judge, key)) for judge in judges}) > 1:
@@ -477,25 +503,20 @@ class RunConfig(FrozenConfig):
         is_used = any(task.generator is None for task in self.tasks.values())
         if generator.is_harness and not is_used and self.eval is None:
             yield "every task has its `generator`, so that of the run has no use; remove it"
-        generators = self.generators
         for name, task in self.tasks.items():
-            if task.verifiers != (generators[name].verifiers is not None):
+            if task.verifiers != (self.generators[name].verifiers is not None):
                 yield f"set both generator.verifiers and {key_of('task', name)}.verifiers, or none"
         num_played = sum(one.task.verifiers for one in self.evals.values())
         num_evals = 0 if generator.verifiers is None else len(self.evals)
         if num_played not in (0, num_evals):
             yield "eval.task.verifiers needs generator.verifiers, and is set for all evaluations or for none"
-        # A harness may bring the reward itself; with outcomes=none the task must.
-        has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
-            own = generators[name]
-            is_paid = own.is_harness and own.outcomes != "none"
-            if not task.has_score and not is_paid:
+            if not task.has_score and not self.generators[name].brings_reward:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
+        # Nobody posts rewards later for evaluations.
+        is_paid = generator.brings_reward and generator.outcomes != "later"
         for name, one in self.evals.items():
-            # Nobody posts rewards later for evaluations.
-            is_at_once = has_harness and generator.outcomes != "later"
-            if not one.task.has_score and not (is_at_once and self.evaluates_agent):
+            if not one.task.has_score and not (is_paid and self.evaluates_agent):
                 yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 

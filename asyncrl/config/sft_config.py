@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import ClassVar, Self
+from collections.abc import Collection, Iterator
+from typing import ClassVar
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.demonstrations_config import RowsConfig
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, FrozenConfig, Seed
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import PlacementConfig
@@ -23,7 +23,7 @@ from asyncrl.config.weight_sync_config import WeightSyncConfig
 
 IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
-    "placement": ("rollout", "eval", "teacher", "judge", "reward", "share", "mps"),
+    "placement": tuple(key for key in PlacementConfig.model_fields if key != "trainer"),
     "checkpoint": ("keep_best",),
     "observe": ("traces",),
 }
@@ -48,7 +48,7 @@ class DataConfig(RowsConfig):
         "eval_every",
     )
 
-    epochs: int = Field(default=1, ge=1)
+    epochs: Count = 1
     """Passes over the rows."""
     eval_files: list[str] | None = None
     """Files with held-out rows, whose loss is measured (none = off)."""
@@ -61,7 +61,7 @@ class DataConfig(RowsConfig):
 class SftTrainerConfig(TrainerConfig):
     """The optimizer steps; num_groups is the number of rows of each."""
 
-    num_steps: int = Field(default=0, ge=0)
+    num_steps: NonNegativeInt = 0
     """Maximum number of steps (0 = the steps of data.epochs)."""
 
 
@@ -70,7 +70,7 @@ class SftConfig(FrozenConfig):
 
     free_keys: ClassVar = ("launcher",)
 
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Seed = 0
     """Seed of random weights and of the order of rows."""
     launcher: str = RunConfig.model_fields["launcher"].default
     """Launcher of the trainer's processes, as in a run."""
@@ -116,16 +116,12 @@ class SftConfig(FrozenConfig):
             observe=self.observe,
         )
 
-    @model_validator(mode="after")
-    def _is_a_run_without_engines(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         for section, keys in IGNORED.items():
-            if given := getattr(self, section).given(*keys):
-                raise ValueError(
-                    f"{section}.{given[0]} has no effect on supervised fine-tuning; remove it"
-                )
+            for key in getattr(self, section).given(*keys):
+                yield f"{section}.{key} has no effect on supervised fine-tuning; remove it"
         try:
             self.as_run()
         except ValidationError as error:
             message = str(error.errors()[0]["msg"])
-            raise ValueError(message.removeprefix("Value error, ")) from error
-        return self
+            yield message.removeprefix("Value error, ")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Fraction, FrozenConfig
 
 
 class SupervisionConfig(FrozenConfig):
@@ -14,21 +14,21 @@ class SupervisionConfig(FrozenConfig):
 
     free_keys: ClassVar = "*"
 
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: NonNegativeInt = 3
     """Restarts of each engine, trainer or worker within an hour of work (0 = the run
     ends at once).
     """
-    backoff_s: float = Field(default=1.0, ge=0)
+    backoff_s: NonNegativeFloat = 1.0
     """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: PositiveFloat = 300.0
     """Timeout for a process's first answer, in seconds, after reading its model (vLLM:
     three times longer).
     """
-    max_infrastructure_failures: float = Field(default=0.5, ge=0, le=1)
+    max_infrastructure_failures: Fraction = 0.5
     """Share of the newest 100 attempts of rollouts that infrastructure may fail, then
     the run ends when a rollout has no retry left (1 = never; docs/failures.md).
     """
-    watchdog_s: float = Field(default=900.0, gt=0)
+    watchdog_s: PositiveFloat = 900.0
     """Seconds without progress until the run reports who waits for whom, with stacks in
     the log.
     """

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
-from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.fields import Count, Fraction, FrozenConfig, Name, tag_of
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.judge_config import JudgeConfig, JudgedReward
 from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
@@ -18,7 +26,7 @@ from asyncrl.messages.records import SessionRules
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 
 
-def _form_of(reward: Any) -> str:
+def _form_of(reward: object) -> str:
     if isinstance(reward, ModelledReward) or (
         isinstance(reward, dict) and "model" in reward
     ):
@@ -40,7 +48,7 @@ class _PartOfTask(FrozenConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_shared(cls, values: Any) -> Any:
+    def _refuse_shared(cls, values: object) -> object:
         for name in values if isinstance(values, dict) else ():
             if reason := cls.shared.get(name):
                 raise ValueError(f"{name} cannot differ between tasks: {reason}")
@@ -63,7 +71,7 @@ class TaskLimits(_PartOfTask):
         "max_prompt_tokens": "engines have one length; set rollout.max_prompt_tokens",
     }
 
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: PositiveFloat | None = None
     """Instead of rollout.timeout_s."""
     max_tokens: PositiveInt | None = None
     """Instead of rollout.max_tokens, and not above it."""
@@ -88,9 +96,9 @@ class TaskAlgorithm(_PartOfTask):
 
     advantage: str | None = None
     """Instead of algorithm.advantage; over this task's samples in the batch."""
-    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    turn_discount: Fraction | None = None
     """Instead of algorithm.turn_discount."""
-    state_weight: float | None = Field(default=None, ge=0)
+    state_weight: NonNegativeFloat | None = None
     """Instead of algorithm.state_weight."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Factor of this task's advantages in the loss."""
@@ -110,7 +118,7 @@ class TaskConfig(FrozenConfig):
 
     name: Name | None = None
     """Task name in prompt ids, metrics and overrides (none = from its source)."""
-    share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    share: PositiveFloat | None = None
     """Share of the prompts, relative to the other tasks (none = equal shares)."""
     python: str | None = None
     """`module:Class` of a custom task, built with `args` and the run's seed."""
@@ -137,7 +145,7 @@ class TaskConfig(FrozenConfig):
     """Number of prompts of a generated task (python, reasoning_gym, endless verifiers
     environments).
     """
-    args: dict[str, Any] = {}
+    args: dict[str, object] = {}
     """Settings of the task itself, passed unchanged; of a verifiers environment, fields
     of its taskset, over generator.args.taskset.
     """
@@ -169,13 +177,13 @@ class TaskConfig(FrozenConfig):
     """Execution of the reward function: inline on the event loop, in threads, or in
     processes, which can be killed (auto = process for `math`, else thread).
     """
-    reward_workers: int = Field(default=4, ge=1)
+    reward_workers: Count = 4
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
     """Special tokens in sampled answers. visible: as text, such as <unk>, except the
     end-of-turn token. stripped: removed; hidden tokens can collect reward.
     """
-    reward_timeout_s: float = Field(default=30.0, gt=0)
+    reward_timeout_s: PositiveFloat = 30.0
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
     @property
@@ -216,49 +224,35 @@ class TaskConfig(FrozenConfig):
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
         return name if name[:1].isalpha() else f"task-{name}"
 
-    @model_validator(mode="after")
-    def _workers_are_shared(self) -> Self:
-        generator = self.generator
-        given = generator and generator.given("remote", "workers", "concurrency")
-        if given:
-            raise ValueError(
-                f"generator.{given[0]} cannot differ between tasks, which share the run's workers; write it "
+    def conflicts(self) -> Iterator[str]:
+        generator = self.generator or GeneratorConfig()
+        for key in generator.given("remote", "workers", "concurrency"):
+            yield (
+                f"generator.{key} cannot differ between tasks, which share the run's workers; write it "
                 "in `generator` of the run"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
-            raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
+            yield f"give exactly one of {', '.join(names)} (given: {given})"
         # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
-            raise ValueError(
-                "task.digest is of the data of task.files or task.dataset; remove it"
-            )
+            yield "task.digest is of the data of task.files or task.dataset; remove it"
         if self.reward_pool != "auto" and isinstance(
             self.reward, JudgedReward | ModelledReward
         ):
             kind = "judge" if self.judge is not None else "model"
-            raise ValueError(
-                f"task.reward_pool is for functions, not for a {kind}; remove it"
-            )
+            yield f"task.reward_pool is for functions, not for a {kind}; remove it"
         if self.scores_itself and self.reward is not None:
-            raise ValueError(
-                f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
-            )
+            yield f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
         if self.verifiers and "task" in self.args:
-            raise ValueError(
-                "args.task does not reach the workers that play and score; write generator.args.taskset.task"
+            yield (
+                "args.task does not reach the workers that play and score; write "
+                "generator.args.taskset.task"
             )
         if self.verifiers and self.system_prompt is not None:
-            raise ValueError(
-                "system_prompt does not reach a verifiers environment; write generator.args.taskset"
-            )
-        return self
+            yield "system_prompt does not reach a verifiers environment; write generator.args.taskset"
 
 
 Tasks = Annotated[

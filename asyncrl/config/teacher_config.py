@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from asyncrl.config.fields import FrozenConfig
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from asyncrl.config.fields import FrozenConfig, Name, tag_of
 
 TEACHER_SLOTS = 16
 """Sequences that a teacher reads at once."""
+MOST_SERVED_TOP_K = 20
+"""Most ids per token of vLLM's prompt_logprobs, by default."""
 
 
 class TeacherConfig(FrozenConfig):
     """A second model for on-policy distillation (docs/algorithms.md), in a separate
-    engine server.
+    engine server. A list of sections gives several teachers.
     """
 
     path: str
-    """Hugging Face folder or hub id of a model with the vocabulary of `model`."""
+    """Hugging Face folder or hub id of a model with the vocabulary of `model`. With
+    base_url only its tokenizer is read.
+    """
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
     """
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Kind of engine that serves the model, without base_url."""
+    base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """URL of a server with the model, with its /v1; its /v1/completions must answer
+    prompt_logprobs, as vLLM's (none = the run serves the model).
+    """
+    key_variable: str | None = None
+    """Environment variable with the server's key (none = it needs no key)."""
+    tasks: Annotated[list[Name], Field(min_length=1)] | None = None
+    """Names of the tasks whose rollouts it scores (none = all)."""
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.base_url is None and self.engine == "embedded"
+
+    def conflicts(self) -> Iterator[str]:
+        needless = "key_variable" if self.base_url is None else "engine"
+        if self.given(needless):
+            yield f"{needless} has no effect with base_url={self.base_url}; remove it"
+
+    def scores(self, task: str) -> bool:
+        return self.tasks is None or task in self.tasks
+
+
+Teachers = Annotated[
+    Annotated[TeacherConfig, Tag("[one]")]
+    | Annotated[list[TeacherConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]

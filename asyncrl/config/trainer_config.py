@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import Count, Fraction, FrozenConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
 # The head is computed in slices of the vocabulary: all logits of 16,384 tokens and
@@ -15,6 +15,12 @@ CPU_MICRO_BATCH_TOKENS = 3072
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
+MOST_ADJUSTED = 2**20
+"""Logits of a slice that biases and penalties change at once."""
+ADJUSTED_BYTES = 88
+"""Of each while it changes (counted by a test). Each logit of the slice that has changed
+keeps 1 byte until its gradient is known.
+"""
 PROFILE_FOLDER = "profile"
 """Of a run directory; with the files of trainer.profile_steps."""
 
@@ -26,9 +32,9 @@ class LoraConfig(FrozenConfig):
     weights.
     """
 
-    rank: int = Field(default=16, ge=1)
+    rank: Count = 16
     """Rank of each adapter."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the
@@ -50,33 +56,33 @@ class TrainerConfig(FrozenConfig):
         "profile_steps",
     )
 
-    num_groups: int = Field(default=8, ge=1)
+    num_groups: Count = 8
     """Groups per batch. Each batch makes one policy_version."""
-    num_steps: int = Field(default=100, ge=1)
+    num_steps: Count = 100
     """Batches of the run."""
-    mini_batches: int = Field(default=1, ge=1)
+    mini_batches: Count = 1
     """Optimizer steps per batch, split by groups; must divide num_groups."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: Count = 1
     """Passes over a batch."""
-    world_size: int = Field(default=1, ge=1)
+    world_size: Count = 1
     """Trainer processes; above one, the training state is sharded (FSDP2)."""
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or falling to 0 at num_steps."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW betas."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: PositiveFloat | None = 1.0
     """Clip the gradient to this norm (none = off)."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
+    micro_batch_tokens: Count = 16384
     """Maximum tokens per forward-backward pass of a process; a longer sequence gets a
     separate pass.
     """
-    gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
+    gradient_checkpointing: bool | Fraction = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
     the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
     cpu_offload: bool = False
@@ -95,11 +101,11 @@ class TrainerConfig(FrozenConfig):
     """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
-    timeout_s: float = Field(default=3600.0, gt=0)
+    timeout_s: PositiveFloat = 3600.0
     """Timeout for a step, an export or a save, in seconds. On expiry the trainer is
     restarted.
     """
-    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    logprob_gap_limit: PositiveFloat | None = None
     """End the run when trainer and engines differ by more than this mean on fresh tokens, in nats (none =
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"

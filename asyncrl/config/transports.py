@@ -48,13 +48,13 @@ def choose_transport(
         return by_file, "the run does not start the engines itself"
     if "cpu" in (*ranks, *engines):
         return by_file, "a side is on the CPU"
-    if is_turns:
-        why = "trainer and engines take turns on CUDA devices"
+    if is_turns and num_nodes > 1:
         return (
-            ("ipc", why)
-            if num_nodes == 1
-            else ("stream", f"{why} of a run on {num_nodes} nodes")
+            "stream",
+            f"trainer and engines take turns on CUDA devices of a run on {num_nodes} nodes",
         )
+    if is_turns:
+        return "ipc", "trainer and engines take turns on CUDA devices"
     if shared := sorted({*ranks} & {*engines}):
         if num_nodes == 1 and _share_one(ranks, engines):
             return "ipc", f"both sides are on {shared[0]} at once"
@@ -103,20 +103,28 @@ def refuse_transport(
     )
     _refuse_engine(config, name)
     if num_nodes > 1 and facts.bound and sync.transport != "auto":
-        what = f"{name}, and the run is on {num_nodes} nodes: {facts.bound}"
-        way_out = "set weight_sync.transport=stream, or disk with weight_sync.disk_dir shared by all nodes."
-        raise ConfigError(what, way_out=way_out)
-    if is_turns and facts.sends_adapters:
-        rule = "an engine that sleeps has freed the base weights that adapters are added to"
-        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}.")
-    if facts.is_collective and (is_turns or not is_apart):
-        rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
-        way_out = f"{TO_SHM}. When colocated, set weight_sync.transport=ipc."
-        raise ConfigError(places, rule=rule, way_out=way_out)
-    if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
-        rule = "engines that work at the same time as the trainer open memory of its only device"
         raise ConfigError(
-            places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer."
+            f"{name}, and the run is on {num_nodes} nodes: {facts.bound}",
+            way_out="set weight_sync.transport=stream, or disk with weight_sync.disk_dir shared by all "
+            "nodes.",
+        )
+    if is_turns and facts.sends_adapters:
+        raise ConfigError(
+            places,
+            rule="an engine that sleeps has freed the base weights that adapters are added to",
+            way_out=f"{TO_SHM}.",
+        )
+    if facts.is_collective and (is_turns or not is_apart):
+        raise ConfigError(
+            places,
+            rule="a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)",
+            way_out=f"{TO_SHM}. When colocated, set weight_sync.transport=ipc.",
+        )
+    if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
+        raise ConfigError(
+            places,
+            rule="engines that work at the same time as the trainer open memory of its only device",
+            way_out=f"{TO_SHM}, or placement.rollout=trainer.",
         )
 
 
@@ -125,27 +133,26 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
     rollout = config.rollout
     lora = config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
-        what = f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights"
         raise ConfigError(
-            what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm)."
+            f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights",
+            way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).",
         )
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
-        what = f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}"
         raise ConfigError(
-            what, way_out="set trainer.lora={rank: 16}, and an engine with a model."
+            f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}",
+            way_out="set trainer.lora={rank: 16}, and an engine with a model.",
         )
     if rollout.external_urls is None or facts.is_file_shared:
         return
     key = f"rollout.{rollout.facts.urls_key}"
     if facts.is_transfer or facts.sends_adapters:
-        what = (
-            f"{name} needs engines that the run itself starts, and {key} names others"
-        )
         raise ConfigError(
-            what, way_out=f"{TO_SHM} (disk on other machines), or remove {key}."
+            f"{name} needs engines that the run itself starts, and {key} names others",
+            way_out=f"{TO_SHM} (disk on other machines), or remove {key}.",
         )
     for url in rollout.external_urls:
         if urlsplit(url).hostname not in LOOPBACK:
-            what = f"{name} is in the memory of this machine, which {url} cannot read"
-            way_out = "set weight_sync.transport=disk with a shared disk_dir (this machine is 127.0.0.1)."
-            raise ConfigError(what, way_out=way_out)
+            raise ConfigError(
+                f"{name} is in the memory of this machine, which {url} cannot read",
+                way_out="set weight_sync.transport=disk with a shared disk_dir (this machine is 127.0.0.1).",
+            )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import Interrupt, TransportName
@@ -72,12 +73,12 @@ class WeightSyncConfig(FrozenConfig):
     them with a recomputed KV cache, keep them with the old KV cache, or wait until they
     finish. auto = abort, the fastest.
     """
-    canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
+    canary_limit: Literal["auto"] | PositiveFloat | None = "auto"
     """Maximum difference in nats between vLLM's logprobs of a fixed text and the
     trainer's after each push (auto = 0.001 in float32, 0.25 in bfloat16; none = not
     compared).
     """
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: PositiveFloat = 600.0
     """Timeout for each phase of a push or a handover, in seconds. On expiry an engine
     is restarted; a late export or handover ends the run.
     """
@@ -100,13 +101,11 @@ class WeightSyncConfig(FrozenConfig):
     def file_transport(self) -> TransportName:
         return "shm" if self.disk_dir is None else "disk"
 
-    @model_validator(mode="after")
-    def _disk_has_a_place(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Both directions: disk without a folder has no place, and a folder with another
         # transport would be ignored.
         if self.facts.is_file_shared != (self.disk_dir is not None):
-            raise ValueError(
+            yield (
                 f"transport={self.transport} with disk_dir={self.disk_dir}: only disk writes "
                 "there, to a folder that trainer and engines share"
             )
-        return self

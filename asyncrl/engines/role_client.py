@@ -44,11 +44,14 @@ class RoleClient(ServerClient):
         self._caller = caller
         self._on_lost = on_lost
         self._places = asyncio.Semaphore(places)
-        self._scope = CallScope(caller)
+        self._scope = self._open_scope()
         self._up = asyncio.Event()
         self._up.set()
         self.wait_s = 0.0
         """Time of all calls together, with restarts and queues."""
+
+    def _open_scope(self) -> CallScope:
+        return CallScope(self._caller)
 
     def disconnect_nowait(self) -> None:
         self._up.clear()
@@ -56,7 +59,7 @@ class RoleClient(ServerClient):
 
     def reset_nowait(self) -> None:
         self.disconnect_nowait()
-        self._scope = CallScope(self._caller)
+        self._scope = self._open_scope()
 
     def up_nowait(self) -> None:
         self._up.set()
@@ -64,9 +67,9 @@ class RoleClient(ServerClient):
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
-    async def judge(self, rollout: Rollout) -> Rollout:
-        """Return a finished rollout with what this server adds to it: by default,
-        nothing. Raises RequestRefused (data) or EngineError.
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+        """Return a finished rollout of a task with what this server adds to it: by
+        default, nothing. Raises RequestRefused (data) or EngineError.
         """
         return rollout
 

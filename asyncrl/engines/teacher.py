@@ -1,4 +1,4 @@
-"""Client of a teacher: its logprobs of sampled tokens, for distillation."""
+"""Clients of a teacher: its logprobs of sampled tokens, for distillation."""
 
 from __future__ import annotations
 
@@ -6,35 +6,57 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from pydantic import Field
 
-from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.http import Caller
+from asyncrl.base.errors import ConfigError, EngineError, EngineLost
+from asyncrl.base.http import Caller, CallGarbled, CallRefused
 from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
-from asyncrl.engines.role_client import RoleClient
-from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
+from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
+from asyncrl.engines.vllm_process import Read, TokenLogprob, VllmProcess
+from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-from asyncrl.messages.tokens import SUPPORT, TEACHER
+from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
+    SUPPORT,
+    TEACHER,
+    Ragged,
+    Values,
+)
 
 
 class Teacher(RoleClient):
+    """`max_length`: tokens of the longest text. `scores`: whether it scores a task."""
+
     def __init__(
         self,
         caller: Caller,
         *,
         temperature: float,
+        max_length: int = 0,
+        top_k: int = 0,
+        scores: Callable[[str], bool] = lambda _: True,
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
         self._temperature = temperature
+        self._max_length = max_length
+        self._top_k = top_k
+        self._scores = scores
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
         return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
 
-    async def judge(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with teacher_logprobs in each branch."""
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+        """Return the rollout with the columns of the teacher in each branch, or as it
+        is if another teacher scores its task.
+        """
+        if not self._scores(task):
+            return rollout
         return tuple([await self._judge(branch) for branch in rollout])
 
     async def _judge(self, branch: Trajectory) -> Trajectory:
@@ -49,32 +71,141 @@ class Teacher(RoleClient):
             token_ids=branch.token_ids[:end].tolist(),
             start=start,
             temperature=self._temperature,
+            top_k=self._top_k,
         )
-        answer = await self.call("/score", request, ScoreResponse)
-        found = np.array(answer.logprobs, np.float32)
-        if (
-            len(found) != end - start
-            or not (found <= LOGPROB_SLACK).all()
-            or not np.isfinite(found).all()
-        ):
-            what = f"answered {len(found)} logprobs for {end - start} tokens: {found[:8].tolist()}"
-            rule = "one finite logprob a token, none above 0"
+        answer = await self._score(request)
+        logprobs = np.array(answer.logprobs, np.float32)
+        top_ids = np.array(answer.top_ids, np.int32)
+        top_logprobs = np.array(answer.top_logprobs, np.float32)
+        num_scored = end - start
+        num_top = num_scored * self._top_k
+        is_whole = len(logprobs) == num_scored
+        is_whole &= len(top_ids) == len(top_logprobs) == num_top
+        is_finite = np.isfinite([*logprobs, *top_logprobs]).all()
+        if not is_whole or not is_finite or not (logprobs <= LOGPROB_SLACK).all():
             raise EngineError(
-                self.name, what, rule=rule, way_out=f"read {self.name}'s log."
+                self.name,
+                f"answered {len(logprobs)} logprobs and {len(top_ids)} likeliest ids for "
+                f"{num_scored} tokens: {logprobs[:8].tolist()}",
+                rule=f"one finite logprob a token, none above 0, and {self._top_k} ids",
+                way_out=f"read {self.name}'s log.",
             )
-        logprobs = np.zeros(len(branch.token_ids), np.float32)
-        logprobs[start:end] = found
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
-        logprobs[~branch.loss_mask] = 0.0
+        has_term = branch.loss_mask.copy()
         # Under a grammar or from adjusted logits the teacher would have sampled other
         # tokens: no term.
         for span in branch.tokens.calls:
-            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[
-                span.start : span.end
-            ]
+            has_term[span.start : span.end] = False
         # The same for a call of an agent with its own top_p, top_k or min_p.
-        is_cut = branch.tokens.column(SUPPORT).sizes > 0
-        logprobs[is_cut] = branch.tokens.behaviour_logprobs[is_cut]
+        has_term &= branch.tokens.column(SUPPORT).sizes == 0
+        is_kept = has_term[start:end]
+        taught = branch.tokens.behaviour_logprobs.copy()
+        taught[has_term] = logprobs[is_kept]
+        columns: dict[str, Values] = {TEACHER: taught}
+        if self._top_k > 0:
+            sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
+            of_kept = np.repeat(is_kept, self._top_k)
+            columns[DISTILL_IDS] = Ragged(top_ids[of_kept], sizes)
+            columns[DISTILL_LOGPROBS] = Ragged(top_logprobs[of_kept], sizes)
         self._num_scored += len(places)
-        return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))
+        return replace(branch, tokens=branch.tokens.with_columns(columns))
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        return await self.call("/score", request, ScoreResponse)
+
+
+class PromptScores(Read):
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+
+
+class Completions(Read):
+    choices: list[PromptScores] = Field(min_length=1, max_length=1)
+
+
+class ServedModel(Read):
+    id: str
+    max_model_len: int | None = None
+
+
+class ServedModels(Read):
+    data: list[ServedModel] = Field(min_length=1)
+
+
+class ServedTeacher(Teacher):
+    """A teacher behind /v1/completions with prompt_logprobs, as vLLM serves it: the
+    first model of the server. Its logprobs are of temperature 1.
+    """
+
+    def _open_scope(self) -> CallScope:
+        self._process = VllmProcess(self._caller, 0, "")
+        return self._process
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        served = await self._process.get("/v1/models", ServedModels, timeout_s)
+        model = served.data[0]
+        self._model = model.id
+        # The server samples one more token, which is not used.
+        if model.max_model_len is not None and model.max_model_len <= self._max_length:
+            raise self._unusable(
+                f"max_model_len={model.max_model_len} for texts of {self._max_length} tokens"
+            )
+        return EngineHealth(
+            policy_version=0, num_running=0, num_queued=0, tokens_generated=0
+        )
+
+    async def ready(self, timeout_s: float) -> EngineHealth:
+        """Try the server. Raises ConfigError if it reports no logprobs, or CallLost."""
+        try:
+            health = await self.health(timeout_s=timeout_s)
+            await self._post(ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k))
+        except (CallRefused, CallGarbled) as failure:
+            raise self._unusable(str(failure)) from failure
+        return health
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        async def send() -> ScoreResponse:
+            async with self._scope.calls():
+                return await self._post(request)
+
+        return await self.repeated("an answer to /v1/completions", send)
+
+    async def _post(self, request: ScoreRequest) -> ScoreResponse:
+        """Raises ConfigError for an answer without logprobs, CallRefused or CallLost."""
+        body = {
+            "model": self._model,
+            "prompt": request.token_ids,
+            "prompt_logprobs": request.top_k,
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        answer = await self._process.post(
+            "/v1/completions", body, Completions, CALL_TIMEOUT_S
+        )
+        told = (answer.choices[0].prompt_logprobs or [])[request.start :]
+        asked = request.token_ids[request.start :]
+        logprobs, top = list[float](), list[tuple[int, float]]()
+        for token, entry in zip(asked, told, strict=False):
+            by_id = {number: one.logprob for number, one in (entry or {}).items()}
+            # The entry has the token itself, also if it is not a likely one.
+            likeliest = sorted(by_id.items(), key=lambda item: -item[1])
+            if token not in by_id or len(likeliest) < request.top_k:
+                break
+            logprobs.append(by_id[token])
+            top += likeliest[: request.top_k]
+        if len(logprobs) < len(asked):
+            raise self._unusable(
+                f"prompt_logprobs={request.top_k} gave {len(logprobs)} of {len(asked)} tokens their logprobs"
+            )
+        return ScoreResponse(
+            logprobs=logprobs,
+            top_ids=[number for number, _ in top],
+            top_logprobs=[logprob for _, logprob in top],
+        )
+
+    def _unusable(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.name} at {self._caller.url} cannot score: {what}",
+            rule="its /v1/completions answers prompt_logprobs",
+            way_out="serve the teacher with vLLM, or set teacher.base_url=none: then the run serves it.",
+        )

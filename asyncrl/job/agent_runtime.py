@@ -18,7 +18,7 @@ from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.job.lifecycle import Lifecycle, num_rollouts
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import (
     Server,
@@ -43,6 +43,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.engine_route import SeedOf
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.work_queue import RolloutQueue
 
@@ -70,11 +71,11 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
     return SpecialTokens(tokenizer.end_ids, stray_ids)
 
 
-def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Return the concurrent rollouts (`num_engines` None: all engines)."""
-    concurrency = config.generator.concurrency
-    num = config.rollout.max_engines if num_engines is None else num_engines
-    return config.rollout.slots * num if concurrency == "auto" else concurrency
+def seeds_from(run_seed: int) -> SeedOf:
+    """Return the function that derives the seeds of an agent's calls."""
+    return lambda prompt, sample, attempt, call: derive_seed(
+        run_seed, prompt, sample, call, attempt
+    )
 
 
 def make_gateway(
@@ -91,8 +92,7 @@ def make_gateway(
     from asyncrl.agents.work_queue import RolloutQueue
 
     config = lifecycle.config
-    seed = lifecycle.config.seed
-    rollout = lifecycle.config.rollout
+    rollout = config.rollout
     override = config.gateway.on_sampling_override
     # A person who tries an agent may choose its temperature. A run must sample at the
     # one at which the trainer computes logprobs.
@@ -103,7 +103,11 @@ def make_gateway(
         model=model_name(config),
         lease_timeout_s=config.gateway.lease_timeout_s,
         task_seed=lambda work: derive_seed(
-            seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt
+            config.seed,
+            work.prompt.seed_id,
+            work.sample_index,
+            TASK_SEED_TURN,
+            work.attempt,
         ),
         harnesses=config.harnesses or (config.generator,),
         late=late,
@@ -128,9 +132,7 @@ def make_gateway(
         find_tool_format(config.gateway.tool_format, tokenizer.template),
         rules,
         config.gateway,
-        seed_of=lambda prompt, sample, attempt, call: derive_seed(
-            seed, prompt, sample, call, attempt
-        ),
+        seed_of=seeds_from(config.seed),
         on_broken=lifecycle.on_broken,
         extra_routes=queue.routes(),
     )
@@ -156,23 +158,24 @@ class AgentRuntime:
         self.late = late if is_later else None
         path = job.run_dir / "gateway.json"
         is_remote = job.config.generator.remote
-        saved = (
-            json.loads(path.read_text(encoding="utf-8"))
-            if path.exists() and is_remote
-            else {}
-        )
-        env_key = os.environ.get(WORKER_KEY_ENV) if is_remote else None
-        # Remote workers reconnect to a resumed run with their old key. The key of local
-        # workers is in no file: a program of the model could read it, lease rollouts
-        # and reward them.
-        self.worker_key = env_key or saved.get("worker_key") or secrets.token_hex(24)
+        # The key of local workers is in no file: a program of the model could read it,
+        # lease rollouts and reward them.
+        self.worker_key = secrets.token_hex(24)
+        if is_remote:
+            # Remote workers reconnect to a resumed run with their old key.
+            saved = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            self.worker_key = (
+                os.environ.get(WORKER_KEY_ENV)
+                or saved.get("worker_key")
+                or self.worker_key
+            )
         self.gateway, self.queue = make_gateway(
             job, engines, tokenizer, self.worker_key, late=self.late
         )
         self.url = self.gateway.bind()
-        address = {"url": self.url} | (
-            {"worker_key": self.worker_key} if is_remote else {}
-        )
+        address = {"url": self.url}
+        if is_remote:
+            address["worker_key"] = self.worker_key
         self._command = (
             f"asyncrl work {self.url} --key-file {path} --python MODULE:FUNCTION"
         )

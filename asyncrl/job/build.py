@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -19,7 +19,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
     AgentRuntime,
     make_generator,
-    num_rollouts,
+    seeds_from,
     single_turn,
     special_tokens,
 )
@@ -27,7 +27,7 @@ from asyncrl.job.check import check_bias, check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
-from asyncrl.job.lifecycle import Lifecycle, run_id
+from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
@@ -54,7 +54,6 @@ from asyncrl.rollouts.rollout import (
     HarnessGenerator,
     JudgedGenerator,
     RolloutRunner,
-    derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles, at_once, in_place
@@ -76,7 +75,7 @@ async def build(
     lifecycle: Lifecycle,
     placement: Placement,
     reporter: Reporter,
-    point: ResumePoint | None,
+    point: ResumePoint,
 ) -> Components:
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
@@ -92,16 +91,15 @@ async def build(
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
-    is_free = point is not None and point.may_change_model
-    model_pin = ModelPin(lifecycle.run_dir, config.model.source, is_free=is_free)
+    model_pin = ModelPin(
+        lifecycle.run_dir, config.model.source, is_free=point.may_change_model
+    )
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
     )
     demonstrate, of_rows = await _read_demonstrations(lifecycle, tokenizer)
     data_pin = DataPin(
-        lifecycle.run_dir,
-        digests | of_rows,
-        is_free=point is not None and point.may_change_data,
+        lifecycle.run_dir, digests | of_rows, is_free=point.may_change_data
     )
 
     # A closure, because scheduler and trainer need each other. It is called only when a
@@ -134,16 +132,7 @@ async def build(
         wait_for_devices,
         demonstrate,
     )
-    scorer = Scorers(
-        tasks,
-        config.tasks,
-        tokenizer,
-        seed=config.seed,
-        warn=lifecycle.log.warn,
-        ask_model=fleet.ask_model,
-        ask_judge=fleet.ask_judge,
-    )
-    lifecycle.closes("rewards", scorer.aclose)
+    scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
         or rollout.engine_range.min
@@ -151,21 +140,18 @@ async def build(
     # Hashing reads the whole model once more, so a new run does it while processes
     # load. A resumed run compares first: a changed model refuses the start.
     hash_model = asyncio.to_thread(model_pin.read, model_path)
-    if point is None:
+    if point.is_new:
         await asyncio.gather(fleet.start(num_engines), hash_model)
     else:
         await hash_model  # may refuse
         await fleet.start(num_engines)
 
-    # Buffer and producers need each other; groups are requeued only during the run.
-    def requeued(*group: Any) -> None:
-        producers.requeued(*group)
-
     buffer = Buffer(
         config.buffer,
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
-        on_requeued=requeued,
+        # Buffer and producers need each other; groups are requeued only during the run.
+        on_requeued=lambda *group: producers.requeued(*group),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
@@ -192,8 +178,8 @@ async def build(
         capacity=num_rollouts(config, num_engines),
         journal=journal,
         late=late,
-        on_failed=partial(reporter.rollout_failed, tokenizer),
-        on_finished=reporter.group_finished,
+        on_failed=partial(reporter.on_rollout_failed, tokenizer),
+        on_finished=reporter.on_group_finished,
     )
     evaluation = None
     if found.evals:
@@ -333,9 +319,7 @@ def _make_evaluation(
         host = agents.gateway.add_route(
             engine,
             sampling=sampling,
-            seed_of=lambda prompt, index, attempt, call: derive_seed(
-                EVAL_SEED, prompt, index, call, attempt
-            ),
+            seed_of=seeds_from(EVAL_SEED),
             on_broken=broken.append,
         )
         return HarnessGenerator(
@@ -346,16 +330,7 @@ def _make_evaluation(
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[ComponentError]()
-        scorers = Scorers(
-            {name: task},
-            {name: settings.task},
-            tokenizer,
-            seed=EVAL_SEED,
-            warn=lifecycle.log.warn,
-            ask_model=fleet.ask_model,
-            ask_judge=fleet.ask_judge,
-        )
-        lifecycle.closes("eval rewards", scorers.aclose)
+        scorers = fleet.make_scorers({name: task}, {name: settings.task}, EVAL_SEED)
         sets.append(
             HeldOut(
                 generator=generator_of(settings.sampling, scorers, broken),
@@ -373,19 +348,19 @@ def _make_evaluation(
             )
         )
 
-    def evaluated(result: EvalResult) -> None:
+    def on_evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
             checkpoints.evaluated(
                 result.version, result.metrics().get("eval/reward_mean", -math.inf)
             )
-        reporter.evaluated(result)
+        reporter.on_evaluated(result)
 
     is_fetched = fleet.node_files is not None
     evaluation = Evaluation(
         sets,
         target,
         fleet.staging_dir,
-        on_result=evaluated,
+        on_result=on_evaluated,
         on_trouble=lifecycle.log.warn,
         is_fetched=is_fetched,
     )
@@ -406,9 +381,9 @@ def _make_scheduler(
     sync = config.weight_sync
     files = fleet.node_files
 
-    async def published(manifest: ExportResponse) -> None:
+    async def on_published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
-        reporter.published(manifest.version, manifest.digest)
+        reporter.on_published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_client is None:
             evaluation.served_nowait(manifest.version)
         elif evaluation is not None and manifest.path:
@@ -428,7 +403,7 @@ def _make_scheduler(
         spawn=lifecycle.spawn,
         are_ours=config.rollout.external_urls is None,
     )
-    if fleet.placement.mode == "colocated":
+    if fleet.placement.is_colocated:
         make = partial(
             Colocated,
             resident=fleet.placement.resident,
@@ -439,7 +414,7 @@ def _make_scheduler(
         fleet.clients,
         timeout_s=sync.timeout_s,
         on_served=buffer.set_served_nowait,
-        on_published=published,
+        on_published=on_published,
         on_lost=fleet.on_lost,
         locate=in_place if files is None else files.locate,
         wait_released=at_once if evaluation is None else evaluation.wait_released,
@@ -484,10 +459,6 @@ def _make_scale(
         for server, client in zip(fleet.engine_servers, fleet.clients, strict=True)
     ]
     fleet.supervisors.update((engine.name, engine) for engine in engines)
-
-    def resize(num_engines: int) -> None:
-        producers.resize_nowait(num_rollouts(lifecycle.config, num_engines))
-
     limits = lifecycle.config.rollout.engine_range
     return EngineScale(
         engines,
@@ -496,13 +467,15 @@ def _make_scale(
         lifecycle.log,
         wanted=num_engines,
         spawn=lifecycle.spawn,
-        on_change=resize,
+        on_change=lambda num: producers.resize_nowait(
+            num_rollouts(lifecycle.config, num)
+        ),
     )
 
 
 def controller_state(
     feed: PromptSource, producers: Producers, buffer: Buffer
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the state for a resume without the journal. `out`: num_requeued by id of
     drawn prompts that are in no batch yet.
     """

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
@@ -32,7 +32,7 @@ from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import extra_models, extra_servers
+from asyncrl.job.roles import extra_models, extra_servers, reach_servers
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import (
     DISK,
@@ -40,6 +40,7 @@ from asyncrl.launch.plan import (
     plan_run,
     plan_text,
     read_architecture,
+    read_text_architecture,
     refuse_over_capacity,
     resolve_auto,
     size_text,
@@ -54,7 +55,6 @@ from asyncrl.rollouts.demonstrations import read_demonstrations
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.judge import check_endpoint
 from asyncrl.tasks.rewards import (
-    Completions,
     UserCodeFailed,
     call,
     call_async,
@@ -148,8 +148,7 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
     tokenizer = _check_model(run, found, needs_weights=nodes[0].machine.is_here)
     yield from (*found.lines, *resolved)
     if tokenizer is not None:
-        architecture = read_architecture(config.model)
-        positions = positions_of(architecture.get("text_config", architecture))
+        positions = positions_of(config.model)
         keys: list[Literal["files", "eval_files"]] = ["files"]
         if config.data.eval_files is not None:
             keys.append("eval_files")
@@ -211,30 +210,23 @@ def try_reward(
     function, takes_group = score_of(task)
 
     def score() -> None:
-        for text in texts:
+        for given in [texts] if takes_group else texts:
+            asked = {} if takes_group else optional(function, NO_COMPLETION)
             try:
-                result = result_of(text, optional(function, NO_COMPLETION))
-                # one for each token, of which there are none here
-                rewards.append(sum(result) if isinstance(result, list) else result)
+                result = call(function, prompt, given, asked)
+                if isinstance(result, Awaitable):
+                    result = asyncio.run(call_async(result, given))
             except UserCodeFailed as failure:
-                rewards.append(failure)
-
-    def score_group() -> None:
-        try:
-            rewards.extend(result_of(texts, {}))
-        except UserCodeFailed as failure:
-            rewards.extend([failure] * len(texts))
-
-    def result_of(given: str | Completions, asked: Mapping[str, Any]) -> Any:
-        result = call(function, prompt, given, asked)
-        if isinstance(result, Awaitable):
-            return asyncio.run(call_async(result, given))
-        return result
+                rewards.extend([failure] * (len(texts) if takes_group else 1))
+                continue
+            if takes_group:
+                rewards.extend(result)
+            else:  # a list has one for each token, of which there are none here
+                rewards.append(sum(result) if isinstance(result, list) else result)
 
     # A reward that never returns cannot be stopped. A daemon thread does not keep the
     # command from ending.
-    target = score_group if takes_group else score
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=score, daemon=True)
     thread.start()
     thread.join(TRIAL_S)
     return [*rewards]
@@ -277,6 +269,7 @@ def validate(
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
     _check_judges(config, found)
+    found.lines += reach_servers(config)
     _check_support(config, found)
     tokenizer = found.tokenizer = _check_model(
         config, found, needs_weights=needs_weights
@@ -365,7 +358,7 @@ def _check_served_judge(judge: JudgeConfig) -> None:
             rule="a judge generates text",
             way_out="name a chat model, or give this model to task.reward.model (docs/rewards.md).",
         )
-    positions = positions_of(architecture.get("text_config", architecture))
+    positions = positions_of(here)
     if positions is not None and judge.max_length > positions:
         raise ConfigError(
             f"{key}.max_length={judge.max_length}, and {judge.model} has max_position_embeddings={positions}",
@@ -441,14 +434,13 @@ def _check_model(
             parse_special_tokens=config.gateway.parse_special_tokens,
         )
     if config.rollout.facts.has_model:
-        _refuse_beyond_positions(
-            config.rollout, architecture.get("text_config", architecture)
-        )
+        _refuse_beyond_positions(config.rollout, positions_of(model))
     return tokenizer
 
 
-def positions_of(architecture: Mapping[str, Any]) -> int | None:
+def positions_of(model: ModelConfig) -> int | None:
     """Return the positions of a language model; None: unknown."""
+    architecture = read_text_architecture(model)
     scaling = (
         architecture.get("rope_scaling") or architecture.get("rope_parameters") or {}
     )
@@ -457,10 +449,7 @@ def positions_of(architecture: Mapping[str, Any]) -> int | None:
     return None if is_scaled else architecture.get("max_position_embeddings")
 
 
-def _refuse_beyond_positions(
-    rollout: RolloutConfig, architecture: Mapping[str, Any]
-) -> None:
-    positions = positions_of(architecture)
+def _refuse_beyond_positions(rollout: RolloutConfig, positions: int | None) -> None:
     if positions is not None and rollout.max_length > positions:
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_tokens="
@@ -470,29 +459,34 @@ def _refuse_beyond_positions(
         )
 
 
+def _called(kind: str, name: str) -> str:
+    return f"{kind} {name}".rstrip()
+
+
 def _check_prompts(
     config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None
 ) -> None:
     by_task = dict[str, list[Prompt]]()
+    agents = {
+        _called("task", name)
+        for name, generator in config.generators.items()
+        if generator.is_harness
+    }
+    if config.evaluates_agent:
+        agents |= {_called("eval task", name) for name in config.evals}
     if len(found.tasks) == len(config.tasks):
         # A separate source: the run's own must still begin with its first prompt.
         source = make_prompt_source(config, found.tasks)
         for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
             prompt = source.next_nowait()
             found.prompts.setdefault(prompt.task, prompt)
-            by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
+            by_task.setdefault(_called("task", prompt.task), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
-        by_task[f"eval task {name}".rstrip()] = list(held_out)
+        by_task[_called("eval task", name)] = list(held_out)
     if config.model.scratch is not None:
         _refuse_outside_alphabet(by_task, config.model.scratch.characters)
     if tokenizer is None:
         return
-    agents = {f"eval task {name}".rstrip() for name in config.evals}
-    if not config.evaluates_agent:
-        agents.clear()
-    for name, generator in config.generators.items():
-        if generator.is_harness:
-            agents.add(f"task {name}".rstrip())
     rendered = {
         name: prompts for name, prompts in by_task.items() if name not in agents
     }
@@ -541,8 +535,7 @@ def _check_lengths(
             way_out="correct the prompts or the template, or set model.chat_template to another one.",
         ) from error
     lengths = [*map(len, chats)]
-    architecture = read_architecture(config.model)
-    num_rows = architecture.get("text_config", architecture).get("vocab_size")
+    num_rows = read_text_architecture(config.model).get("vocab_size")
     if num_rows and (largest := max(map(max, chats))) >= num_rows:
         raise ConfigError(
             f"{source} writes the token {largest} into a prompt of the {name}",
@@ -581,23 +574,28 @@ def find_models(
     if one that reads token ids has others than the trained model. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
+    if config.algorithm.num_distill_ids > len(ours):
+        raise ConfigError(
+            f"algorithm.distill_top_k={config.algorithm.distill_top_k}, and the model has {len(ours)} tokens",
+            way_out=f"set algorithm.distill_top_k={len(ours)} or lower.",
+        )
     found = dict[str, Path]()
     for role, extra in extra_models(config).items():
         key, model = extra.key, extra.model
-        folder = find(model.path, key=key, revision=model.revision)
+        folder = find(
+            model.path,
+            key=key,
+            revision=model.revision,
+            needs_weights=not extra.is_remote,
+        )
         if folder is None:
             continue
         found[role] = folder
         if not extra.reads_token_ids:
             continue
         theirs = {number: token for token, number in read_vocabulary(folder).items()}
-        differing = [
-            number
-            for number in {*theirs, *ours}
-            if theirs.get(number) != ours.get(number)
-        ]
-        if differing:
-            first = min(differing)
+        if differing := theirs.items() ^ ours.items():
+            first, _ = min(differing)
             raise ConfigError(
                 f"{key}={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
                 f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.base.waits import note_span, waiting
@@ -34,7 +33,7 @@ class Checkpointer:
     trainer: SupervisedTrainer
     journal: Journal | None
     """None: the run has none."""
-    controller_state: Callable[[], Mapping[str, Any]]
+    controller_state: Callable[[], Mapping[str, object]]
     lifecycle: Lifecycle
     num_made: int = field(default=0, init=False)
     num_failed: int = field(default=0, init=False)

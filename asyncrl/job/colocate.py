@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.waits import Signal, uncut, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.lease import Call, Lease, Side
+from asyncrl.launch.lease import Call, Lease, LeaseState, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.push import ColocatedPush, PushLoop, at_once
@@ -70,7 +70,7 @@ class Disaggregated(PushLoop):
     async def wait_room_for_trainer(self) -> None:
         """Return at once."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         return {}
 
 
@@ -112,7 +112,7 @@ class Colocated(ColocatedPush):
         self._num_needing = 0
         self._last = dict[Side, TransferStats]()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         lease = self.lease
         return {
             "state": lease.state,
@@ -181,7 +181,7 @@ class Colocated(ColocatedPush):
                 # would bring the trainer's state to devices where a process is loading
                 # its weights. bring_up() runs within this block, so it must not take
                 # the lock.
-                if self.lease.state == "generating":
+                if self.lease.state == LeaseState.GENERATING:
                     yield
                     return
             with waiting(
@@ -217,7 +217,8 @@ class Colocated(ColocatedPush):
             await self._changed.wait_for(
                 lambda: (
                     self._num_needing
-                    or self.lease.state not in ("generating", "handover")
+                    or self.lease.state
+                    not in (LeaseState.GENERATING, LeaseState.HANDOVER)
                 )
             )
 

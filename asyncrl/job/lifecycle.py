@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
@@ -16,10 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -37,7 +38,7 @@ from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
-from asyncrl.launch.supervise import Server, first_death
+from asyncrl.launch.supervise import Server, Supervision, first_death
 from asyncrl.observe.console import RunLog
 from asyncrl.observe.run_dir import LOG_FILE
 
@@ -52,6 +53,35 @@ MAX_DEAF_S = 10.0
 """Kubernetes kills 30 s after SIGTERM; the loop's own work takes milliseconds."""
 SAME_SIGNAL_S = 0.1
 """`timeout` and `uv run` may send a signal twice, within milliseconds."""
+
+
+class SentSignals:
+    """Signals that another thread gets for a run, which may not have begun."""
+
+    def __init__(self) -> None:
+        self._numbers = deque[int]()
+        self._wake: Callable[[], object] | None = None
+
+    def send(self, number: int) -> None:
+        # Before the test: follow() sets `_wake` before it takes the signals, so that
+        # this one is heard in any case.
+        self._numbers.append(number)
+        if self._wake is not None:
+            self._wake()
+
+    def follow(self, hear: Callable[[int], None]) -> None:
+        """Call `hear` in this thread's loop for each signal, also for earlier ones."""
+
+        def hear_all() -> None:
+            while self._numbers:
+                hear(self._numbers.popleft())
+
+        loop = asyncio.get_running_loop()
+        self._wake = functools.partial(loop.call_soon_threadsafe, hear_all)
+        hear_all()
+
+    def unfollow(self) -> None:
+        self._wake = None
 
 
 @dataclass(eq=False)
@@ -80,6 +110,7 @@ class Lifecycle:
     on_exit: Callable[[], Awaitable[None]] | None = None
     servers: Sequence[Server] = ()
     """Their deaths replace the failed calls that they cause."""
+    sent_signals: SentSignals = field(default_factory=SentSignals)
 
     def __post_init__(self) -> None:
         # other nodes have another working directory
@@ -90,9 +121,7 @@ class Lifecycle:
         self.signal: int | None = None
         self._signals = dict[int, float]()
         """Signals that arrived in the main thread, with the times of the first ones."""
-        self._sent_signals = deque[int]()
-        """Signals of other threads that the loop has not heard."""
-        self._main: asyncio.Task[Any] | None = None
+        self._main: asyncio.Task[object] | None = None
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
         # group holds, can be cancelled.
@@ -108,7 +137,7 @@ class Lifecycle:
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
-        self._hear_sent()
+        self.sent_signals.follow(self.interrupt_nowait)
         earlier_handlers = self._listen()
         try:
             try:
@@ -120,7 +149,7 @@ class Lifecycle:
                 # The request to cancel is served; on_exit must not run as a cancelled
                 # task.
                 self._main.uncancel()
-                code = 128 + self.signal
+                code = self.exit_code
             if code > 128:
                 self.on_end(
                     "interrupted",
@@ -140,11 +169,16 @@ class Lifecycle:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.on_exit()
             self.can_stop = True  # nothing is left to cut
+            self.sent_signals.unfollow()
             # A script may continue after the run, and its next Ctrl-C is its own.
             for number, handler in earlier_handlers.items():
                 asyncio.get_running_loop().remove_signal_handler(number)
                 if handler is not None:  # else it is not Python's
                     signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.signal is None else 128 + self.signal
 
     def _listen(self) -> dict[int, Any]:
         """Handle signals of the main thread; return the earlier handlers."""
@@ -183,6 +217,14 @@ class Lifecycle:
                     raise death from errors
                 raise
         return code
+
+    def supervision(
+        self, on_event: Callable[[str, Mapping[str, object]], None]
+    ) -> Supervision:
+        """Return what supervisors share. `on_event` gets losses and restarts."""
+        config = self.config
+        heartbeat_s = config.observe.heartbeat_s
+        return Supervision(config.supervision, heartbeat_s, self.log.warn, on_event)
 
     def spawn(
         self, coro: Coroutine[Any, Any, None], *, name: str
@@ -231,18 +273,6 @@ class Lifecycle:
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
-
-    def interrupt_soon(self, number: int) -> None:
-        """Pass a signal to a run in another thread, which may not have begun."""
-        # Before the test: run() sets `_main` before it takes the signals, so that it
-        # hears of this one in any case.
-        self._sent_signals.append(number)
-        if self._main is not None and not self._main.done():
-            self._main.get_loop().call_soon_threadsafe(self._hear_sent)
-
-    def _hear_sent(self) -> None:
-        while self._sent_signals:
-            self.interrupt_nowait(self._sent_signals.popleft())
 
     def interrupt_nowait(self, number: int) -> None:
         assert self._main is not None
@@ -409,21 +439,25 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
+    """Return the concurrent rollouts (`num_engines` None: all engines)."""
+    concurrency = config.generator.concurrency
+    num = config.rollout.max_engines if num_engines is None else num_engines
+    return config.rollout.slots * num if concurrency == "auto" else concurrency
+
+
 def refuse_few_files(config: RunConfig) -> None:
     """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts
     need more.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    rollout = config.rollout
-    num_rollouts = rollout.slots * rollout.max_engines
-    if config.generator.concurrency != "auto":
-        num_rollouts = config.generator.concurrency
+    num = num_rollouts(config)
     # An agent has its own connection to the endpoint.
-    needed = FEW_FILES + num_rollouts * (2 if config.harnesses else 1)
+    needed = FEW_FILES + num * (2 if config.harnesses else 1)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
+            f"this process may open {hard} files, and {num} concurrent rollouts need about {needed}",
             rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
             way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
         )

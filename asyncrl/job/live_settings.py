@@ -1,10 +1,11 @@
-"""The number of engines, which changes during a run: RUN_DIR/wanted.json has it."""
+"""The number of engines, which changes during a run: RUN_DIR/wanted.json has it. A file
+needs no port or key, and the number survives the process, so that a resumed run starts
+with it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
@@ -12,23 +13,9 @@ from asyncrl.base.files import write_whole
 from asyncrl.job.lifecycle import run_again
 from asyncrl.observe.run_dir import read_config
 
-LOOK_PERIOD_S = 1.0
 WANTED_FILE = "wanted.json"
 ENGINES = "engines"
 KEY = "rollout.num_engines"
-
-
-async def follow_live(
-    run_dir: Path, allowed: range, apply: Callable[[int], None]
-) -> None:
-    """Apply the number in RUN_DIR/wanted.json, each second."""
-    while True:
-        await asyncio.sleep(LOOK_PERIOD_S)
-        # Polled: a file needs no port or key, and the number survives the process, so
-        # that a resumed run starts with it.
-        num = read_wanted(run_dir, allowed)
-        if num is not None:
-            apply(num)
 
 
 def read_wanted(run_dir: Path, allowed: range) -> int | None:

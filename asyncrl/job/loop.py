@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from asyncrl.job.build import build
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
     Lifecycle,
+    SentSignals,
     locked_run_dir,
     new_run_dir,
     rare_collections,
@@ -48,15 +49,14 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.live_settings import follow_live
 from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.console import logging_to
@@ -85,10 +85,11 @@ def run_job(
     resume: str = "auto",
     allow_change: Sequence[str] = (),
     callbacks: Callbacks | None = None,
-    on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
+    signals: SentSignals | None = None,
 ) -> int:
     """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises
-    AsyncrlError, leaving no child process and no shared memory.
+    AsyncrlError, leaving no child process and no shared memory. `signals`: of the main
+    thread, if this is another one.
     """
     if config.harnesses:
         hide_memory()  # protect keys and answers
@@ -107,19 +108,36 @@ def run_job(
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(
-                config, folder, name, callbacks, goes_on=point is not None
+                config, folder, name, callbacks, goes_on=not point.is_new
             )
-            lifecycle = Lifecycle(
-                config,
-                folder,
-                reporter.log,
-                launcher,
-                on_end=reporter.finish,
-                on_exit=reporter.aclose,
-            )
-            on_start(lifecycle)
+            lifecycle = reported_lifecycle(reporter, launcher)
+            lifecycle.sent_signals = signals or lifecycle.sent_signals
             job = Job(lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
+
+
+def reported_lifecycle(reporter: Reporter, launcher: Launcher) -> Lifecycle:
+    return Lifecycle(
+        reporter.config,
+        reporter.run_dir,
+        reporter.log,
+        launcher,
+        on_end=reporter.finish,
+        on_exit=reporter.aclose,
+    )
+
+
+async def start_reports(
+    lifecycle: Lifecycle, reporter: Reporter, point: ResumePoint
+) -> None:
+    """Start the reports and the status server, and warn of what a resume has found."""
+    reporter.start()
+    if (server := reporter.status_server()) is not None:
+        lifecycle.closes("status server", server.aclose)
+        await server.start()
+    lifecycle.stack.callback(reporter.close_console)
+    for text in point.notes:
+        lifecycle.log.warn(text)
 
 
 @contextlib.contextmanager
@@ -128,21 +146,22 @@ def opened_run_dir(
     folder: Path,
     resume: str,
     allow_change: Sequence[str],
-) -> Iterator[tuple[Path, ResumePoint | None]]:
-    """Yield the locked directory and the point to resume from."""
+) -> Iterator[tuple[Path, ResumePoint]]:
+    """Yield the locked directory and the point to start from."""
     if not folder.exists():
         find_resume(folder, config, resume)  # may refuse
     with locked_run_dir(folder, config.observe.dir_mode):
         is_ours = settle_saved(folder)  # before any refusal
-        point = find_resume(folder, config, resume, allow_change)
+        found = find_resume(folder, config, resume, allow_change)
+        point = found or ResumePoint(is_new=True)
         # The next start may use another model or other data, and the pins of the failed
         # one would refuse it.
-        if is_ours and point is None:  # a failed start
+        if is_ours and point.is_new:  # a failed start
             shutil.rmtree(folder / "model", ignore_errors=True)
             for name in (MODEL_PIN, DATA_PIN, CODE_PIN):
                 (folder / name).unlink(missing_ok=True)
         run_id(folder)  # before the config: only a run's directory has an id
-        if point is None:
+        if point.is_new:
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
             yield folder.absolute(), point  # a reward may change the working directory
@@ -157,17 +176,11 @@ class Job:
     lifecycle: Lifecycle
     reporter: Reporter
     placement: Placement
-    point: ResumePoint | None
+    point: ResumePoint
 
     async def live(self) -> int:
         lifecycle = self.lifecycle
-        self.reporter.start()
-        if (server := self.reporter.status_server()) is not None:
-            lifecycle.closes("status server", server.aclose)
-            await server.start()
-        lifecycle.stack.callback(self.reporter.close_console)
-        for text in () if self.point is None else self.point.notes:
-            lifecycle.log.warn(text)
+        await start_reports(lifecycle, self.reporter, self.point)
         run = await build(lifecycle, self.placement, self.reporter, self.point)
         lifecycle.servers = run.fleet.servers
         # After the build: freeze() exempts what exists now, such as modules and
@@ -183,11 +196,11 @@ class Job:
             lifecycle.log.warn(
                 f"{name} has changed since the run last started; steps before {step} used the old one"
             )
-        self.reporter.training_starts()
+        self.reporter.on_training()
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)
-        return 0 if lifecycle.signal is None else 128 + lifecycle.signal
+        return lifecycle.exit_code
 
     def _start_guards(self, run: Components) -> None:
         watchdog = self._make_watchdog(run)
@@ -227,7 +240,7 @@ class Job:
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
         """Return the groups that continue."""
         point = self.point
-        if point is None:
+        if point.is_new:
             run.write_pins()
             run.journal.note_nowait("order", run.feed.order)
             return ()
@@ -242,8 +255,7 @@ class Job:
             run_config_yaml(self.lifecycle.config),
         )
         run.write_pins()
-        for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.lifecycle.log.info(text)
+        await point.set_damaged_aside(self.lifecycle.log)
         return unfinished
 
     async def _start_services(
@@ -278,9 +290,6 @@ class Job:
         self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.lifecycle.spawn(run.scale.follow(), name="scale")
-        numbers = self.lifecycle.config.rollout.engine_range.numbers
-        following = follow_live(self.lifecycle.run_dir, numbers, run.scale.want_nowait)
-        self.lifecycle.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         # While rollout engines evaluate, the next push or handover waits. A stopped run
@@ -350,9 +359,7 @@ class Job:
         if is_interrupted:
             return
         await run.scheduler.to_trainer()
-        self.lifecycle.log.activity("saving the weights")
-        with span("trainer", "save"):
-            await save_final(run.trainer, self.lifecycle.run_dir)
+        await save_final(self.lifecycle, run.trainer)
         if run.evaluation is not None:
             self.lifecycle.log.activity("evaluating the last weights")
             if run.fleet.eval_client is None:
@@ -371,8 +378,10 @@ class Job:
             await asyncio.sleep(STATUS_PERIOD_S)
 
 
-async def save_final(trainer: SupervisedTrainer, run_dir: Path) -> None:
+async def save_final(lifecycle: Lifecycle, trainer: SupervisedTrainer) -> None:
+    lifecycle.log.activity("saving the weights")
     # The summary of an earlier end has the version of the weights that are replaced. A
     # run that is killed here must not give that version to the new ones.
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    await trainer.save(run_dir / "final")
+    (lifecycle.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    with span("trainer", "save"):
+        await trainer.save(lifecycle.run_dir / "final")

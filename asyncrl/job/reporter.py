@@ -12,10 +12,10 @@ import math
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
@@ -26,6 +26,7 @@ from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.job.roles import JUDGE
+from asyncrl.job.scale import EngineState
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
@@ -65,6 +66,7 @@ from asyncrl.trainer.step_metrics import GAP_WARNING
 if TYPE_CHECKING:
     from asyncrl.observe.web import WebServer
 
+T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.reporter")
 
 TRACKER_CLOSE_S = 30.0
@@ -80,7 +82,7 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 class Reporter:
     """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run
-    (`goes_on`) keeps the killed run's files until resumes().
+    (`goes_on`) keeps the killed run's files until resume_at().
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Reporter:
         )
         self._last: Mapping[str, Any] = {}
         self._opened_s = self._trained_since_s = time.monotonic()
-        self._now: Mapping[str, Any] = {}
+        self._now: Mapping[str, object] = {}
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, float] = {}
@@ -174,14 +176,14 @@ class Reporter:
         )
         return server
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, object]:
         evaluation = self._evaluations[-1] if self._evaluations else {}
         return {**self._last, **evaluation, **self._now}
 
-    def published(self, version: int, digest: str) -> None:
+    def on_published(self, version: int, digest: str) -> None:
         self._trackers.tell("weights", version, digest)
 
-    def resumes(self, version: int, counted: Mapping[str, float]) -> None:
+    def resume_at(self, version: int, counted: Mapping[str, float]) -> None:
         """Keep steps up to `version`; later ones are reported again. `counted`: the
         journal's totals.
         """
@@ -216,7 +218,7 @@ class Reporter:
         self._count_on()
         self._console.say(f"resuming from policy_version {version}")
 
-    def training_starts(self) -> None:
+    def on_training(self) -> None:
         # time_s continues from the last step's line: time spent down, loading, or
         # catching up is not training time.
         self._count_on()
@@ -233,9 +235,12 @@ class Reporter:
         """Return the sampled tokens before engines sample for the next batch:
         reproducible at max_staleness 0.
         """
-        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
+        self._count_from(batch)
         name = "tokens/generated"
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
+
+    def _count_from(self, batch: Batch) -> None:
+        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
 
     def step(
         self,
@@ -244,7 +249,7 @@ class Reporter:
         report: TrainResponse,
         found: Mapping[str, float],
     ) -> None:
-        self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
+        self._count_from(batch)
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
         metrics = self._metrics(run, report, found) | evaluated
@@ -288,7 +293,7 @@ class Reporter:
             text = f"an update was skipped in step {report.policy_version}: loss or gradient was not finite"
             self.log.warn_once("skipped", text)
 
-    def measured(self, version: int, loss: float, num_tokens: float) -> None:
+    def report_loss(self, version: int, loss: float, num_tokens: float) -> None:
         """Report the loss of held-out demonstrations, a mean over their tokens."""
         line = {
             "step": version,
@@ -298,12 +303,15 @@ class Reporter:
             "eval/loss": loss,
             "eval/tokens": num_tokens,
         }
+        self._record_evaluation(line)
+
+    def _record_evaluation(self, line: dict[str, Any]) -> None:
         self._evaluations.append(line)
         self._new_evaluations |= evaluation_metrics(line)
         self._recorder.record_evaluation(line)
         self._console.say(f"eval {evaluation_text(line)}")
 
-    def rollout_failed(
+    def on_rollout_failed(
         self,
         tokenizer: HFChatTokenizer,
         group_id: GroupId,
@@ -319,7 +327,7 @@ class Reporter:
             self._samples.failed(group_id, prompt, failed, tokenizer.decode)
         )
 
-    def group_finished(self, group: Group) -> None:
+    def on_group_finished(self, group: Group) -> None:
         for rollout in rollouts_of(group):
             self._trace(group.group_id, group.prompt, rollout[0].sample_index, rollout)
 
@@ -341,7 +349,7 @@ class Reporter:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples)
 
-    def evaluated(self, result: EvalResult) -> None:
+    def on_evaluated(self, result: EvalResult) -> None:
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
         now_s = time.monotonic()
@@ -356,10 +364,7 @@ class Reporter:
         }
         line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
-        self._evaluations.append(line)
-        self._new_evaluations |= evaluation_metrics(line)
-        self._recorder.record_evaluation(line)
-        self._console.say(f"eval {evaluation_text(line)}")
+        self._record_evaluation(line)
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         logs = self.run_dir / "logs"
@@ -381,8 +386,7 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
-        self._timeline.flush()
-        now = self._now = self._counted({**gauges(run), **self._traces.gauges()})
+        now = self._now = self._gauges(run)
         missing = None if run.agents is None else run.agents.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
@@ -392,16 +396,16 @@ class Reporter:
             is_filling = True
         if is_filling and self.log.current_activity == "training":
             self._console.show_filling(run.producers.filling())
-        self._write_running(run.trainer.policy_version, waits, status_of(run, now))
+        self.write_status(run.trainer.policy_version, waits, status_of(run, now))
 
-    def write_status(self, step: int, waits: Mapping[str, float]) -> None:
-        """Write status.json of a run without engines."""
-        self._timeline.flush()
-        self._write_running(step, waits, {})
-
-    def _write_running(
-        self, step: int, waits: Mapping[str, float], parts: Mapping[str, Any]
+    def write_status(
+        self,
+        step: int,
+        waits: Mapping[str, float],
+        parts: Mapping[str, object] | None = None,
     ) -> None:
+        """Write status.json. `parts`: sections of a run with engines."""
+        self._timeline.flush()
         self._recorder.write_status(
             {
                 "state": "running",
@@ -411,7 +415,7 @@ class Reporter:
                 "num_steps": self.config.trainer.num_steps,
                 "warnings": self.log.warnings or None,
                 "waits": waits,
-                **parts,
+                **(parts or {}),
             }
         )
 
@@ -449,7 +453,7 @@ class Reporter:
             return
         self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
-        summary: dict[str, Any] = {
+        summary: dict[str, object] = {
             "state": state,
             "why": why,
             "warnings": self.log.warnings,
@@ -512,8 +516,7 @@ class Reporter:
                 now_s - self._slots_at[0]
             )
         self._slots_at = now_s, busy_s
-        counted = self._counted({**gauges(run), **self._traces.gauges()})
-        for name, value in counted.items():
+        for name, value in self._gauges(run).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
         # What follows the report, such as the rest of its record, is of the next step,
@@ -553,6 +556,9 @@ class Reporter:
         if span.lane == "trainer":
             self._spent_s[span.kind] += span.end_s - span.start_s
 
+    def _gauges(self, run: Components) -> dict[str, Any]:
+        return self._counted({**gauges(run), **self._traces.gauges()})
+
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}
@@ -567,10 +573,19 @@ def processes(run: Components) -> tuple[Server, ...]:
             # A parked engine has no process to ask, and the watchdog must not call it
             # ill.
             for server in servers
-            if run.scale.states.get(server.name) != "parked"
+            if run.scale.states.get(server.name) != EngineState.PARKED
         ),
         *workers,
     )
+
+
+def _healths(servers: Sequence[Server], kind: type[T]) -> dict[str, T]:
+    """Return the last answers of this kind, by the server's name."""
+    return {
+        server.name: server.health
+        for server in servers
+        if isinstance(server.health, kind)
+    }
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
@@ -585,7 +600,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         run.trainer,
         run.late,
     ]
-    sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
+    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet]
     if agents is not None:
         sources += [agents.gateway, agents.queue]
     found = dict[str, float | Mapping[str, float]]()
@@ -593,12 +608,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         found |= {} if source is None else source.gauges()
     evals = () if run.evaluation is None else run.evaluation.held_out
     found |= judge_gauges([run.scorer, *(each.scorers for each in evals)])
-    healths = {server.name: server.health for server in processes(run)}
-    engines = {
-        name: health
-        for name, health in healths.items()
-        if isinstance(health, EngineHealth)
-    }
+    servers = processes(run)
+    engines = _healths(servers, EngineHealth)
     trained_on = {server.name for server in run.fleet.engine_servers}
     found |= {
         "engine/tokens": sum(
@@ -609,16 +620,13 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         },
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(
-            h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)
+            health.policy_version
+            for health in _healths(servers, TrainerHealth).values()
         ),
     }
     if agents is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in agents.supervisors)
-        workers = {
-            name: health
-            for name, health in healths.items()
-            if isinstance(health, WorkerHealth)
-        }
+        workers = _healths(servers, WorkerHealth)
         found["harness/abandoned"] = {
             name: health.num_abandoned for name, health in workers.items()
         }
@@ -646,12 +654,12 @@ def reported(run: Components) -> Reported:
 
 def _engine_state(run: Components, name: str, version: int) -> str:
     state = run.scale.states[name]
-    if state != "working":
+    if state != EngineState.WORKING:
         return state
     return "down" if name in run.engines.down else f"policy_version {version}"
 
 
-def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
+def status_of(run: Components, now: Mapping[str, object]) -> dict[str, object]:
     """Return the components' section of status.json."""
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
@@ -678,7 +686,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
+def totals_in(line: Mapping[str, object]) -> dict[str, float]:
     return {
         name: num
         for name, num in line.items()

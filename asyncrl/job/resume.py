@@ -6,12 +6,12 @@ turns, and requeued prompts come first.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
@@ -22,10 +22,11 @@ from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, Whole, set_aside
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
+from asyncrl.observe.console import RunLog
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import (
     METRICS_FILE,
@@ -33,25 +34,36 @@ from asyncrl.observe.run_dir import (
     journal_path,
     read_object,
 )
+from asyncrl.rollouts.late_rewards import awaited_of
 
 logger = logging.getLogger("asyncrl.job.resume")
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Resume from `checkpoint` (None: the initial weights). `notes`: warnings;
-    `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may differ.
+    """Where a run starts: from `checkpoint` (None: the initial weights). `notes`:
+    warnings; `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may
+    differ; `is_new`: nothing is resumed.
     """
 
-    checkpoint: Whole | None
+    checkpoint: Whole | None = None
     notes: tuple[str, ...] = ()
     damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
+    is_new: bool = False
 
     @property
     def version(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.version
+
+    @property
+    def trainer_dir(self) -> Path | None:
+        return None if self.checkpoint is None else self.checkpoint.trainer_dir
+
+    async def set_damaged_aside(self, log: RunLog) -> None:
+        for text in await asyncio.to_thread(set_aside, self.damaged):
+            log.info(text)
 
 
 def settle_saved(folder: Path) -> bool:
@@ -124,10 +136,7 @@ def find_resume(
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
-    if isinstance(config, RunConfig):
-        num_saved = 0 if checkpoint is None else checkpoint.version
-        refuse_trained(run_dir, config.trainer.num_steps, num_saved)
-    return ResumePoint(
+    point = ResumePoint(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
         tuple(damaged),
@@ -136,6 +145,9 @@ def find_resume(
             _is_named(key, allow_change) for key in ("task.digest", "data.digest")
         ),
     )
+    if isinstance(config, RunConfig):
+        refuse_trained(run_dir, config.trainer.num_steps, point.version)
+    return point
 
 
 def _refused(
@@ -149,7 +161,7 @@ def _refused(
 
 def changed_keys(
     before: RunConfig | SftConfig, now: RunConfig | SftConfig
-) -> dict[str, tuple[Any, Any]]:
+) -> dict[str, tuple[object, object]]:
     """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -160,9 +172,9 @@ def changed_keys(
     }
 
 
-def _keys(config: RunConfig | SftConfig) -> dict[str, Any]:
+def _keys(config: RunConfig | SftConfig) -> dict[str, object]:
     sections = config.model_dump(mode="json")
-    lists = dict[str, Mapping[str, Any]]()
+    lists = dict[str, Mapping[str, object]]()
     if isinstance(config, RunConfig):
         lists = {"task": config.tasks, "eval": config.evals}
     for name, several in lists.items():
@@ -173,7 +185,7 @@ def _keys(config: RunConfig | SftConfig) -> dict[str, Any]:
                 key_of(name, one): entry
                 for one, entry in zip(several, entries, strict=True)
             }
-    found = dict[str, Any]()
+    found = dict[str, object]()
     for key, section in sections.items():
         if isinstance(section, dict) and section:
             found |= {f"{key}.{name}": value for name, value in section.items()}
@@ -204,7 +216,9 @@ def _refuse_changes(
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[Any, Any], config: RunConfig | SftConfig) -> bool:
+def _is_free(
+    key: str, values: tuple[object, object], config: RunConfig | SftConfig
+) -> bool:
     # with lora, vLLM computes with unmerged adapters
     if key == "weight_sync.transport":
         return "lora" not in values
@@ -276,25 +290,29 @@ async def restore(
 
     # Runs once: at the first step that is trained again, or below if there is none. By
     # then the trainer has loaded its state, so nothing refuses anymore, and
-    # reporter.resumes() may cut metrics.jsonl.
+    # reporter.resume_at() may cut metrics.jsonl.
     @functools.cache
-    def restored() -> None:
+    def note_restored() -> None:
         journal.note_nowait("order", feed.order)
         journal.event_nowait("restored", {"version": point.version, "who": "run"})
-        reporter.resumes(point.version, state.counted)
+        reporter.resume_at(point.version, state.counted)
 
-    def trained_again(batch: Batch, report: TrainResponse) -> None:
-        restored()
+    def report_again(batch: Batch, report: TrainResponse) -> None:
+        note_restored()
         journal.trained_nowait(batch.version, report.metrics)
         reporter.step(run, batch, report, batch_metrics(batch, run.special_tokens))
 
-    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):
-        await run.trainer.recover(folder, missed, trained_again)
-    restored()
+        await run.trainer.recover(point.trainer_dir, missed, report_again)
+    note_restored()
     # In the journal only now, since a refused resume must not change its groups.
+    rollouts = {found.ticket.group_id: found.rollouts for found in state.running}
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
+        for index, digest in awaited_of(rollouts.get(group_id, {})).items():
+            name = f"g{group_id}/r{index}"
+            run.late.await_nowait(name, digest)
+            run.late.withdraw_nowait(name, f"its group was requeued ({why})")
         journal.group_ended_nowait(
             group_id, "requeued", why, requeued=prompt.num_requeued
         )

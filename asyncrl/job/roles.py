@@ -14,57 +14,57 @@ A server is always in one of these states:
                 the old process, such as the served weights.
     gone        Nothing waits for it: it is parked, or the run continues without it, or the run ends.
 
-A new role is a row here, its server, and a subclass of RoleClient. Placement, `asyncrl
+A new role is a row here, its server, and a subclass of RoleClient; a run may have
+several teachers, so each one is a row of its own (roles_of). Placement, `asyncrl
 check`, supervision, status and metrics follow from the row.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from asyncrl.base.http import Caller
+from asyncrl.base.errors import ConfigError, EngineLost
+from asyncrl.base.http import Caller, CallLost
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
-from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS, TeacherConfig
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
 from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
-from asyncrl.engines.teacher import Teacher
+from asyncrl.engines.teacher import ServedTeacher, Teacher
 from asyncrl.launch.machine import find_python
-from asyncrl.launch.placement import ExtraServer
+from asyncrl.launch.placement import ExtraServer, OwnModel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
 JUDGE = "judge"
 REWARD = "reward"
-
-
-class Loss(Enum):
-    """What the loss of a server means for the run."""
-
-    RESTART = "it restarts, within supervision.max_restarts"
-    CONTINUE = "the run continues without it"
-    END = "the run ends"
+TEACHER = "teacher"
+REACH_S = 10.0
+"""Limit for the answers of a server that others have started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a process starts. `start_factor`: multiple of supervision.start_timeout_s
-    until it serves.
+    until it serves. `url`: others have started it, and its key is `secret`.
     """
 
     module: str
     spec: Body
     python: Callable[[], Path] | None = None
     start_factor: int = 1
+    url: str = ""
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,20 @@ class Role:
     """
 
     name: str
-    on_loss: Loss
     launch: Callable[[ServerOrder], Launch]
     client: Callable[[ServerOrder, Caller], ServerClient]
     placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
     order: Callable[[ServerOrder], ServerOrder] = lambda order: order
+    is_dispensable: bool = False
+    """The run continues without a lost server; else it restarts, within
+    supervision.max_restarts.
+    """
+
+
+def _own_model(
+    path: str, revision: str | None, key: str, *, reads_token_ids: bool = True
+) -> OwnModel:
+    return OwnModel(ModelConfig(path=path, revision=revision), key, reads_token_ids)
 
 
 # ---- rollout engines
@@ -132,31 +141,107 @@ def _eval_order(order: ServerOrder) -> ServerOrder:
     return replace(order, is_rollout=False, slots=order.config.eval_slots, group=None)
 
 
-# ---- the teacher
+# ---- teachers
 
 
-def _teacher_placement(config: RunConfig) -> ExtraServer | None:
-    if config.teacher is None:
-        return None
+def _teacher_roles(config: RunConfig) -> Iterator[Role]:
+    teachers = config.teachers
+    for number, teacher in enumerate(teachers):
+        yield Role(
+            name=f"{TEACHER}-{number}" if len(teachers) > 1 else TEACHER,
+            launch=partial(_teacher_launch, teacher),
+            client=partial(_order_teacher, teacher),
+            placement=partial(_teacher_placement, teacher),
+            order=partial(_teacher_order, teacher),
+        )
+
+
+def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
+    own = _own_model(teacher.path, teacher.revision, "teacher.path")
     return ExtraServer(
-        key="teacher",
+        key=TEACHER,
         written=config.placement.teacher,
-        engine="embedded",
+        engine=teacher.engine,
         slots=TEACHER_SLOTS + 1,
-        model=ModelConfig(path=config.teacher.path, revision=config.teacher.revision),
-        model_key="teacher.path",
+        model=replace(own, is_remote=teacher.base_url is not None),
     )
 
 
-def _teacher_launch(order: ServerOrder) -> Launch:
+def _teacher_order(teacher: TeacherConfig, order: ServerOrder) -> ServerOrder:
+    order = replace(order, is_rollout=False, slots=1, group=None)
+    if teacher.is_embedded:
+        return order
+    # vLLM samples one token behind each text.
+    return replace(
+        order,
+        serves_policy=False,
+        slots=TEACHER_SLOTS,
+        max_length=order.max_length + 1,
+    )
+
+
+def _remote_caller(teacher: TeacherConfig) -> Caller:
+    assert teacher.base_url is not None
+    url = teacher.base_url.rstrip("/").removesuffix("/v1")
+    return Caller(TEACHER, url, os.environ.get(teacher.key_variable or "", ""))
+
+
+def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
+    if teacher.base_url is not None:
+        remote = _remote_caller(teacher)
+        return Launch("", {}, url=remote.url, secret=remote.secret)
+    if teacher.engine == "vllm":
+        return _launch_of(order, "vllm")
     spec = embedded_spec(order) | {"num_kept": 0, "score_slots": TEACHER_SLOTS}
     return Launch("asyncrl_servers.embedded", spec)
 
 
-def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
-    return Teacher(
-        caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost
+def _order_teacher(
+    teacher: TeacherConfig, order: ServerOrder, caller: Caller
+) -> Teacher:
+    return _teacher_client(teacher, order.config, caller, order.on_lost)
+
+
+def _teacher_client(
+    teacher: TeacherConfig,
+    config: RunConfig,
+    caller: Caller,
+    on_lost: Callable[[EngineLost], None] | None = None,
+) -> Teacher:
+    make = Teacher if teacher.is_embedded else ServedTeacher
+    return make(
+        caller,
+        temperature=config.rollout.temperature,
+        max_length=config.rollout.max_length,
+        top_k=config.algorithm.num_distill_ids,
+        scores=teacher.scores,
+        on_lost=on_lost,
     )
+
+
+def reach_servers(config: RunConfig) -> list[str]:
+    """Try the servers that others have started; return what `asyncrl check` prints.
+    Blocks. Raises ConfigError.
+    """
+    lines = list[str]()
+    for teacher in config.teachers:
+        if teacher.base_url is not None:
+            asyncio.run(_reach(teacher, config))
+            lines.append(f"{TEACHER}: {teacher.path} at {teacher.base_url} answers")
+    return lines
+
+
+async def _reach(teacher: TeacherConfig, config: RunConfig) -> None:
+    caller = _remote_caller(teacher)
+    try:
+        await _teacher_client(teacher, config, caller).ready(REACH_S)
+    except CallLost as lost:
+        raise ConfigError(
+            f"teacher.base_url={teacher.base_url} cannot be reached: {lost}",
+            way_out="start the server, or correct teacher.base_url.",
+        ) from lost
+    finally:
+        await caller.aclose()
 
 
 # ---- a judge
@@ -172,9 +257,12 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
-        model=ModelConfig(path=judge.model, revision=judge.revision),
-        model_key="task.reward.judge.model",
-        reads_token_ids=False,
+        model=_own_model(
+            judge.model,
+            judge.revision,
+            "task.reward.judge.model",
+            reads_token_ids=False,
+        ),
     )
 
 
@@ -223,9 +311,9 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="reward",
         written=config.placement.reward,
-        model=ModelConfig(path=model.path, revision=model.revision),
-        model_key="task.reward.model.path",
-        reads_token_ids=False,
+        model=_own_model(
+            model.path, model.revision, "task.reward.model.path", reads_token_ids=False
+        ),
         batch_tokens=REWARD_BATCH_TOKENS,
     )
 
@@ -253,28 +341,17 @@ def _reward_client(order: ServerOrder, caller: Caller) -> RewardModelClient:
 
 
 _ROWS = (
-    Role(
-        name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client
-    ),
+    Role(name=ENGINE, launch=_engine_launch, client=_engine_client),
     Role(
         name=EVAL_ENGINE,
-        on_loss=Loss.CONTINUE,
         launch=_engine_launch,
         client=_engine_client,
         placement=_eval_placement,
         order=_eval_order,
-    ),
-    Role(
-        name="teacher",
-        on_loss=Loss.RESTART,
-        launch=_teacher_launch,
-        client=_teacher_client,
-        placement=_teacher_placement,
-        order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+        is_dispensable=True,
     ),
     Role(
         name=JUDGE,
-        on_loss=Loss.RESTART,
         launch=_judge_launch,
         client=_judge_client,
         placement=_judge_placement,
@@ -282,7 +359,6 @@ _ROWS = (
     ),
     Role(
         name=REWARD,
-        on_loss=Loss.RESTART,
         launch=_reward_launch,
         client=_reward_client,
         placement=_reward_placement,
@@ -290,36 +366,32 @@ _ROWS = (
     ),
 )
 ROLES = {role.name: role for role in _ROWS}
-"""In the order in which they choose devices."""
+"""Roles that a run has once, or not at all."""
+
+
+def roles_of(config: RunConfig) -> dict[str, Role]:
+    """Return the roles of a run by name, in the order in which they choose devices."""
+    rows = [*ROLES.values()]
+    rows[2:2] = _teacher_roles(config)
+    return {role.name: role for role in rows}
 
 
 def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
     """Return what the placement must find a device for, besides trainer and rollout
     engines.
     """
-    wanted = {name: role.placement(config) for name, role in ROLES.items()}
+    wanted = {name: role.placement(config) for name, role in roles_of(config).items()}
     return {name: server for name, server in wanted.items() if server is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
-
-    model: ModelConfig
-    key: str
-    reads_token_ids: bool = True
-    """It needs the vocabulary of the run's."""
 
 
 def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
     found = {
-        name: OwnModel(server.model, server.model_key, server.reads_token_ids)
+        name: server.model
         for name, server in extra_servers(config).items()
         if server.model is not None
     }
     critic = config.critic
     if critic is not None and critic.path is not None:
-        model = ModelConfig(path=critic.path, revision=critic.revision)
-        found["critic"] = OwnModel(model, "critic.path")
+        found["critic"] = _own_model(critic.path, critic.revision, "critic.path")
     return found

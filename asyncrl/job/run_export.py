@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl import __version__
@@ -14,8 +16,10 @@ from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
 from asyncrl.config.sft_config import MEAN_NLL
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
+from asyncrl.journal.read import reading
 from asyncrl.observe.run_dir import (
     SUMMARY_FILE,
+    journal_path,
     read_config,
     read_evaluations,
     read_metrics,
@@ -74,6 +78,34 @@ def check_new_folder(out: Path, run_dir: Path) -> None:
             rule="an export changes no other file",
             way_out="choose another folder, or remove this one.",
         )
+
+
+@contextlib.contextmanager
+def reading_journal(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """Open the journal of a run. Raises ConfigError if there is none."""
+    path = journal_path(run_dir)
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir} has no journal", way_out="name the directory of a run."
+        )
+    with reading(path) as connection:
+        yield connection
+
+
+def tell_deleted(num_groups: int, tell: Callable[[str], None]) -> None:
+    if num_groups:
+        tell(
+            f"the tokens of {num_groups} trained groups are deleted; journal.keep=all keeps them"
+        )
+
+
+def find_trained_model(run_dir: Path, config: RunConfig) -> tuple[Path, ModelPin]:
+    """Return the folder of the model that the run began with, and its pin."""
+    model = config.model
+    pin = ModelPin(run_dir, model.source)
+    if model.path is None:
+        return run_dir / "model", pin
+    return find_model(model.path, model.revision, commit=pin.revision), pin
 
 
 def find_weights(
@@ -137,11 +169,8 @@ def _load(
 
     model = config.model
     template = model.chat_template
-    pin = ModelPin(run_dir, model.source)
     try:
-        folder = run_dir / "model"
-        if model.path is not None:
-            folder = find_model(model.path, model.revision, commit=pin.revision)
+        folder, pin = find_trained_model(run_dir, config)
         # Refuses other files under the same name: the checkpoint's weights, and
         # adapters even more, belong to the base model that was trained.
         pin.read(folder)

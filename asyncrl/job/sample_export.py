@@ -6,16 +6,18 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
-from asyncrl.journal.read import reading
+from asyncrl.job.run_export import (
+    find_trained_model,
+    reading_journal,
+    tell_deleted,
+)
 from asyncrl.journal.schema import rollouts_of
 from asyncrl.messages.records import Trajectory
-from asyncrl.observe.run_dir import journal_path, read_config
+from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import ModelPin, find_model
 
 FINISHED = "SELECT group_id, messages FROM groups WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1"
 
@@ -37,21 +39,14 @@ def export_samples(
             rule="only single-turn rollouts are exported as messages",
             way_out="let the agent write its own messages.",
         )
-    if not journal_path(run_dir).is_file():
-        raise ConfigError(
-            f"{run_dir} has no journal", way_out="name the directory of a run."
-        )
+    out = out.expanduser()
     if out.exists():
         raise ConfigError(f"{out} exists", way_out="choose another file.")
-    model = config.model
-    folder = run_dir / "model"
-    if model.path is not None:
-        commit = ModelPin(run_dir, model.source).revision
-        folder = find_model(model.path, model.revision, commit=commit)
-    tokenizer = HFChatTokenizer(folder, chat_template=model.chat_template)
+    folder, _ = find_trained_model(run_dir, config)
+    tokenizer = HFChatTokenizer(folder, chat_template=config.model.chat_template)
     lines = dict[str, None]()
     num_deleted = 0
-    with reading(journal_path(run_dir)) as connection:
+    with reading_journal(run_dir) as connection:
         for group_id, messages in connection.execute(FINISHED).fetchall():
             if messages is None:  # by journal.keep=checkpoint
                 num_deleted += 1
@@ -59,21 +54,19 @@ def export_samples(
             prompt = json.loads(messages)
             for rollout in _good(connection, group_id, min_reward):
                 answer = {"role": "assistant", "content": _text(rollout, tokenizer)}
-                row: dict[str, Any] = {
+                row: dict[str, object] = {
                     "messages": [*prompt, answer],
                     "reward": rollout.reward,
                     "group_id": group_id,
                 }
                 lines[json.dumps(row)] = None  # equal answers of a group count once
-    if num_deleted:
-        tell(
-            f"the tokens of {num_deleted} trained groups are deleted; journal.keep=all keeps them"
-        )
+    tell_deleted(num_deleted, tell)
     if not lines:
         raise ConfigError(
             f"{run_dir} has no whole rollout with a reward of at least {min_reward}",
             way_out="lower --min-reward, or set journal.keep=all in the run.",
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, "".join(f"{line}\n" for line in lines))
     tell(f"{len(lines)} rollouts: {out}")
 

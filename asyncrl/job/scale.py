@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.waits import waiting
@@ -16,7 +15,7 @@ from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.live_settings import LOOK_PERIOD_S, write_wanted
+from asyncrl.job.live_settings import read_wanted, write_wanted
 from asyncrl.launch.supervise import (
     NO_LOSS,
     Server,
@@ -27,7 +26,14 @@ from asyncrl.launch.supervise import (
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
-EngineState = Literal["parked", "starting", "working", "leaving"]
+LOOK_PERIOD_S = 1.0
+
+
+class EngineState(StrEnum):
+    PARKED = "parked"
+    STARTING = "starting"
+    WORKING = "working"
+    LEAVING = "leaving"
 
 
 class EngineSupervisor(Supervisor):
@@ -54,12 +60,12 @@ class EngineSupervisor(Supervisor):
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
-        self.state: EngineState = "working"
+        self.state = EngineState.WORKING
 
     def park_nowait(self) -> None:
         """Mark the engine as parked. It has no process."""
         self._disconnect_nowait()
-        self.state = "parked"
+        self.state = EngineState.PARKED
 
     async def park(self) -> None:
         """Move the requests with their tokens, let the push end, and end the process.
@@ -104,8 +110,8 @@ class EngineSupervisor(Supervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        if self.state != "working":
-            self.state = "working"
+        if self.state != EngineState.WORKING:
+            self.state = EngineState.WORKING
             self._on_event("engine unparked", {"name": self.name})
 
 
@@ -130,7 +136,6 @@ class EngineScale:
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
         self._watching = dict[str, asyncio.Task[None]]()
-        self._changed = asyncio.Event()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
 
@@ -140,7 +145,7 @@ class EngineScale:
 
     @property
     def num_working(self) -> int:
-        return list(self.states.values()).count("working")
+        return list(self.states.values()).count(EngineState.WORKING)
 
     def gauges(self) -> dict[str, float]:
         return (
@@ -153,8 +158,8 @@ class EngineScale:
         """Supervise each wanted engine, in a task of its own."""
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
-                if engine.state != "working":
-                    engine.state = "starting"
+                if engine.state != EngineState.WORKING:
+                    engine.state = EngineState.STARTING
                 self._watching[engine.name] = self.spawn(
                     self._watch(engine), name=f"watch {engine.name}"
                 )
@@ -163,20 +168,18 @@ class EngineScale:
         if num != self.wanted:
             self.log.info(f"scaling from {self.wanted} to {num} engines")
             self.wanted = num
-            self._changed.set()
 
     async def follow(self) -> None:
-        """Keep `wanted` engines working."""
+        """Keep as many engines working as RUN_DIR/wanted.json asks for."""
         while True:
-            # Also each second: an engine that comes up, or fails to, sets no event, but
-            # changes the number of rollouts.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_PERIOD_S):
-                    await self._changed.wait()
-            self._changed.clear()
+            # Polled: an engine that comes up, or fails to, also changes the number of
+            # rollouts.
+            await asyncio.sleep(LOOK_PERIOD_S)
+            num = read_wanted(self.run_dir, self.range.numbers)
+            self.want_nowait(num or self.wanted)
             self.watch_nowait()
             for engine in reversed(self.engines[self.wanted :]):
-                if engine.state == "parked":
+                if engine.state == EngineState.PARKED:
                     continue
                 # First the supervisor, which would take the end of the process for a
                 # loss.
@@ -185,7 +188,7 @@ class EngineScale:
                     await asyncio.wait({task})
                 # Fewer rollouts before the engine leaves, so none starts that it would
                 # have to hand over.
-                engine.state = "leaving"
+                engine.state = EngineState.LEAVING
                 self.on_change(self.num_working)
                 await engine.park()
             self.on_change(self.num_working)
@@ -197,15 +200,15 @@ class EngineScale:
             # A working engine has used up its restarts: the run ends, as without
             # scaling. Any other was added by `asyncrl scale`, and the run has done
             # without it so far.
-            if engine.state == "working" or isinstance(error, NO_LOSS):
+            if engine.state == EngineState.WORKING or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:
                 self.log.warn(
                     f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines"
                 )
-                # Into the file too: otherwise follow_live() would ask for the old
-                # number again within a second, and the start would fail again.
+                # Into the file too: otherwise follow() would ask for the old number
+                # again within a second, and the start would fail again.
                 write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()

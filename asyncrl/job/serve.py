@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
@@ -26,7 +26,6 @@ from asyncrl.job.agent_runtime import (
     make_gateway,
     make_generator,
     model_name,
-    num_rollouts,
 )
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
@@ -34,13 +33,14 @@ from asyncrl.job.lifecycle import (
     Lifecycle,
     locked_run_dir,
     new_run_dir,
+    num_rollouts,
     refuse_few_files,
 )
 from asyncrl.job.servers import Servers, as_engine
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
-from asyncrl.launch.supervise import Supervision, start_all
+from asyncrl.launch.supervise import start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.observe.console import RunLog, logging_to
 from asyncrl.observe.metrics import num_turns
@@ -78,6 +78,12 @@ def serve_gateway(
     num_tried: int | None = None,
 ) -> int:
     """Serve until Ctrl-C, or run `num_tried` rollouts; return the exit code."""
+    if num_tried is not None and config.generator.outcomes == "later":
+        raise ConfigError(
+            "generator.outcomes=later with --rollouts",
+            rule="these rollouts end at once, and nobody posts their rewards",
+            way_out="add generator.outcomes=returned to try the agent.",
+        )
     hide_memory()  # a tried agent runs as the same user
     with _opened_lifecycle(config, run_dir, name) as lifecycle:
         live = partial(_live_gateway, lifecycle, record, num_tried)
@@ -288,12 +294,6 @@ async def _try_agent(
     num_tried: int,
 ) -> int:
     config = lifecycle.config
-    if config.generator.outcomes == "later":
-        raise ConfigError(
-            "generator.outcomes=later with --rollouts",
-            rule="these rollouts end at once, and nobody posts their rewards",
-            way_out="add generator.outcomes=returned to try the agent.",
-        )
     feed = make_prompt_source(config, tasks)
     scorer = Scorers(
         tasks,
@@ -305,10 +305,7 @@ async def _try_agent(
     lifecycle.closes("rewards", scorer.aclose)
     agents = None
     if config.harnesses:
-        heartbeat_s = config.observe.heartbeat_s
-        supervision = Supervision(
-            config.supervision, heartbeat_s, lifecycle.log.warn, lambda *_: None
-        )
+        supervision = lifecycle.supervision(lambda *_: None)
         agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
         await agents.open(lifecycle)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
@@ -392,5 +389,5 @@ def _shape_text(rollout: Rollout) -> str:
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 
-def _json_data(body: Mapping[str, Any]) -> str:
+def _json_data(body: Mapping[str, object]) -> str:
     return f'-H "Content-Type: application/json" -d {shlex.quote(json.dumps(body, ensure_ascii=False))}'

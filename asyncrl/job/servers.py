@@ -8,16 +8,18 @@ import asyncio
 import json
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.transports import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
@@ -27,8 +29,20 @@ from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, JUDGE, REWARD, ROLES, Loss, Role
-from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.job.roles import (
+    ENGINE,
+    EVAL_ENGINE,
+    JUDGE,
+    REWARD,
+    ROLES,
+    Role,
+    roles_of,
+)
+from asyncrl.job.trainer_recovery import (
+    SupervisedTrainer,
+    journaled_batches,
+    recover_trainer,
+)
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
@@ -47,11 +61,12 @@ from asyncrl.launch.supervise import (
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
-from asyncrl.tasks.judge import AskJudge
-from asyncrl.tasks.scorer import AskModel
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, Demonstrate, TrainerSpec
 
+Client = TypeVar("Client", bound=ServerClient)
 MEET_FRACTION = 0.8
 """Fraction of supervision.start_timeout_s that ranks wait for each other."""
 
@@ -78,9 +93,10 @@ class RoleServer:
     def gauges(self) -> dict[str, float]:
         if self.supervisor is None:
             return self.client.gauges()
-        return self.client.gauges() | {
-            f"{self.role.name}/restarts": self.supervisor.num_restarts
-        }
+        # Servers of one kind, such as NAME-0 and NAME-1, report as NAME: Fleet.gauges()
+        # adds them.
+        kind, _, _ = self.role.name.partition("-")
+        return self.client.gauges() | {f"{kind}/restarts": self.supervisor.num_restarts}
 
     async def watch(self, heartbeat_s: float) -> None:
         """Keep the server running, or watch it until it is lost.
@@ -239,11 +255,14 @@ class Servers:
         """
         order = self.order(role, name or role.name, devices[0], share=share)
         launch = role.launch(order)
+        secret = self.secret
         if url:
-            secret = os.environ.get(self.config.rollout.facts.key_env, "")
-            child = Process(order.name, f"the log of {url}", url.rstrip("/"))
+            key = os.environ.get(self.config.rollout.facts.key_env, "")
+            launch = replace(launch, url=url.rstrip("/"), secret=key)
+        if launch.url:
+            secret = launch.secret
+            child = Process(order.name, f"the log of {launch.url}", launch.url)
         else:
-            secret = self.secret
             child = self._process(
                 order.name,
                 launch.module,
@@ -396,6 +415,19 @@ async def start_mps(lifecycle: Lifecycle, placement: Placement) -> Mps | None:
     return mps
 
 
+def forget_meeting(staging_dir: Path) -> None:
+    """Remove the file where ranks met. New ranks would read the addresses of ended ones
+    from it, and wait for these.
+    """
+    (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+
+
+def first_ranks(
+    ranks: Sequence[Server], supervision: Supervision, staging_dir: Path
+) -> FirstStart:
+    return FirstStart(ranks, supervision, on_start=partial(forget_meeting, staging_dir))
+
+
 class Fleet:
     """Trainer ranks, rollout engines and extra servers, with their clients."""
 
@@ -411,37 +443,29 @@ class Fleet:
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
+        self._tokenizer = servers.tokenizer
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
-        self.supervision = Supervision(
-            config.supervision,
-            config.observe.heartbeat_s,
-            lifecycle.log.warn,
-            journal.event_nowait,
-        )
+        self.supervision = lifecycle.supervision(journal.event_nowait)
         self.ranks = servers.trainers(staging_dir)
 
-        async def before_start() -> None:
-            # Before each restart, not the first start. New ranks must not find each
-            # other in the file where the dead ones met, and the next broadcast must not
-            # use the dead ones' group.
-            await wait_for_devices()
-            (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+        def forget_ranks() -> None:
+            forget_meeting(staging_dir)
+            # The next broadcast must not use the group of the dead ranks.
             if servers.group is not None:
                 servers.group.sender_gone_nowait()
 
-        num_steps = config.trainer.num_steps
         self.trainer = SupervisedTrainer(
             self.ranks,
             self.supervision,
             timeout_s=config.trainer.timeout_s,
-            before_start=before_start,
+            on_start=forget_ranks,
+            before_start=wait_for_devices,
             bring_back=partial(
                 recover_trainer,
-                journal=journal,
                 checkpoints=checkpoints,
-                num_batches=num_steps,
+                batches=partial(journaled_batches, journal),
             ),
             demonstrations=demonstrations,
         )
@@ -463,8 +487,9 @@ class Fleet:
         )
         self.node_files = _node_files(lifecycle, servers.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
+        roles = roles_of(config)
         self.extra = {
-            name: self._extra(servers.make(ROLES[name], [device]))
+            name: self._extra(servers.make(roles[name], [device]))
             for name, device in servers.placement.extra.items()
         }
         # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
@@ -476,10 +501,10 @@ class Fleet:
         name = extra.role.name
         client = extra.client
         # A RoleClient's calls wait until a supervisor has restarted its server.
-        assert extra.role.on_loss is Loss.RESTART or not isinstance(client, RoleClient)
-        if extra.role.on_loss is Loss.CONTINUE:
+        assert not (extra.role.is_dispensable and isinstance(client, RoleClient))
+        if extra.role.is_dispensable:
             extra.on_gone = self._continue_without
-        elif extra.role.on_loss is Loss.RESTART:
+        else:
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,
@@ -493,6 +518,14 @@ class Fleet:
     def _continue_without(self, lost: ComponentError) -> None:
         self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")
 
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers of extra servers, added over servers of one kind."""
+        sums = defaultdict[str, float](float)
+        for extra in self.extra.values():
+            for name, value in extra.gauges().items():
+                sums[name] += value
+        return sums
+
     @property
     def judges(self) -> list[RoleClient]:
         """Return the clients that add something to each rollout."""
@@ -502,23 +535,34 @@ class Fleet:
             if isinstance(extra.client, RoleClient)
         ]
 
-    @property
-    def ask_model(self) -> AskModel | None:
-        """Return the call of the reward model, if there is one."""
-        extra = self.extra.get(REWARD)
-        if extra is None:
+    def client_of(self, role: str, kind: type[Client]) -> Client | None:
+        """Return the client of a role's server, if the run has one."""
+        if role not in self.extra:
             return None
-        assert isinstance(extra.client, RewardModelClient)
-        return extra.client.score
+        client = self.extra[role].client
+        assert isinstance(client, kind), f"the client of {role} is a {kind.__name__}"
+        return client
 
-    @property
-    def ask_judge(self) -> AskJudge | None:
-        """Return the call of the judge that the run serves, if there is one."""
-        extra = self.extra.get(JUDGE)
-        if extra is None:
-            return None
-        assert isinstance(extra.client, ServedJudge)
-        return extra.client.ask
+    def make_scorers(
+        self,
+        tasks: Mapping[str, PromptTask],
+        settings: Mapping[str, TaskConfig],
+        seed: int,
+    ) -> Scorers:
+        """Make the scorers of tasks, which ask the run's reward model and judge."""
+        model = self.client_of(REWARD, RewardModelClient)
+        judge = self.client_of(JUDGE, ServedJudge)
+        scorers = Scorers(
+            tasks,
+            settings,
+            self._tokenizer,
+            seed=seed,
+            warn=self._lifecycle.log.warn,
+            ask_model=None if model is None else model.score,
+            ask_judge=None if judge is None else judge.ask,
+        )
+        self._lifecycle.closes("rewards", scorers.aclose)
+        return scorers
 
     @property
     def eval_client(self) -> EngineClient | None:
@@ -540,8 +584,7 @@ class Fleet:
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._lifecycle.log.activity(f"loading the model in {names}")
         starts = [FirstStart([engine], self.supervision).run() for engine in engines]
-        trainer = FirstStart(self.ranks, self.supervision)
-        trainer.stale = self.staging_dir / RENDEZVOUS
+        trainer = first_ranks(self.ranks, self.supervision, self.staging_dir)
         if not self.placement.moves and self.placement.memory_fraction is None:
             await all_or_none([trainer.run(), *starts])
             return

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 from asyncrl.base.files import (
@@ -27,22 +28,27 @@ from asyncrl.job.build import prepare_model
 from asyncrl.job.check import positions_of
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.lifecycle import Lifecycle, new_run_dir, rare_collections
-from asyncrl.job.loop import STATUS_PERIOD_S, opened_run_dir, save_final
+from asyncrl.job.loop import (
+    STATUS_PERIOD_S,
+    opened_run_dir,
+    reported_lifecycle,
+    save_final,
+    start_reports,
+)
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint, refuse_trained
-from asyncrl.job.servers import Servers
-from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
+from asyncrl.job.servers import Servers, first_ranks, forget_meeting
+from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import (
     plan_run,
-    read_architecture,
     refuse_over_capacity,
     resolve_auto,
     without_engines,
 )
-from asyncrl.launch.supervise import FirstStart, Supervision, ask_children
+from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 from asyncrl.observe.run_dir import (
@@ -63,7 +69,6 @@ from asyncrl.rollouts.demonstrations import (
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import DATA_PIN, DataPin
 from asyncrl.trainer.model_folder import ModelPin, fetch_architectures
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
 
 logger = logging.getLogger("asyncrl.job.supervised")
 
@@ -75,7 +80,6 @@ def run_sft(
     name: str,
     resume: str = "auto",
     allow_change: Sequence[str] = (),
-    on_start: Callable[[Lifecycle], None] = lambda lifecycle: None,
 ) -> int:
     """Train on demonstrations, or resume; return 0, or 130 or 143 after SIGINT or
     SIGTERM. Raises AsyncrlError, leaving no child process and no shared memory.
@@ -93,17 +97,9 @@ def run_sft(
             for text in resolved:
                 logger.info("%s", text)
             reporter = Reporter(
-                run, folder, name, goes_on=point is not None, command="sft"
+                run, folder, name, goes_on=not point.is_new, command="sft"
             )
-            lifecycle = Lifecycle(
-                run,
-                folder,
-                reporter.log,
-                launcher,
-                on_end=reporter.finish,
-                on_exit=reporter.aclose,
-            )
-            on_start(lifecycle)
+            lifecycle = reported_lifecycle(reporter, launcher)
             job = SftJob(config, lifecycle, reporter, plan.placement, point)
             return run_loop(lifecycle.run(job.live))
 
@@ -129,7 +125,7 @@ class SftJob:
     lifecycle: Lifecycle
     reporter: Reporter
     placement: Placement
-    point: ResumePoint | None
+    point: ResumePoint
     num_measured: int = 0
     """Held-out batches."""
 
@@ -143,13 +139,7 @@ class SftJob:
             is_shuffled=self.config.data.shuffle,
         )
         self._settle(data, feed)
-        self.reporter.start()
-        if (server := self.reporter.status_server()) is not None:
-            lifecycle.closes("status server", server.aclose)
-            await server.start()
-        lifecycle.stack.callback(self.reporter.close_console)
-        for text in () if self.point is None else self.point.notes:
-            lifecycle.log.warn(text)
+        await start_reports(lifecycle, self.reporter, self.point)
         for text in data.train.warnings(data.tokenizer):
             lifecycle.log.warn(text)
         trainer, checkpointer = await self._start_trainer(data, feed)
@@ -159,17 +149,18 @@ class SftJob:
         await self._restore(trainer, feed)
         for pin in data.pins:
             pin.write()
-        self.reporter.training_starts()
+        self.reporter.on_training()
         await self._train(trainer, feed, checkpointer, data.held_out)
         await self._end(trainer, checkpointer)
-        return 0 if lifecycle.signal is None else 128 + lifecycle.signal
+        return lifecycle.exit_code
 
     # ---- before the training
 
     async def _read_data(self) -> SftData:
         config, run_dir, point = self.config, self.lifecycle.run_dir, self.point
-        is_free = point is not None and point.may_change_model
-        model_pin = ModelPin(run_dir, config.model.source, is_free=is_free)
+        model_pin = ModelPin(
+            run_dir, config.model.source, is_free=point.may_change_model
+        )
         # Templates may write the date. A resume must read the same tokens.
         began = read_object(run_dir / DATA_PIN, []).get("date")
         began = began or date.today().isoformat()
@@ -178,19 +169,14 @@ class SftJob:
         )
         await asyncio.to_thread(model_pin.read, model_path)
         self.lifecycle.log.activity("reading the demonstrations")
-        architecture = read_architecture(config.model)
-        positions = positions_of(architecture.get("text_config", architecture))
-        train = await asyncio.to_thread(
-            read_demonstrations, config.data, tokenizer, positions
-        )
+        positions = positions_of(config.model)
+        read = partial(read_demonstrations, config.data, tokenizer, positions)
+        train = await asyncio.to_thread(read)
         held_out = None
         if config.data.eval_files is not None:
-            held_out = await asyncio.to_thread(
-                read_demonstrations, config.data, tokenizer, positions, "eval_files"
-            )
+            held_out = await asyncio.to_thread(read, "eval_files")
         pins = {"rows": train.digest, "date": began}
-        is_free = point is not None and point.may_change_data
-        data_pin = DataPin(run_dir, pins, is_free=is_free, section="data")
+        data_pin = DataPin(run_dir, pins, is_free=point.may_change_data, section="data")
         return SftData(train, held_out, (model_pin, data_pin), model_path, tokenizer)
 
     def _settle(self, data: SftData, feed: DemonstrationFeed) -> None:
@@ -200,10 +186,9 @@ class SftJob:
         key = "data.epochs"
         if 0 < most < num_steps:
             num_steps, key = most, "trainer.num_steps"
-        checkpoint = None if self.point is None else self.point.checkpoint
-        if self.point is not None:
-            num_saved = 0 if checkpoint is None else checkpoint.version
-            refuse_trained(self.lifecycle.run_dir, num_steps, num_saved, key)
+        if not self.point.is_new:
+            run_dir = self.lifecycle.run_dir
+            refuse_trained(run_dir, num_steps, self.point.version, key)
         run = self.config.as_run(num_steps, data.train.longest)
         self.lifecycle.config = run
         self.reporter.settle(run, self.config)
@@ -226,41 +211,24 @@ class SftJob:
         await servers.hold(staging_dir)
         ranks = servers.trainers(staging_dir)
         checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-        supervision = Supervision(
-            config.supervision,
-            config.observe.heartbeat_s,
-            lifecycle.log.warn,
-            lambda what, detail: logger.info("%s %s", what, detail),
-        )
-
-        async def before_start() -> None:
-            # New ranks must not meet in the file of the dead ones.
-            (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-
-        async def bring_back(client: TrainerClient, version: int) -> None:
-            async with checkpoints.in_use:
-                whole, _ = await asyncio.to_thread(
-                    checkpoints.newest_whole, keep_unfinished=True
-                )
-                start = 0 if whole is None else whole.version
-                folder = None if whole is None else whole.trainer_dir
-                missed = _batches(feed, start, max(start, version))
-                await client.catch_up(folder, missed, lambda *_: None)
+        supervision = lifecycle.supervision(_log_event)
 
         trainer = SupervisedTrainer(
             ranks,
             supervision,
             timeout_s=config.trainer.timeout_s,
-            before_start=before_start,
-            bring_back=bring_back,
+            on_start=partial(forget_meeting, staging_dir),
+            bring_back=partial(
+                recover_trainer,
+                checkpoints=checkpoints,
+                batches=partial(_batches, feed),
+            ),
         )
         for rank in ranks:
             lifecycle.closes(rank.name, rank.aclose)
         lifecycle.servers = ranks
         lifecycle.log.activity("loading the model")
-        start = FirstStart(ranks, supervision)
-        start.stale = staging_dir / RENDEZVOUS
-        await start.run()
+        await first_ranks(ranks, supervision, staging_dir).run()
         checkpointer = Checkpointer(checkpoints, trainer, None, dict, lifecycle)
         return trainer, checkpointer
 
@@ -268,19 +236,18 @@ class SftJob:
         self, trainer: SupervisedTrainer, feed: DemonstrationFeed
     ) -> None:
         point, run_dir = self.point, self.lifecycle.run_dir
-        if point is None:
+        if point.is_new:
             return
-        checkpoint = point.checkpoint
-        folder = None if checkpoint is None else checkpoint.trainer_dir
         # No batch: the training continues from there.
-        await trainer.recover(folder, lambda: _batches(feed, 0, 0), lambda *_: None)
+        await trainer.recover(
+            point.trainer_dir, lambda: _batches(feed, 0, 0), lambda *_: None
+        )
         # From here on nothing refuses, so the records of later steps may go.
         write_whole(run_dir / "config.yaml", run_config_yaml(self.config))
         with suppress(FileNotFoundError):
             cut_steps(run_dir / EVAL_FILE, point.version)
-        self.reporter.resumes(point.version, {})
-        for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.lifecycle.log.info(text)
+        self.reporter.resume_at(point.version, {})
+        await point.set_damaged_aside(self.lifecycle.log)
 
     # ---- the training
 
@@ -335,7 +302,7 @@ class SftJob:
                 # A loss that is not finite is not in the answer.
                 losses.append(measured.get("eval/loss", math.nan) * counts[-1])
         self.lifecycle.log.activity("training")
-        self.reporter.measured(
+        self.reporter.report_loss(
             version, math.fsum(losses) / math.fsum(counts), math.fsum(counts)
         )
 
@@ -348,9 +315,7 @@ class SftJob:
         await checkpointer.make_last(trainer.policy_version)
         if is_interrupted:
             return
-        self.lifecycle.log.activity("saving the weights")
-        with span("trainer", "save"):
-            await save_final(trainer, self.lifecycle.run_dir)
+        await save_final(self.lifecycle, trainer)
 
     async def _report_status(self, trainer: SupervisedTrainer) -> None:
         log_path = self.lifecycle.run_dir / LOG_FILE
@@ -371,12 +336,16 @@ class SftJob:
             way_out=f"read the stacks in {log_path} and the log of the trainer.",
             ask_children=lambda: ask_children(self.lifecycle.servers),
             restart=restart,
-            note=lambda what, detail: logger.info("%s %s", what, detail),
+            note=_log_event,
         )
         self.lifecycle.spawn(watchdog.run(), name="watchdog")
         while True:
             self.reporter.write_status(trainer.policy_version, watchdog.look())
             await asyncio.sleep(STATUS_PERIOD_S)
+
+
+def _log_event(what: str, detail: Mapping[str, object]) -> None:
+    logger.info("%s %s", what, detail)
 
 
 async def _batches(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,10 @@ import numpy.typing as npt
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.job.agent_runtime import model_name
-from asyncrl.job.run_export import check_new_folder
-from asyncrl.journal.read import reading
+from asyncrl.job.run_export import check_new_folder, reading_journal, tell_deleted
 from asyncrl.journal.schema import rollouts_of
 from asyncrl.messages.records import PolicyCall, Rollout, Trajectory
-from asyncrl.observe.run_dir import journal_path, read_config
+from asyncrl.observe.run_dir import read_config
 from asyncrl.observe.traces import TracedRun, otlp_json
 
 TRAINING_FILE = "training_traces.jsonl"
@@ -43,14 +41,10 @@ def export_traces(
     config = read_config(run_dir)
     out = out.expanduser().resolve()
     check_new_folder(out, run_dir)
-    if not journal_path(run_dir).is_file():
-        raise ConfigError(
-            f"{run_dir} has no journal", way_out="name the directory of a run."
-        )
     num_rollouts = 0
     num_deleted = 0
     with (
-        reading(journal_path(run_dir)) as connection,
+        reading_journal(run_dir) as connection,
         whole_folder(out) as unfinished,
     ):
         (run_id,) = connection.execute(
@@ -82,16 +76,13 @@ def export_traces(
                 f"{run_dir} has the tokens of no finished group; those of {num_deleted} are deleted",
                 way_out="set journal.keep=all in the run.",
             )
-    if num_deleted:
-        tell(
-            f"the tokens of {num_deleted} trained groups are deleted; journal.keep=all keeps them"
-        )
+    tell_deleted(num_deleted, tell)
     tell(f"{num_rollouts} rollouts: {out}")
 
 
 def training_trace(
     group_id: int, rollout: Rollout, min_version: int = 0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a rollout as OpenEnv's TrainingTrace (openenv 0.10, schema version 1): a
     turn for each call that was sampled from the run's distribution.
 
@@ -111,17 +102,19 @@ def training_trace(
 
 def _turn(
     group_id: int, branch: Trajectory, call: PolicyCall, mask: npt.NDArray[np.bool_]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     ids = branch.token_ids.tolist()
     sampled = slice(call.start, call.end)
     # The log_softmax of a sure token may round to a little above 0, which readers
     # refuse.
     logprobs = np.minimum(branch.tokens.behaviour_logprobs[sampled], 0.0)
-    metadata: dict[str, Any] = {
+    metadata: dict[str, object] = {
         "branch": branch.branch,
         "finish_reason": call.finish_reason,
         "policy_versions": branch.tokens.versions[sampled].tolist(),
     }
+    if call.agent:
+        metadata["agent"] = call.agent
     for credit in branch.credits:
         if credit.start <= call.start < credit.end:
             metadata["reward"] = credit.reward

@@ -16,6 +16,7 @@ from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainerPart
+from asyncrl.sync.push import at_once
 from asyncrl.trainer.trainer_client import Demonstrate, TrainerClient
 
 T = TypeVar("T")
@@ -40,15 +41,16 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         supervision: Supervision,
         *,
         timeout_s: float | None = None,
-        before_start: Callable[[], Awaitable[None]],
+        on_start: Callable[[], None] | None = None,
+        before_start: Callable[[], Awaitable[None]] = at_once,
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
         demonstrations: Demonstrate | None = None,
     ) -> None:
         """Supervise ranks that are not started yet; the first takes the calls.
-        `before_start` returns when new ranks may start; `bring_back` catches up to a
-        version.
+        `before_start` returns when new ranks may start, then `on_start` is called;
+        `bring_back` catches up to a version.
         """
-        Supervisor.__init__(self, ranks, supervision)
+        Supervisor.__init__(self, ranks, supervision, on_start=on_start)
         TrainerClient.__init__(
             self, ranks[0].caller, timeout_s=timeout_s, demonstrations=demonstrations
         )
@@ -125,6 +127,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
 
     async def _before_start(self) -> None:
         await self._may_start()
+        await super()._before_start()
 
     async def _bring_back(self) -> None:
         # Calls of this client wait until the trainer is up, which it is only after this
@@ -151,11 +154,12 @@ async def recover_trainer(
     client: TrainerClient,
     version: int,
     *,
-    journal: Journal,
     checkpoints: Checkpoints,
-    num_batches: int,
+    batches: Callable[[int, int], AsyncIterator[Batch]],
 ) -> None:
-    """Bring a restarted trainer to `version` by checkpoint and journal."""
+    """Bring a restarted trainer to `version`: by the newest checkpoint, then by the
+    `batches` from its version up to that one.
+    """
     # A checkpoint that completes during recovery would prune this one and its journaled
     # batches.
     async with checkpoints.in_use:
@@ -165,20 +169,26 @@ async def recover_trainer(
             checkpoints.newest_whole, keep_unfinished=True
         )
         start = 0 if whole is None else whole.version
-        state = await journal.read_resume(start)
-        journal.event_nowait("restored", {"version": start, "who": "trainer"})
         # `version` is still 0 if the trainer dies while a resume catches up. Then only
         # the checkpoint is loaded here, and recover() trains on the batches again.
-        stop = min(max(version, start), num_batches)
+        missed = batches(start, max(version, start))
         folder = None if whole is None else whole.trainer_dir
         # No callback: the steps were reported when they were trained the first time.
-        await client.catch_up(
-            folder, load_batches(state, start, stop), lambda _batch, _report: None
-        )
+        await client.catch_up(folder, missed, lambda _batch, _report: None)
         for text in [found.what for found in damaged] + await asyncio.to_thread(
             set_aside, damaged
         ):
             logger.warning("%s", text)
+
+
+async def journaled_batches(
+    journal: Journal, start: int, stop: int
+) -> AsyncIterator[Batch]:
+    """Yield the batches for a trainer that a checkpoint has brought to `start`."""
+    state = await journal.read_resume(start)
+    journal.event_nowait("restored", {"version": start, "who": "trainer"})
+    async for batch in load_batches(state, start, stop):
+        yield batch
 
 
 async def load_batches(

@@ -105,7 +105,7 @@ class Checkpoints:
         return folder
 
     def finish(
-        self, pending: Path, version: int, controller: Mapping[str, Any]
+        self, pending: Path, version: int, controller: Mapping[str, object]
     ) -> Path:
         """Complete the checkpoint, then prune older ones. Raises CheckpointError."""
         final = self.root / f"step_{version}"

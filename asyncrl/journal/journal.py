@@ -53,7 +53,7 @@ _decided_s: ContextVar[float] = ContextVar("decided_s")
 class _Job(NamedTuple):
     """A queued decision. `answer` None: nobody waits."""
 
-    decide: Callable[[sqlite3.Connection], Any]
+    decide: Callable[[sqlite3.Connection], object]
     answer: Future[Any] | None
     decided_s: float
 
@@ -77,19 +77,18 @@ def _text(given: object) -> str:
 
 
 def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
-    messages = json.dumps([*map(dict, prompt.messages)])
-    group = (
-        ticket.group_id,
-        _text(prompt.prompt_id),
-        ticket.start_version,
-        prompt.num_requeued,
-        messages,
-    )
     connection.execute(
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, num_requeued, messages, state, admitted_s)"
         " VALUES (?, ?, ?, ?, ?, 'running', ?)",
-        (*group, _decided_s.get()),
+        (
+            ticket.group_id,
+            _text(prompt.prompt_id),
+            ticket.start_version,
+            prompt.num_requeued,
+            json.dumps([*map(dict, prompt.messages)]),
+            _decided_s.get(),
+        ),
     )
 
 
@@ -119,9 +118,9 @@ def _segment(
         blob = encode_partial(group_id, sample_index, partial)
         # `partial` is the whole completion so far, so the newest row replaces the older
         # ones. Tokens that a new attempt discards are counted by _tokens_lost.
-        row = (group_id, sample_index, attempt, partial.tokens.num_sampled, blob)
         connection.execute(
-            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row
+            "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)",
+            (group_id, sample_index, attempt, partial.tokens.num_sampled, blob),
         )
 
 
@@ -157,9 +156,9 @@ def _rollout_finished(
     )
     # Not _lose(): the tokens of the partial completion are in the trajectory now, and
     # would be counted twice.
-    key = (group_id, sample_index)
     connection.execute(
-        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", key
+        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?",
+        (group_id, sample_index),
     )
 
 
@@ -172,8 +171,10 @@ def _rollout_failed(
 ) -> None:
     if not _is_running(connection, group_id, sample_index):
         return
-    failure = (group_id, sample_index, num_attempts, _text(why))
-    connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", failure)
+    connection.execute(
+        "INSERT INTO failures VALUES (?, ?, ?, ?)",
+        (group_id, sample_index, num_attempts, _text(why)),
+    )
     connection.execute(
         "UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,)
     )
@@ -234,8 +235,10 @@ def _tokens_lost(
     """Count sampled tokens outside any trajectory. With `sample_index`, drop the
     unfinished completion.
     """
-    more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
-    connection.execute(more, (num_tokens, group_id))
+    connection.execute(
+        "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?",
+        (num_tokens, group_id),
+    )
     if sample_index is not None:
         _lose(connection, group_id, sample_index)
 
@@ -276,15 +279,15 @@ def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
             _decided_s.get(),
         ),
     )
-    places = [
-        (version, position, group_id) for position, group_id in enumerate(group_ids)
-    ]
-    connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
+    connection.executemany(
+        "INSERT INTO batch_groups VALUES (?, ?, ?)",
+        [(version, position, group_id) for position, group_id in enumerate(group_ids)],
+    )
     # The condition on the state counts the groups that really were ready. A group that
     # is listed twice is refused by the UNIQUE column of batch_groups.
-    taken = "UPDATE groups SET state = 'taken' WHERE group_id = ? AND state = 'ready'"
     num_ready = connection.executemany(
-        taken, [(group_id,) for group_id in group_ids]
+        "UPDATE groups SET state = 'taken' WHERE group_id = ? AND state = 'ready'",
+        [(group_id,) for group_id in group_ids],
     ).rowcount
     # The rows above may be written before this check: the error rolls the transaction
     # back. None: the first batch of this journal. Its version is above 0 if an older
@@ -313,16 +316,20 @@ def _trained(
 
 def _published(connection: sqlite3.Connection, version: int, digest: str) -> None:
     # A resumed run may publish a version again.
-    row = (version, digest, _decided_s.get())
-    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
+    connection.execute(
+        "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)",
+        (version, digest, _decided_s.get()),
+    )
 
 
 def _event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, object]
 ) -> None:
     """Record an event for `inspect`."""
-    row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
-    connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", row)
+    connection.execute(
+        "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
+        (_decided_s.get(), _text(what), json.dumps(detail, default=str)),
+    )
 
 
 def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
@@ -449,8 +456,10 @@ class Journal:
         Raises JournalError for groups that are not ready, or a version that is not
         next.
         """
-        what = f"the batch of step {batch.version + 1} to be durable in the journal"
-        await self._durable(partial(_batch_taken, batch=batch), what)
+        await self._durable(
+            partial(_batch_taken, batch=batch),
+            f"the batch of step {batch.version + 1} to be durable in the journal",
+        )
 
     async def flush(self) -> None:
         """Wait until everything queued is durable. Raises JournalError."""
@@ -500,7 +509,7 @@ class Journal:
 
     def _put(
         self,
-        decide: Callable[[sqlite3.Connection], Any],
+        decide: Callable[[sqlite3.Connection], object],
         answer: Future[Any] | None = None,
     ) -> None:
         if self._failed.done():
@@ -548,7 +557,7 @@ class Journal:
                 job = self._queue.get()
         self._connection.close()
 
-    def _write(self, jobs: list[_Job]) -> list[Any]:
+    def _write(self, jobs: list[_Job]) -> list[object]:
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         try:

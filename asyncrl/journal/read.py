@@ -171,8 +171,9 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 def read_note(path: Path, key: str) -> Any:
     """Return the value of a note, or None. Raises JournalError."""
     with reading(path) as connection:
-        query = "SELECT value FROM meta WHERE key = ?"
-        row = connection.execute(query, (key,)).fetchone()
+        row = connection.execute(
+            "SELECT value FROM meta WHERE key = ?", (key,)
+        ).fetchone()
     return None if row is None else json.loads(row[0])
 
 
@@ -229,9 +230,12 @@ def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:
 
 
 def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], ...]:
-    query = "SELECT prompt_id, reward_sum / num_rollouts, start_version FROM groups"
-    ended = "WHERE state IN ('ready', 'taken', 'filtered') AND num_rollouts"
-    return tuple(connection.execute(f"{query} {ended} ORDER BY group_id"))
+    return tuple(
+        connection.execute(
+            "SELECT prompt_id, reward_sum / num_rollouts, start_version FROM groups"
+            " WHERE state IN ('ready', 'taken', 'filtered') AND num_rollouts ORDER BY group_id"
+        )
+    )
 
 
 def _next_version(
@@ -295,18 +299,21 @@ def _alive(
         if state == "ready":
             ready.append((ticket, _group(connection, group_id, *prompt)))
             continue
-        rollouts, failures = (
-            rollouts_of(connection, group_id),
-            failures_of(connection, group_id),
-        )
-        partials = partials_of(connection, group_id)
         running.append(
-            UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, partials)
+            UnfinishedGroup(
+                ticket,
+                _prompt(*prompt),
+                rollouts_of(connection, group_id),
+                failures_of(connection, group_id),
+                partials_of(connection, group_id),
+            )
         )
     return tuple(ready), tuple(running)
 
 
-def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group:
+def _group(
+    connection: sqlite3.Connection, group_id: int, *prompt: *tuple[str, int, str]
+) -> Group:
     rollouts = rollouts_of(connection, group_id)
     if not rollouts:
         raise ValueError(f"group {group_id} is ready or taken but has no trajectory")
@@ -352,15 +359,17 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         ("failed", "filtered", "requeued"), 0
     )
     groups = dict[str, int]()
-    query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
-    for state, num, num_sampled in connection.execute(query):
+    for state, num, num_sampled in connection.execute(
+        "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
+    ):
         groups[state] = num
         if state in wasted:
             wasted[state] = num_sampled
-    query = (
-        "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
+    events = _rows(
+        connection,
+        "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?",
+        MAX_EVENTS,
     )
-    events = _rows(connection, query, MAX_EVENTS)
     return {
         **numbers,
         "groups": groups,

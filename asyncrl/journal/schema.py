@@ -11,6 +11,7 @@ import os
 import sqlite3
 import struct
 import zlib
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import astuple, replace
 from datetime import date
@@ -351,7 +352,9 @@ def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
     return Completion(tokens, **head)
 
 
-def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -> bytes:
+def _encode(
+    place: tuple[int, int, int], tokens: Tokens, head: Mapping[str, object]
+) -> bytes:
     tokens = tokens.kept(in_journal)
     planes = {}
     for name, array in tokens.arrays().items():

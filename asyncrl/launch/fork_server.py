@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
@@ -211,14 +212,17 @@ def serving() -> Iterator[None]:
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
-    with contextlib.suppress(ValueError):  # in a thread
-        signal.signal(signal.SIGTERM, _end)
-    current = ForkServer()
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = signal.signal(signal.SIGTERM, _end) if is_main else None
+    server = current = ForkServer()
     try:
         yield
     finally:
-        current.close()
+        server.close()
         current = None
+        # A script continues after asyncrl.run, and may have a handler of its own.
+        if earlier is not None:  # else it is not Python's
+            signal.signal(signal.SIGTERM, earlier)
 
 
 def _end(number: int, _: object) -> None:

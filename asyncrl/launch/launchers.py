@@ -10,7 +10,6 @@ from asyncrl.launch.machine import (
     LOOPBACK,
     Node,
     child_environ,
-    find_cuda_devices,
     this_machine,
 )
 from asyncrl.launch.processes import ChildProcess, Launcher, ProcessSpec, free_port_at
@@ -42,7 +41,9 @@ class LocalLauncher(Launcher):
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 
     def process(self, node: int, spec: ProcessSpec) -> ChildProcess:
-        return ChildProcess(spec, child_environ(spec.devices, find_cuda_devices()))
+        return ChildProcess(
+            spec, child_environ(spec.devices, self.nodes[node].machine.cuda)
+        )
 
     async def free_port(self, node: int) -> int:
         return free_port_at(LOOPBACK)

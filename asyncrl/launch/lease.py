@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, ComponentError
@@ -18,11 +19,20 @@ from asyncrl.base.waits import note_span, uncut, waiting
 from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
-State = Literal["idle", "generating", "training", "handover", "broken"]
-RESTING: dict[Side | None, State] = {
-    None: "idle",
-    "engines": "generating",
-    "trainer": "training",
+
+
+class LeaseState(StrEnum):
+    IDLE = "idle"
+    GENERATING = "generating"
+    TRAINING = "training"
+    HANDOVER = "handover"
+    BROKEN = "broken"
+
+
+RESTING: dict[Side | None, LeaseState] = {
+    None: LeaseState.IDLE,
+    "engines": LeaseState.GENERATING,
+    "trainer": LeaseState.TRAINING,
 }
 
 
@@ -114,7 +124,7 @@ class Lease:
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._wait_up = wait_up
-        self.state: State = "idle"
+        self.state = LeaseState.IDLE
         self.owner: Side | None = None
         self.phase = ""
         self.broken = ""
@@ -131,14 +141,14 @@ class Lease:
         """Return bytes freed, taken or moved. Raises ComponentError; the owner then
         keeps the devices.
         """
-        if self.state in ("handover", "broken") or self.owner == to:
+        if self.state in (LeaseState.HANDOVER, LeaseState.BROKEN) or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             what = f"a handover to the {to} cannot begin ({why})"
             raise ComponentError("placement", what)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         total_bytes = 0
-        self.state = "handover"
+        self.state = LeaseState.HANDOVER
         calls = WAY[to]
         if self.owner == "trainer":
             calls = TO_ENGINES  # the trainer has its weights on the devices already
@@ -263,7 +273,7 @@ class Lease:
                 self.broken = f"{failed}, and so did {str(call)!r} ({_shown(error)})"
                 self.owner = None
                 break
-        self.state = "broken" if self.broken else RESTING[self.owner]
+        self.state = LeaseState.BROKEN if self.broken else RESTING[self.owner]
         self.phase = ""
 
 

@@ -96,7 +96,6 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
     return tuple(devices)
 
 
-@functools.cache
 def ask_nvidia_smi() -> str:
     try:
         done = subprocess.run(
@@ -211,7 +210,8 @@ def find_python(rollout: RolloutConfig, package: str) -> Path:
         else [named]
     )
     for python in pythons:
-        if has_package(python.absolute(), package):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            ask_for_package(python.absolute(), package)
             return python.absolute()  # do not resolve: a venv's python is a link
     raise ConfigError(
         f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
@@ -220,8 +220,11 @@ def find_python(rollout: RolloutConfig, package: str) -> Path:
     )
 
 
+# Errors are not cached: in a notebook, the next run may find a package that has been
+# installed in between.
 @functools.cache
-def has_package(python: Path, package: str) -> bool:
+def ask_for_package(python: Path, package: str) -> None:
+    """Raise OSError or SubprocessError if this Python does not have a package."""
     # PYTHONPATH and PYTHONHOME belong to our Python, and would make the other one find
     # our packages.
     environ = {
@@ -230,11 +233,9 @@ def has_package(python: Path, package: str) -> bool:
         if name not in ("PYTHONPATH", "PYTHONHOME")
     }
     asking = [str(python), "-c", ASK, package]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return not subprocess.run(
-            asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S
-        ).returncode
-    return False
+    subprocess.run(
+        asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S, check=True
+    )
 
 
 def own_versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
@@ -38,6 +38,18 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model beside the trained one. `key`: the setting with its path."""
+
+    model: ModelConfig
+    key: str
+    reads_token_ids: bool = True
+    """It needs the vocabulary of the run's."""
+    is_remote: bool = False
+    """Others serve it: only its tokenizer is read."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExtraServer:
     """What a server other than trainer and rollout engines asks of the placement, and
     holds in memory.
@@ -51,12 +63,8 @@ class ExtraServer:
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
     """Kind of engine that holds its model; None: a server without a KV cache."""
-    model: ModelConfig | None = None
+    model: OwnModel | None = None
     """None: the run's model."""
-    model_key: str = ""
-    """Setting with the path of `model`."""
-    reads_token_ids: bool = True
-    """Its `model` needs the vocabulary of the run's."""
     batch_tokens: int = 0
     """Tokens of a forward pass, without `engine`."""
     slots: int = 0
@@ -68,6 +76,11 @@ class ExtraServer:
     way_out: str = ""
     """A setting without this server."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Others have started it: it takes no device."""
+        return self.model is not None and self.model.is_remote
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -75,7 +88,8 @@ class Placement:
     """The controller's is first."""
     trainer: Side
     engines: tuple[Side, ...]
-    mode: Literal["apart", "colocated"]
+    is_colocated: bool
+    """Both sides time-share the same devices."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
     extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
@@ -85,7 +99,7 @@ class Placement:
 
     @property
     def moves(self) -> bool:
-        return self.mode == "colocated" and not self.resident
+        return self.is_colocated and not self.resident
 
     @property
     def is_on_cuda(self) -> bool:
@@ -100,7 +114,7 @@ class Placement:
     @property
     def shared_at_once(self) -> dict[NodeDevice, CudaDevice]:
         """Return the CUDA devices on which both sides work at the same time."""
-        is_apart = self.mode == "apart" and self.is_on_cuda
+        is_apart = self.is_on_cuda and not self.is_colocated
         used = [
             device
             for device in self.engine_devices
@@ -204,14 +218,15 @@ def place(
         # node.
         trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
         engines=engines,
-        mode="colocated" if takes_turns else "apart",
+        is_colocated=takes_turns,
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
     extra = dict[str, NodeDevice]()
     for name, server in (extra_servers or {}).items():
         device = _extra_device(server, placement, [*extra.values()])
-        if server.engine is not None and not ENGINES[server.engine].has_model:
+        has_none = server.engine is not None and not ENGINES[server.engine].has_model
+        if has_none or server.is_remote:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
             extra[name] = device
@@ -239,9 +254,7 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
         config.rollout.facts.opens_chunks and not asks_for_files
     )
     devices = tuple(dict.fromkeys(placement.trainer))
-    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {
-        *devices
-    }
+    has_all = placement.is_colocated and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()
 
 

@@ -19,7 +19,13 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
-from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_config import (
+    ADJUSTED_BYTES,
+    CPU_MICRO_BATCH_TOKENS,
+    MIN_SLICE,
+    MOST_ADJUSTED,
+    MOST_LOGITS,
+)
 from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
@@ -58,6 +64,9 @@ WAY_OUT = (
 )
 
 
+HostSide = Literal["host", "loading", "saving"]
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second
@@ -85,9 +94,7 @@ class ProcessPlan:
     """
 
     name: str
-    side: Literal[
-        "controller", "trainer", "engine", "eval", "host", "loading", "saving"
-    ]
+    side: HostSide | Literal["controller", "trainer", "engine", "eval"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -202,7 +209,7 @@ def lay_out(
         host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
             memory = Memory(micro_batch=memory.micro_batch)
-        if rank == 0 and sync.holds_exports(is_turns=placement.mode == "colocated"):
+        if rank == 0 and sync.holds_exports(is_turns=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
             memory = replace(memory, copies=memory.copies + held)
         add(f"trainer-{rank}", "trainer", (device,), memory)
@@ -212,7 +219,7 @@ def lay_out(
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
-        stages = placement.mode == "apart"
+        stages = not placement.is_colocated
         slots = caches * config.rollout.slots
         limit = config.rollout.cache_tokens
         memory = engine_memory(
@@ -232,8 +239,10 @@ def lay_out(
 def _extra_memory(
     config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
 ) -> Memory:
+    if server.is_remote:
+        return Memory()
     if server.model is not None:
-        shape = model_shape(server.model)
+        shape = model_shape(server.model.model)
     if server.engine is None:
         item = item_bytes(config.model.dtype, device.name)
         width = 4 * shape.hidden + 3 * shape.active
@@ -260,9 +269,9 @@ def held_besides(
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
-    held = Counter({(0, "python"): OWN_BYTES})  # the controller's
+    held = Counter[tuple[int, HostSide]]({(0, "host"): OWN_BYTES})  # the controller's
     for device in (*placement.trainer, *servers):
-        held[device.node, "python"] += OWN_BYTES
+        held[device.node, "host"] += OWN_BYTES
     # the copy of a checkpoint, which is written during training
     for rank in placement.trainer:
         held[rank.node, "saving"] += saved // config.trainer.world_size
@@ -278,7 +287,7 @@ def held_besides(
             held[server.node, "loading"] += whole
     facts = config.weight_sync.facts
     if (
-        placement.mode == "apart"
+        not placement.is_colocated
         and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
     ):
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
@@ -286,11 +295,10 @@ def held_besides(
         yield ProcessPlan(
             "weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole)
         )
-    for (node, name), size in held.items():
-        side: Any = "host" if name == "python" else name
-        yield ProcessPlan(
-            name, side, placement.label(NodeDevice(node, "cpu")), 0, Memory(copies=size)
-        )
+    for (node, side), size in held.items():
+        host = placement.label(NodeDevice(node, "cpu"))
+        named = "python" if side == "host" else side
+        yield ProcessPlan(named, side, host, 0, Memory(copies=size))
     for name, size in disk_sizes(config, saved).items():
         yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
     folders = 2 if config.model.scratch else 1
@@ -352,7 +360,7 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         )
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
-    update: dict[str, Any] = {
+    update: dict[str, object] = {
         "critic": None,
         "model": model,
         "algorithm": AlgorithmConfig(),
@@ -435,6 +443,9 @@ def model_memory(
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if trainer.deterministic and kind == "cuda":
         work += tokens * DETERMINISTIC_BYTES
+    if config.adjusts_logits:
+        logits = shape.logits_at_once(tokens, kind)
+        work += logits + ADJUSTED_BYTES * min(logits, MOST_ADJUSTED)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
@@ -498,9 +509,10 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
             for part in (*astuple(one.memory), one.memory.total)
         ]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
-    is_apart = plan.placement.mode == "apart"
-    how = f"weights by {config.weight_sync.transport}" if is_apart else "time-sharing"
-    lines += ["", f"mode: {plan.placement.mode}: {how}"]
+    mode = f"apart: weights by {config.weight_sync.transport}"
+    if plan.placement.is_colocated:
+        mode = "colocated: time-sharing"
+    lines += ["", f"mode: {mode}"]
     used = {one.device for one in plan.processes}
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
@@ -537,10 +549,11 @@ def resolve_auto(
         )
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":
-        is_turns = placement.mode == "colocated"
-        num_nodes = placement.num_nodes
         chosen = choose_transport(
-            config, *placement.names, is_turns=is_turns, num_nodes=num_nodes
+            config,
+            *placement.names,
+            is_turns=placement.is_colocated,
+            num_nodes=placement.num_nodes,
         )
         sync = config.weight_sync.model_copy(update={"transport": chosen[0]})
         config = config.model_copy(update={"weight_sync": sync})
@@ -566,7 +579,7 @@ def plan_run(
         messages.append(f"placement.share={share}: both sides stay, and {how}")
     elif isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
-    elif plan.placement.mode == "colocated":
+    elif plan.placement.is_colocated:
         plan = _with_resident_sides(plan, config)
         fraction = plan.placement.memory_fraction
         part = "" if fraction is None else f", engines with {fraction} of each device"
@@ -681,10 +694,13 @@ class ModelShape:
         """Return the peak of a forward-backward: saved tensors, and float32 logits of a
         slice with their gradient.
         """
-        logits = min(
-            max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab
-        )
+        logits = self.logits_at_once(num_tokens, kind)
         return self.saved_bytes(num_tokens, item, kept=kept) + 2 * 4 * logits
+
+    def logits_at_once(self, num_tokens: int, kind: str) -> int:
+        """Return the logits in a slice of the vocabulary."""
+        most = max(MOST_LOGITS[kind], MIN_SLICE * num_tokens)
+        return min(most, num_tokens * self.vocab)
 
     def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
         """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to
@@ -703,12 +719,14 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
+    architecture = read_text_architecture(model)
+    return _shape(architecture) if architecture else ModelShape()
+
+
+def read_text_architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the language model's part of config.json, or {}."""
     architecture = read_architecture(model)
-    return (
-        _shape(architecture.get("text_config", architecture))
-        if architecture
-        else ModelShape()
-    )
+    return dict(architecture.get("text_config", architecture))
 
 
 def read_architecture(model: ModelConfig) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from importlib.resources import files as files_of
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -98,7 +97,7 @@ class Process:
     async def start(self) -> None:
         """Start without awaiting readiness."""
 
-    def renewed(self) -> Any:
+    def renewed(self) -> Process:
         return self
 
     async def wait(self) -> None:

@@ -282,7 +282,7 @@ class RayNode:
             logger.warning("the node %s is lost: %s", self.node.name, error)
 
     async def call(
-        self, method: str, *arguments: Any, timeout_s: float = LOST_S
+        self, method: str, *arguments: object, timeout_s: float = LOST_S
     ) -> Any:
         """Raises NodeLost without an answer, ComponentError if the method raised."""
         if self._lost:
@@ -329,7 +329,7 @@ class RayNode:
             self.actor = None
 
 
-async def _within(timeout_s: float, method: Any, *arguments: Any) -> Any:
+async def _within(timeout_s: float, method: Any, *arguments: object) -> Any:
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(method.remote(*arguments).future())
 

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base import errors
@@ -74,7 +73,7 @@ class Supervision:
     config: SupervisionConfig
     heartbeat_s: float
     warn: Callable[[str], None]
-    on_event: Callable[[str, Mapping[str, Any]], None]
+    on_event: Callable[[str, Mapping[str, object]], None]
     restarts_s: defaultdict[str, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -374,8 +373,6 @@ class FirstStart(Supervisor):
     """
 
     kind = "process"
-    stale: Path | None = None
-    """A file to remove before each start, where ranks of ended processes have met."""
 
     async def run(self) -> None:
         """Return when all serve. Raises the ComponentError that ends the run."""
@@ -392,12 +389,6 @@ class FirstStart(Supervisor):
         ):
             raise lost
         return super()._allow(lost)
-
-    async def _before_start(self) -> None:
-        if self.stale is not None:
-            # New ranks would read the old ranks' addresses from this file, and wait for
-            # dead processes.
-            self.stale.unlink(missing_ok=True)
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:

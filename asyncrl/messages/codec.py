@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from pydantic_core import to_json
 from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.records import VersionSpan, read_bias
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
-from asyncrl.messages.tokens import SegmentPart, Tokens
+from asyncrl.messages.tokens import SegmentPart, Tokens, bounds_of
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens; its index is sent. interrupted: by a weight update; the
@@ -61,7 +60,7 @@ class Frame:
     """Arrays of shape [items]."""
 
     kind: str
-    arrays: Mapping[str, npt.NDArray[Any]]
+    arrays: Mapping[str, npt.NDArray[np.generic]]
     text: Any
 
     @property
@@ -71,7 +70,7 @@ class Frame:
 
 
 def write_frame(
-    kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None
+    kind: str, arrays: Mapping[str, npt.NDArray[np.generic]], text: Any = None
 ) -> bytes:
     """Encode a frame. `text`: anything that JSON can hold.
 
@@ -175,7 +174,8 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
 def read_submit(frame: Frame) -> list[Asked]:
     """Decode requests; equal prompts share one array."""
     rows, grammars = frame.text
-    prompts = _parts(frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist())
+    ids, sizes = frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist()
+    prompts = [ids[start:end] for start, end in bounds_of(sizes, len(ids))]
     asked = []
     for number, is_streamed, prompt, grammar, plain in rows:
         values = dict(zip(_PLAIN, plain, strict=True))
@@ -228,13 +228,6 @@ def spans_between(
         if span.start < span.end:
             spans.append(span)
     return tuple(spans)
-
-
-def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = [*accumulate(sizes, initial=0)]
-    if ends[-1] != len(items):
-        raise ValueError(f"parts of {sizes[:6]}... are {ends[-1]} of {len(items)}")
-    return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def request_fault(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from asyncrl.base.errors import Message
+from asyncrl.messages.records import Count
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 
@@ -19,13 +20,13 @@ class LatencyModel(Message):
     """rollout.engine=simulated."""
 
     # `asyncrl keys` prints them
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
-    decode_step_s: float = Field(default=0.002, gt=0)
+    decode_step_s: PositiveFloat = 0.002
     """Seconds of a decode step, regardless of the number of sequences."""
     mean_tokens: float = Field(default=64.0, ge=1)
     """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
-    sigma: float = Field(default=1.0, ge=0)
+    sigma: NonNegativeFloat = 1.0
     """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 
 
@@ -47,7 +48,7 @@ class MemoryHandle(Message):
     kind: Literal["file", "cuda"]
     name: str
     device: str = ""
-    num_bytes: int = Field(ge=1)
+    num_bytes: Count
 
 
 class PlacedTensor(Message):
@@ -56,7 +57,7 @@ class PlacedTensor(Message):
     name: str
     dtype: str
     shape: list[int]
-    start: int = Field(ge=0)
+    start: NonNegativeInt
 
 
 class ChunkMemory(Message):
@@ -79,13 +80,13 @@ class GroupMember(Message):
     path: str
     store: str = ""
     size: int = Field(ge=2)
-    rank: int = Field(ge=0)
+    rank: NonNegativeInt
     is_new: bool
-    timeout_s: float = Field(gt=0)
+    timeout_s: PositiveFloat
 
 
 class SentChunk(Message):
-    num_bytes: int = Field(ge=1)
+    num_bytes: Count
     tensors: list[PlacedTensor]
 
 
@@ -104,17 +105,24 @@ class FileRequest(Message):
 
 
 class ScoreRequest(Message):
-    """Return the logprob of each token id from `start` on, of logits / `temperature`."""
+    """Return the logprob of each token id from `start` on, of logits / `temperature`,
+    and the `top_k` likeliest ids there.
+    """
 
     token_ids: list[int] = Field(min_length=2)
-    start: int = Field(ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    start: Count
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
 
 
 class ScoreResponse(Message):
-    """float32 in nats, of token_ids[start:]."""
+    """float32 in nats, of token_ids[start:]. `top_ids`, `top_logprobs`: top_k values for
+    each of these tokens, one token after the other.
+    """
 
     logprobs: list[float]
+    top_ids: list[int] = Field(default_factory=list)
+    top_logprobs: list[float] = Field(default_factory=list)
 
 
 class JudgeResponse(Message):
@@ -128,7 +136,7 @@ class JudgeResponse(Message):
 class RewardRequest(Message):
     """Score a completion. `question`: the prompt's messages as one text."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, object]]
     question: str
     completion: str
 
@@ -144,7 +152,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class WeightsBody(Message):
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     digest: str
     num_tensors: int
     num_bytes: int
@@ -153,7 +161,7 @@ class WeightsBody(Message):
 class ChunkBody(WeightsBody):
     """Chunk `index` of the weights: a safetensors file `path`, or `memory`."""
 
-    index: int = Field(ge=0)
+    index: NonNegativeInt
     path: str = ""
     memory: ChunkMemory | None = None
     is_last: bool
@@ -191,7 +199,7 @@ class Loaded(Message):
 class CommitRequest(Message):
     """Swap to the staged weights with this `digest`."""
 
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     digest: str
     interrupt: Interrupt = "abort"
 

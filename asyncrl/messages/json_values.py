@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-T = TypeVar("T", list[Any], dict[str, Any])
+T = TypeVar("T", list[object], dict[str, object])
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
 _PYTHON = re.compile(
     r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL
@@ -27,7 +27,7 @@ def _quoted(text: str) -> str:
     return f'"{inner}"'
 
 
-def from_python(text: str, *_: Any) -> Any:
+def from_python(text: str, *_: object) -> object:
     """Parse a Python literal, or JSON. Raises ValueError.
 
     Example: `{'k': [1, None, "it's"]}`.
@@ -66,7 +66,7 @@ _SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
 _MAX_SCHEMAS = 100
 
 
-def typed(raw: str, schema: Any, root: Any) -> Any:
+def typed(raw: str, schema: object, root: object) -> object:
     """Return text if the schema allows this text, else the JSON or Python value. `root`
     has the definitions.
 
@@ -100,8 +100,8 @@ def typed(raw: str, schema: Any, root: Any) -> Any:
 
 def fits(
     value: Any,
-    schema: Any,
-    root: Any,
+    schema: object,
+    root: object,
     *,
     by_kind: bool = False,
     left: list[int] | None = None,
@@ -135,7 +135,7 @@ def fits(
     )
 
 
-def _part(schema: Mapping[str, Any], key: str, form: type[T]) -> T:
+def _part(schema: Mapping[str, object], key: str, form: type[T]) -> T:
     """Return a keyword's value. A client's schema may be ill-formed: a keyword of
     another form is ignored.
     """
@@ -143,9 +143,9 @@ def _part(schema: Mapping[str, Any], key: str, form: type[T]) -> T:
     return value if isinstance(value, form) else form()
 
 
-def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
+def _choices(schema: Mapping[str, object], root: object) -> Sequence[Sequence[object]]:
     """Return lists of schemas; in each list, one schema applies."""
-    every = list[Any](_part(schema, "allOf", list))
+    every = list[object](_part(schema, "allOf", list))
     if "$ref" in schema:
         every.append(_resolved(schema["$ref"], root))
     return [
@@ -154,9 +154,9 @@ def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
     ]
 
 
-def _resolved(ref: Any, root: Any) -> Any:
+def _resolved(ref: object, root: object) -> object:
     """Return the schema of a local `$ref`. Another document's allows anything."""
-    found = root if str(ref).startswith("#") else {}
+    found: Any = root if str(ref).startswith("#") else {}
     try:
         for part in str(ref).split("/")[1:]:
             part = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -167,8 +167,8 @@ def _resolved(ref: Any, root: Any) -> Any:
 
 
 def property_schema(
-    schema: Any, key: str | None, root: Any, left: list[int] | None = None
-) -> Any:
+    schema: object, key: str | None, root: object, left: list[int] | None = None
+) -> object:
     """Return the schema of a property, of items if the key is None."""
     left = [_MAX_SCHEMAS] if left is None else left
     left[0] -= 1
@@ -177,7 +177,7 @@ def property_schema(
     properties = _part(schema, "properties", dict)
     other = schema.get("items" if key is None else "additionalProperties", {})
     found = [other if key is None else properties.get(key, other)]
-    whole: Any = [] if key is None else {}
+    whole: object = [] if key is None else {}
     for choice in _choices(schema, root):
         fitting = [each for each in choice if fits(whole, each, root, by_kind=True)]
         found.append(

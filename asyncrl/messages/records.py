@@ -27,6 +27,8 @@ Number = Annotated[
     float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)
 ]
 
+Count = Annotated[int, Field(ge=1)]
+
 State = Annotated[str, Field(min_length=1, max_length=256)]
 """Key of an environment's state. A longer one can be hashed."""
 
@@ -69,7 +71,7 @@ class Adjustment:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def read_bias(plain: Mapping[Any, float]) -> dict[int, float]:
+def read_bias(plain: Mapping[str, float] | Mapping[int, float]) -> dict[int, float]:
     """Return a bias with ids as numbers; keys of JSON are text."""
     return {int(token_id): bias for token_id, bias in plain.items()}
 
@@ -207,7 +209,8 @@ class PolicyCall:
     """One call of the policy in a trajectory, which sampled tokens [start, end).
 
     `name`: of the completion, such as chatcmpl-3. Times are in seconds since the epoch.
-    `tools`: (id, name) of each tool that the answer calls.
+    `tools`: (id, name) of each tool that the answer calls. `agent`: X-Session-ID of the
+    request, such as searcher/reader; "" for the rollout's own agent.
     """
 
     start: int
@@ -217,6 +220,7 @@ class PolicyCall:
     ended_s: float
     finish_reason: str
     tools: tuple[tuple[str, str], ...] = ()
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,14 +275,19 @@ Rollout = tuple[Trajectory, ...]
 """The branches of one finished rollout."""
 
 
+MAIN_AGENT = "main"
+"""Name of the rollout's own agent in Outcome.turn_rewards."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Outcome of a rollout, from its harness.
 
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
-    maps all completion ids (chatcmpl-0, ...) to rewards: each completion is a separate
-    sample of the advantage. `turn_states` maps completion ids to the state before the
-    turn, for algorithm.turn_discount; of the others, equal prompt ids are equal states.
+    maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
+    each completion is a separate sample of the advantage. `turn_states` maps completion
+    ids to the state before the turn, for algorithm.turn_discount; of the others, equal
+    prompt ids are equal states.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is

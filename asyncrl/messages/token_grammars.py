@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES = 2**18
 CHECK_CPU_S = 4
@@ -45,7 +46,7 @@ class UncheckedError(GrammarError):
 
 
 @cache
-def grammar_limits() -> Any:
+def grammar_limits() -> LLParserLimits:
     """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per
     mask, and 2 kB per lexer state.
     """
@@ -70,7 +71,7 @@ def _raise_for(error: str) -> None:
         )
 
 
-def compile_grammar(tokens: Any, text: str) -> Any:
+def compile_grammar(tokens: LLTokenizer, text: str) -> LLMatcher:
     """Compile a grammar for one vocabulary, from which requests copy their matcher.
     Raises GrammarError.
     """
@@ -130,7 +131,7 @@ class TokenGrammars:
 class TokenMatcher:
     """Call allowed() before each token, take() after it."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_id: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_id: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_id = eos_id

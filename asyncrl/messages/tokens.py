@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class Ragged(NamedTuple):
         return [values[start:end] for start, end in pairwise(ends)]
 
 
-Values = npt.NDArray[Any] | Ragged
+Values = npt.NDArray[np.generic] | Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,10 @@ itself among them. Empty: the whole vocabulary.
 """
 TEACHER = "teacher_logprobs"
 """float32 in nats; the behaviour's where a grammar held or a support was cut."""
+DISTILL_IDS, DISTILL_LOGPROBS = "distill_ids", "distill_logprobs"
+"""The teacher's likeliest tokens, for a loss over several; logprobs float32 in nats.
+Empty where a grammar held or a support was cut.
+"""
 ROUTING = "routing"
 """uint16 [T, E]: the experts, of each router in order, that read the token before. They
 belong to the sampling of this token. NO_EXPERT: unknown, as for the first token.
@@ -101,6 +105,8 @@ COLUMNS = {
         # A teacher's logprob of 0 would claim certainty, and distillation would pull
         # towards it. So a join of scored and unscored tokens has no such column.
         Column(TEACHER, "<f4", fill=None),
+        Column(DISTILL_IDS, "<i4", shape="any"),
+        Column(DISTILL_LOGPROBS, "<f4", shape="any"),
         # Context too: with router_replay the trainer reads the whole text with these
         # experts.
         Column(ROUTING, "<u2", shape="several", covers="all", fill=NO_EXPERT),
@@ -213,12 +219,8 @@ class Tokens:
 
     def as_context(self) -> Tokens:
         """Return the same tokens as if they had been read only."""
-        columns = {
-            name: values
-            for name, values in self.columns.items()
-            if COLUMNS[name].covers == "all"
-        }
-        return Tokens(self.ids, columns=columns)
+        whole = self.kept(lambda column: column.covers == "all")
+        return Tokens(self.ids, columns=whole.columns)
 
     def sampled_by(self, engine: int) -> Tokens:
         return replace(
@@ -235,34 +237,20 @@ class Tokens:
 
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
-        bounds = [*pairwise(accumulate(sizes, initial=0))]
-        if bounds and bounds[-1][1] != len(self.ids):
-            raise ValueError(
-                f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens"
-            )
-        names = [*self.columns]
-        # A zip of no columns is empty, and the zip below would then return no parts at
-        # all.
-        columns: Iterable[tuple[Values, ...]] = repeat(())
-        if names:
-            columns = zip(
-                *(_split(values, bounds) for values in self.columns.values()),
-                strict=True,
-            )
+        bounds = bounds_of(sizes, len(self.ids))
         spans = _split_spans(self.spans, bounds)
-        calls: Iterable[list[CallSpan]] = repeat([])
-        if self.calls:
-            calls = _split_spans(self.calls, bounds)
+        calls = _split_spans(self.calls, bounds)
+        columns = {
+            name: _split(values, bounds) for name, values in self.columns.items()
+        }
         return [
             Tokens(
                 self.ids[start:end],
-                tuple(of_part),
-                dict(zip(names, values, strict=True)),
-                tuple(of_calls),
+                tuple(spans[part]),
+                {name: parts[part] for name, parts in columns.items()},
+                tuple(calls[part]),
             )
-            for (start, end), of_part, values, of_calls in zip(
-                bounds, spans, columns, calls, strict=False
-            )
+            for part, (start, end) in enumerate(bounds)
         ]
 
     def copy(self) -> Tokens:
@@ -319,7 +307,7 @@ class Tokens:
 
     # ---- frames
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return flat arrays for a frame, without calls: ids, spans int32 [4 S],
         columns.
         """
@@ -328,7 +316,7 @@ class Tokens:
         spans = np.fromiter(
             chain.from_iterable(self.spans), np.int32, 4 * len(self.spans)
         )
-        arrays = {"ids": self.ids, "spans": spans}
+        arrays: dict[str, npt.NDArray[np.generic]] = {"ids": self.ids, "spans": spans}
         for name, values in self.columns.items():
             if isinstance(values, Ragged):
                 arrays[name + SIZES] = values.sizes
@@ -401,6 +389,16 @@ class SegmentPart(NamedTuple):
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Counted from the first new token."""
         return self.new.spans
+
+
+def bounds_of(sizes: Sequence[int], num_items: int) -> list[tuple[int, int]]:
+    """Return the bounds of parts of these sizes. Raises ValueError if they are not all
+    items.
+    """
+    bounds = [*pairwise(accumulate(sizes, initial=0))]
+    if sum(sizes) != num_items:
+        raise ValueError(f"parts of {sizes[:6]}... are {sum(sizes)} of {num_items}")
+    return bounds
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -487,7 +485,7 @@ def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
         links.append(column.filled(len(part.ids), width) if values is None else values)
     if column.shape == "any":
         return Ragged(*(np.concatenate(arrays) for arrays in zip(*links, strict=True)))
-    joined: npt.NDArray[Any] = np.concatenate(links)
+    joined: npt.NDArray[np.generic] = np.concatenate(links)
     return joined
 
 

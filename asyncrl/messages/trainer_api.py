@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
@@ -29,7 +29,7 @@ DEMONSTRATIONS = "demonstrations"
 
 
 class BroadcastRequest(Message):
-    version: int = Field(ge=0)
+    version: NonNegativeInt
     member: GroupMember
 
 
@@ -66,8 +66,8 @@ class ExportChunkRequest(Message):
     Each chunk replaces the one before.
     """
 
-    version: int = Field(ge=0)
-    index: int = Field(ge=0)
+    version: NonNegativeInt
+    index: NonNegativeInt
 
 
 class ExportChunkResponse(ChunkBody):

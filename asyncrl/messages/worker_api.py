@@ -16,9 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    field_validator,
+)
 
 from asyncrl.base.errors import ErrorBody, Message
 from asyncrl.base.failures import FailureKind
@@ -56,9 +62,9 @@ class WorkItem(Message):
     rollout_id: str
     prompt_id: str
     messages: list[dict[str, str]]
-    answer: Any = None
+    answer: object = None
     has_answer: bool = False
-    info: dict[str, Any] = {}
+    info: dict[str, object] = {}
     sample_index: int
     attempt: int
     seed: int
@@ -83,10 +89,10 @@ class TakeRequest(WorkerMessage):
     worker has; `busy`: why it takes no work now.
     """
 
-    number: int = Field(ge=0)
+    number: NonNegativeInt
     max_items: int = Field(ge=0, le=100_000)
     holding: list[str]
-    wait_s: float = Field(default=MAX_WAIT_S, ge=0)
+    wait_s: NonNegativeFloat = MAX_WAIT_S
     is_draining: bool = False
     is_leaving: bool = False
     labels: list[str] = []
@@ -114,7 +120,7 @@ class FailureBody(ErrorBody):
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _known(cls, kind: Any) -> Any:
+    def _known(cls, kind: object) -> object:
         return kind if kind in [*FailureKind] else FailureKind.AGENT_CRASH
 
 
@@ -243,10 +249,10 @@ class ChatTokenizer(Protocol):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        settings: Mapping[str, object] | None = None,
         is_open: bool = True,
     ) -> str:
         """Return the chat, with the beginning of the next answer if `is_open`.

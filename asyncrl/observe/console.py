@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TextIO, cast
+from typing import Literal, TextIO, cast
 
 from rich.columns import Columns
 from rich.console import Console as RichConsole
@@ -316,7 +316,7 @@ class _Outliving:
         self._file = file
         self._warned = set[str]()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:

@@ -170,22 +170,18 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
             "sample/staleness_mean": fmean(ages),
             "sample/staleness_max": max(ages),
         }
-    for task in dict.fromkeys(
-        group.prompt.task for group in batch.groups if group.prompt.task
-    ):
-        of_task = [
-            rollouts_of(group) for group in batch.groups if group.prompt.task == task
-        ]
-        metrics |= _means(
-            [rollout for found in of_task for rollout in found], f"/{task}"
-        )
-    for name in dict.fromkeys(
-        name for rollout in rollouts for name in rollout[0].metrics
-    ):
-        reported = (rollout[0].metrics for rollout in rollouts)
-        metrics[f"task/{name}"] = fmean(
-            values[name] for values in reported if name in values
-        )
+    of_tasks = defaultdict[str, list[Rollout]](list)
+    for group, found in zip(batch.groups, groups, strict=True):
+        of_tasks[group.prompt.task] += found
+    for task, found in of_tasks.items():
+        if task:
+            metrics |= _means(found, f"/{task}")
+    reported = defaultdict[str, list[float]](list)
+    for rollout in rollouts:
+        for name, value in rollout[0].metrics.items():
+            reported[name].append(value)
+    for name, values in reported.items():
+        metrics[f"task/{name}"] = fmean(values)
     return metrics
 
 

@@ -24,8 +24,6 @@ FULL = 0.75
 """Usual use from which slots, rollouts, workers or a reward pool count as exhausted."""
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
-PLACED = {"The reward model": "placement.reward", "The teacher": "placement.teacher"}
-"""Settings of what sampled rollouts wait for."""
 POSTED = "Rewards that programs post"
 PARTS = {
     "perf/request_s": "requests to the trainer",
@@ -86,6 +84,8 @@ class Pace:
         text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
         if name == "rewards":
             return f"{self._waited_for} {text}."
+        if name == "teaching":
+            return f"The teacher {text}."
         if name != "other":
             return f"{name.capitalize()} {text}."
         seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}
@@ -107,7 +107,6 @@ class Pace:
             by = "The judge" if task.judge is not None else "Rewards"
             by = "The reward model" if task.reward_model is not None else by
             totals[by] += self.steps.newest(f"perf/scoring_s{name and f'/{name}'}")
-        totals["The teacher"] += self.steps.newest("teacher/wait_s")
         return max(totals, key=totals.__getitem__)
 
     # ---- cures
@@ -115,6 +114,9 @@ class Pace:
     def _usual(self, metric: str) -> float:
         """Return the median: first and last steps differ."""
         return median(self.steps.values(metric) or [0.0])
+
+    def _faster(self, key: str) -> str:
+        return f"Give it a faster device ({self._now(key)}), or take a smaller model."
 
     def _now(self, key: str) -> str:
         return f"{key} (now {attrgetter(key)(self.config)})"
@@ -133,6 +135,8 @@ class Pace:
             yield "Set buffer.on_overdue=mask: it never waits for a straggler."
         elif name == "rewards":
             yield from self._scorer_cures()
+        elif name == "teaching":
+            yield self._faster("placement.teacher")
         elif name == "publishing":
             yield from self._more_ahead()
         elif name == "generation":
@@ -161,8 +165,8 @@ class Pace:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
 
     def _scorer_cures(self) -> Iterator[str]:
-        if key := PLACED.get(self._waited_for):
-            yield f"Give it a faster device ({self._now(key)}), or take a smaller model."
+        if self._waited_for == "The reward model":
+            yield self._faster("placement.reward")
         if self._waited_for == POSTED:
             yield from self._more_ahead()
         if self._waited_for != "The judge":

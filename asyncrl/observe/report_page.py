@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
@@ -60,7 +60,16 @@ _SECRET_TEXT = re.compile(
 # ---- the report
 
 
-def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, Any]:
+class Page(TypedDict):
+    """The data of the page. `made_s`: in seconds since the epoch."""
+
+    asyncrl: str
+    made_s: float
+    is_live: bool
+    runs: list[dict[str, Any]]
+
+
+def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> Page:
     """Return the data of the page: of one run, or of several to compare. Raises
     ConfigError.
     """
@@ -76,7 +85,7 @@ def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, A
     }
 
 
-def render(page: Mapping[str, Any]) -> str:
+def render(page: Page) -> str:
     """The data is ASCII JSON without `<`, so that no text of a model can close its
     element.
     """
@@ -110,8 +119,10 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
     try:
         write_whole(path, render(page))
     except OSError as error:
-        what = f"cannot write the page to {path}: {error.strerror}"
-        raise ConfigError(what, way_out="give another file with --out.") from error
+        raise ConfigError(
+            f"cannot write the page to {path}: {error.strerror}",
+            way_out="give another file with --out.",
+        ) from error
     yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
     for run_dir in run_dirs:
         with contextlib.suppress(OSError):  # another user's run
@@ -152,7 +163,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     has_groups = isinstance(given, RunConfig)
     failures = read_journal(folder, files.problems, _failures) if has_groups else []
     settings = _settings(_masked(given.model_dump(mode="json"), "", secrets))
-    view: dict[str, Any] = {
+    view: dict[str, object] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),
         "state": files.state,
@@ -183,7 +194,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     return {key: without_secrets(value, long_secrets) for key, value in view.items()}
 
 
-def without_secrets(value: Any, secrets: list[str]) -> Any:
+def without_secrets(value: object, secrets: list[str]) -> object:
     """Hide the secrets (shortest first), and keys of well-known services."""
     if isinstance(value, str):
         # Longest first: a secret may contain another one.
@@ -200,7 +211,7 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
     return value
 
 
-def _masked(value: Any, name: str, secrets: list[str]) -> Any:
+def _masked(value: object, name: str, secrets: list[str]) -> object:
     """Hide generator.env and values with a name such as api_key; add them to `secrets`."""
     if isinstance(value, Mapping):
         return {
@@ -217,23 +228,21 @@ def _masked(value: Any, name: str, secrets: list[str]) -> Any:
     return HIDDEN
 
 
-def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _settings(values: object) -> list[dict[str, object]]:
     defaults = {key.name: key.default for *_, keys in sections() for key in keys}
     # Sections, whose keys have rows here. Other mappings, such as rollout.vllm, are the
     # value of one key.
     parents = {name.rpartition(".")[0] for name in defaults}
-    settings = []
+    settings = list[dict[str, object]]()
     for key, default in defaults.items():
-        value: Any = values
+        value = values
         for name in key.split("."):
             value = value.get(name, ...) if isinstance(value, dict) else ...
         if value is ... or (isinstance(value, dict) and key in parents):
             continue
-        text = (
-            str(value).lower()
-            if value is None or isinstance(value, bool)
-            else str(value)
-        )
+        text = str(value)
+        if value is None or isinstance(value, bool):
+            text = text.lower()
         default_text = None if default == "must be given" else default
         settings.append(
             {
@@ -260,7 +269,7 @@ def curves_of(steps: Steps) -> dict[str, list[float | None]]:
     }
 
 
-def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+def _failures(connection: sqlite3.Connection) -> list[dict[str, object]]:
     """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}

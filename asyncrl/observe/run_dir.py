@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -62,7 +62,7 @@ def tell(problems: list[str], problem: str) -> None:
         problems.append(problem)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     # type(): isinstance counts True as a number. The comparison also refuses NaN.
     return type(value) in (int, float) and -1e300 < value < 1e300
 
@@ -73,26 +73,31 @@ def read_lines(
     """Yield JSON lines in the `form`; report others in `problems`. No file means no
     lines.
     """
+    with _noting(path, problems), path.open("rb") as file:
+        for line in (line for _, line in lines_from_end(path)) if from_end else file:
+            try:
+                yield form.validate_json(line)
+            except ValidationError as error:
+                what = "an incomplete last line"
+                # The run may be writing the last line now, so a torn one is expected.
+                if line.endswith(b"\n"):
+                    what = f"the line {line[:60]!r}: {_reason(error)}"
+                tell(problems, f"{path.name}: skipped {what}")
+
+
+@contextlib.contextmanager
+def _noting(path: Path, problems: list[str]) -> Iterator[None]:
+    """Report an unreadable file in `problems`; an absent one is empty."""
     try:
-        with path.open("rb") as file:
-            for line in (
-                (line for _, line in lines_from_end(path)) if from_end else file
-            ):
-                try:
-                    yield form.validate_json(line)
-                except ValidationError as error:
-                    what = f"the line {line[:60]!r}: {error.errors(include_input=False)[0]['msg']}"
-                    # The run may be writing the last line now, so a torn one is
-                    # expected.
-                    is_whole = line.endswith(b"\n")
-                    tell(
-                        problems,
-                        f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}",
-                    )
+        yield
     except FileNotFoundError:
         return
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
+
+
+def _reason(error: ValidationError) -> str:
+    return error.errors(include_input=False)[0]["msg"]
 
 
 def read_journal(
@@ -118,23 +123,17 @@ def read_journal(
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """Return {} if the file is absent or invalid."""
-    try:
-        return OBJECT.validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        tell(problems, f"{path.name} cannot be read: {error.strerror}")
-    except ValidationError as error:
-        tell(
-            problems,
-            f"{path.name} is invalid: {error.errors(include_input=False)[0]['msg']}",
-        )
+    with _noting(path, problems):
+        try:
+            return OBJECT.validate_json(path.read_bytes())
+        except ValidationError as error:
+            tell(problems, f"{path.name} is invalid: {_reason(error)}")
     return {}
 
 
 def read_metrics(
     run_dir: Path, problems: list[str], *, from_end: bool = False
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, float]]:
     for line in read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end):
         if is_number(line.get("step")):
             yield {name: value for name, value in line.items() if is_number(value)}
@@ -157,9 +156,9 @@ def read_settings(folder: Path) -> RunConfig | SftConfig:
     ConfigError.
     """
     if not os.access(folder / CONFIG_FILE, os.R_OK):
-        what = f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable"
         raise ConfigError(
-            what, way_out="name the directory that `asyncrl run` printed."
+            f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable",
+            way_out="name the directory that `asyncrl run` printed.",
         )
     return load_any(folder / CONFIG_FILE)
 
@@ -224,7 +223,7 @@ def _is_held(path: Path) -> bool | None:
 # ---- writing
 
 
-def append_lines(path: Path, lines: Iterable[Any]) -> None:
+def append_lines(path: Path, lines: Iterable[object]) -> None:
     """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
     # A killed run may have left half a line. The next line would continue it, and both
     # would be lost.
@@ -235,7 +234,7 @@ def append_lines(path: Path, lines: Iterable[Any]) -> None:
             file.write(json.dumps(_finite(line), default=methodcaller("item")) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replace NaN and infinity by null: JSON has neither."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
@@ -244,7 +243,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def append_bounded(path: Path, lines: Sequence[Any], max_bytes: int) -> None:
+def append_bounded(path: Path, lines: Sequence[object], max_bytes: int) -> None:
     """Append lines; a larger file then replaces older_of(path). Raises OSError."""
     if lines:
         append_lines(path, lines)
@@ -311,20 +310,16 @@ class Recorder:
     def record_step(self, metrics: Mapping[str, float]) -> None:
         append_lines(self.run_dir / METRICS_FILE, [metrics])
         if self.trackers is not None:
-            finite = {
-                name: float(value)
-                for name, value in metrics.items()
-                if math.isfinite(value)
-            }
-            step = int(finite.pop("step"))
             # Trackers get evaluations in separate calls, by policy_version and not by
             # step.
-            told = {
-                name: value
-                for name, value in finite.items()
-                if not name.startswith(EVAL_PREFIX)
+            shown = {
+                name: float(value)
+                for name, value in metrics.items()
+                if name != "step"
+                and not name.startswith(EVAL_PREFIX)
+                and math.isfinite(value)
             }
-            self.trackers.tell("step", step, told)
+            self.trackers.tell("step", int(metrics["step"]), shown)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
         """Append one evaluation, with `policy_version`, and `name` if there are
@@ -336,7 +331,7 @@ class Recorder:
                 "evaluation", line["policy_version"], evaluation_metrics(line)
             )
 
-    def write_status(self, status: Mapping[str, Any]) -> None:
+    def write_status(self, status: Mapping[str, object]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
         replace_text(

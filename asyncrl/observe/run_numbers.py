@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -23,16 +23,16 @@ class Steps:
     1, so the first line 3 is of weights that are gone.
     """
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, lines: Iterable[Mapping[str, float]] = ()) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d")}
-        self.last: Mapping[str, Any] = {}
+        self.last: Mapping[str, float] = {}
         for line in lines:
             self.add(line)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, float]) -> None:
         while len(self) and self._columns["step"][-1] >= line["step"]:
             for column in self._columns.values():
                 column.pop()
@@ -41,7 +41,9 @@ class Steps:
         num = len(self)
         self.last = line
         for name, value in line.items():
-            self._columns.setdefault(name, array("d", [math.nan]) * num).append(value)
+            if name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * num
+            self._columns[name].append(value)
         for column in self._columns.values():
             if len(column) == num:
                 column.append(math.nan)
@@ -53,6 +55,10 @@ class Steps:
     def column(self, name: str) -> array[float]:
         """NaN: missing."""
         return self._columns.get(name, array("d", [math.nan]) * len(self))
+
+    def by_step(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) of all steps."""
+        return [*zip(self.column("step"), self.column(name), strict=True)]
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
         return [value for value in self.column(name)[part] if value == value]
@@ -85,6 +91,7 @@ SHARES = {
     "training": ("training", "green", "perf/train_s"),
     "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
     "rewards": ("waiting for rewards", "blue", "perf/wait_rewards_s"),
+    "teaching": ("waiting for teaching", "bright_blue", "perf/wait_teaching_s"),
     "stragglers": ("waiting for stragglers", "red", "perf/wait_stragglers_s"),
     "publishing": ("waiting for publishing", "magenta", "perf/wait_publishing_s"),
     "handovers": ("handovers", "cyan", "perf/handover_s"),
@@ -148,7 +155,7 @@ def standard_error(values: Sequence[float], num: int) -> float:
 
 
 def waiting_share(shares: Mapping[str, float]) -> float:
-    causes = ("generation", "rewards", "stragglers", "publishing")
+    causes = ("generation", "rewards", "teaching", "stragglers", "publishing")
     return sum(shares[cause] for cause in causes)
 
 
@@ -187,6 +194,7 @@ def several(num: float, noun: str) -> str:
 
 
 Rows = Iterable[tuple[str, RenderableType]]
+EvalLine = TypeVar("EvalLine", bound=Mapping[str, object])
 
 
 def grid(rows: Rows) -> Table:
@@ -202,7 +210,7 @@ def boxed(rows: Rows, title: str) -> Panel:
     return Panel(grid(rows), title=Text(title), title_align="left", border_style="blue")
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -215,9 +223,9 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_evaluation(lines: Iterable[EvalLine]) -> dict[str, list[EvalLine]]:
     """Group lines by evaluation, '' for the only one."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[EvalLine]] = {}
     for line in lines:
         found.setdefault(str(line.get("name", "")), []).append(line)
     return found

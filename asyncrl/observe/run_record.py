@@ -75,8 +75,7 @@ class RunRecord:
         num_steps = self.status.get("num_steps") or self.config.trainer.num_steps
         text = f"{len(steps)} of {num_steps}"
         if self.verdict is not None:
-            wall_s = self.verdict.wall_s
-            text += f" in {duration(wall_s)}, {wall_s / len(steps):.2f} s each"
+            text += f" {self.verdict.pace}"
         if self.state == "running" and (left_s := seconds_left(steps, num_steps)):
             text += f", {duration(left_s)} left"
         return text
@@ -123,7 +122,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(Path(run_dir))
 
 
-def table_of(lines: Iterable[Mapping[str, Any]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, object]]) -> Table:
     """Return columns in order of appearance."""
     rows = [*lines]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -184,10 +183,11 @@ class TrainedRecord:
             self.restored.append(line.restored)
             # The weights of these steps are gone. Their batches are trained again, in
             # later lines.
-            for version in [
-                version for version in self.batches if version >= line.restored
-            ]:
-                del self.batches[version]
+            self.batches = {
+                version: batch
+                for version, batch in self.batches.items()
+                if version < line.restored
+            }
 
     def violations(self) -> list[str]:
         """Return the broken promises: too old, from the future, trained twice, missing
@@ -204,28 +204,27 @@ class TrainedRecord:
                 # Each group is trained once. Lines before a restore are gone here, so a
                 # batch that was trained again is no repetition.
                 if (earlier := trained_in.setdefault(group, version)) != version:
-                    what = f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
-                    broken.append(what)
+                    broken.append(
+                        f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
+                    )
             expected = version + 1
         return broken
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         batches = self.batches.values()
-        ages = (
-            batch["staleness_max"]
-            for batch in batches
-            if batch["staleness_max"] is not None
-        )
+        ages = [batch["staleness_max"] for batch in batches]
         return {
             "num_steps": len(batches),
             "num_trajectories": sum(batch["num_trajectories"] for batch in batches),
             "num_loss_tokens": sum(batch["num_loss_tokens"] for batch in batches),
-            "staleness_max": max(ages, default=None),
+            "staleness_max": max(
+                (age for age in ages if age is not None), default=None
+            ),
         }
 
     def trajectories(
         self, step: int | None = None, group: int | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Read the trajectories of all steps, of one step, or of one group."""
         lines = {
             line.version: line

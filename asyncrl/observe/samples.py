@@ -51,7 +51,8 @@ class ShownPart(TypedDict):
 
     A sampled part has `tokens`, three characters for each token: chr(48 + its length in
     `text`), and its probability in percent, 00 to 99. `versions`: [first token,
-    policy_version]. `reward`: of the turn. A cut text has `tokens` for its beginning.
+    policy_version]. `reward`: of the turn. `agent`: of a sub-agent's call. A cut text
+    has `tokens` for its beginning.
 
     Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled
     "so" (97 %), version 8 sampled " 42" (92 %).
@@ -64,6 +65,7 @@ class ShownPart(TypedDict):
     tokens: NotRequired[str]
     versions: NotRequired[list[tuple[int, int]]]
     reward: NotRequired[float]
+    agent: NotRequired[str]
 
 
 Mate = tuple[int, float, float | None, int, str]
@@ -106,8 +108,6 @@ class ShownRollout(TypedDict):
 
 
 _SHOWN = TypeAdapter(ShownRollout)
-
-
 Decode = Callable[..., str]
 """HFChatTokenizer.decode."""
 ByRollout = Mapping[tuple[int, int], float]
@@ -174,7 +174,7 @@ def shown(
         "is_truncated": any(branch.is_truncated for branch in rollout),
         "num_interruptions": sum(branch.num_interruptions for branch in rollout),
         "parts": parts[-MAX_PARTS:],
-        "error": error and _cut(error),
+        "error": None if error is None else _cut(error),
     }
 
 
@@ -189,8 +189,8 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             "branch": branch.branch,
             "is_sampled": is_sampled,
             "text": _cut(text),
+            "num_tokens": end - first,
         }
-        part["num_tokens"] = end - first
         if is_sampled:
             # Only the beginning that _cut keeps has marks: the rest would not fit its
             # text.
@@ -199,20 +199,18 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             part["tokens"] = _marks(
                 ends, branch.tokens.behaviour_logprobs[first:end].tolist()
             )
-            starts = {
-                span.start - first: int(span.version) for span in branch.tokens.spans
-            }
             part["versions"] = [
-                (start, starts[start]) for start in starts if 0 <= start < len(ids)
+                (span.start - first, int(span.version))
+                for span in branch.tokens.spans
+                if first <= span.start < end
             ]
-        inside = [
-            each
-            for each in branch.credits
-            if first <= each.start < end and each.start < each.end
-        ]
-        if inside:
+        agents = [call.agent for call in branch.calls if call.start <= first < call.end]
+        if any(agents):
+            part["agent"] = agents[0]
+        inside = [each for each in branch.credits if first <= each.start < end]
+        if num := sum(each.end - each.start for each in inside):
             earned = sum(each.reward * (each.end - each.start) for each in inside)
-            part["reward"] = earned / sum(each.end - each.start for each in inside)
+            part["reward"] = earned / num
         yield part
 
 
@@ -283,22 +281,19 @@ def _mates(
         text = decode(
             last.token_ids[last.loss_mask].tolist(), skip_special_tokens=False
         )
-        advantage = advantages.get((group.group_id, last.sample_index))
-        num_sampled = sum(branch.num_sampled for branch in rollout)
-        reward = round(float(last.reward), 6)
         mates.append(
             (
                 last.sample_index,
-                reward,
-                advantage,
-                num_sampled,
+                round(float(last.reward), 6),
+                advantages.get((group.group_id, last.sample_index)),
+                sum(branch.num_sampled for branch in rollout),
                 _cut(_middle_cut(text, most)),
             )
         )
     return sorted(mates, key=lambda mate: -mate[1])
 
 
-def _cut(value: Any) -> str:
+def _cut(value: object) -> str:
     """Keep beginning and end of a long text, without lone surrogates."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return _middle_cut(text, MAX_CHARS).encode(errors="replace").decode()
@@ -339,27 +334,23 @@ class SampleWriter:
         self._num_failed = 0
         samples: list[Any] = []
         for kind, group, rollout in choose(batch, self.per_step, self.seed):
-            index = rollout[0].sample_index
+            name = (int(group.group_id), rollout[0].sample_index)
             text = shown(
                 group.prompt,
                 rollout,
                 decode,
                 step=batch.version + 1,
-                gap=gaps.get((group.group_id, index)),
+                gap=gaps.get(name),
                 min_version=batch.min_version,
             )
-            name = {
-                "kind": kind,
-                "group_id": int(group.group_id),
-                "sample_index": index,
-            }
-            sample = {
-                **name,
-                **text,
-                "advantage": advantages.get((group.group_id, index)),
-            }
-            sample["group"] = _mates(group, rollout, advantages, decode)
-            samples.append(sample)
+            samples.append(
+                {
+                    **_named(kind, *name),
+                    **text,
+                    "advantage": advantages.get(name),
+                    "group": _mates(group, rollout, advantages, decode),
+                }
+            )
         return self._append(samples)
 
     def failed(
@@ -376,16 +367,16 @@ class SampleWriter:
         failure = failed.failure
         error = f"{how_failed(failed.num_attempts)} ({failure.kind}): {failure}"
         text = shown(prompt, rollout, decode, step=self._next_step, error=error)
-        name = {
-            "kind": "failed",
-            "group_id": int(group_id),
-            "sample_index": failed.sample_index,
-        }
+        name = _named("failed", int(group_id), failed.sample_index)
         return self._append([name | text])
 
     def _append(self, samples: list[Any]) -> list[ShownRollout]:
         append_bounded(self.run_dir / SAMPLES_FILE, samples, MAX_BYTES)
         return samples
+
+
+def _named(kind: SampleKind, group_id: int, sample_index: int) -> dict[str, object]:
+    return {"kind": kind, "group_id": group_id, "sample_index": sample_index}
 
 
 def read_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:

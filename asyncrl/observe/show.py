@@ -244,7 +244,9 @@ def render_inspect(
     return to_text(*drawn)
 
 
-def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str, Any]:
+def summarize(
+    files: RunRecord, step: int | None, group: int | None
+) -> dict[str, object]:
     """Return staleness from the trainer's record, the verdict, and batches; `journal`,
     `batch` and `story` from the journal. Raises ConfigError for an unknown step or
     group.
@@ -390,14 +392,14 @@ def _title(name: object) -> str:
     return str(name).removeprefix("num_").replace("_", " ")
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     return bool(value) and (
         isinstance(value, Mapping)
         or (isinstance(value, list) and isinstance(value[0], Mapping))
     )
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _table(rows: Sequence[Mapping[str, object]]) -> Table:
     names = dict.fromkeys(
         name for row in rows for name in row if name not in _NOT_DRAWN
     )

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
@@ -41,6 +41,7 @@ MAX_ROWS = 10_000
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
     "wait for rewards": "the trainer waits for rewards of groups that are sampled",
+    "wait for teaching": "the trainer waits until another model has read groups that have rewards",
     "wait for stragglers": "the trainer waits for groups that would become too old",
     "wait for publishing": "the trainer waits until engines serve a newer version",
     "train": "forward, backward and optimizer step of a batch",
@@ -131,9 +132,17 @@ class TimelineWriter:
     def note(self, span: TimedSpan) -> None:
         at_s = round(span.start_s + self._offset_s, 6)
         # JSON has no lone surrogates
-        text = span.text.encode(errors="replace").decode()
         seconds = round(span.end_s - span.start_s, 6)
-        self._rows.append(Row(span.lane, span.kind, at_s, seconds, span.number, text))
+        self._rows.append(
+            Row(
+                span.lane,
+                span.kind,
+                at_s,
+                seconds,
+                span.number,
+                span.text.encode(errors="replace").decode(),
+            )
+        )
 
     def flush(self) -> None:
         if not self._is_open:
@@ -202,7 +211,7 @@ def _lanes_of(rows: Iterable[Row]) -> list[str]:
     )
 
 
-def timeline_view(rows: Sequence[Row]) -> dict[str, Any]:
+def timeline_view(rows: Sequence[Row]) -> dict[str, object]:
     """Return `spans` as [lane, kind, start, end, text] for the page, with indices into
     `lanes` and `kinds`, and times in seconds since the first start.
     """
@@ -227,12 +236,12 @@ def write_trace(run_dir: Path) -> Path:
     return run_dir / TRACE_FILE
 
 
-def trace_of(rows: Sequence[Row]) -> dict[str, Any]:
+def trace_of(rows: Sequence[Row]) -> dict[str, object]:
     """Return Chrome's Trace Event Format: a process per lane, whose async events may
     overlap.
     """
     lanes = _lanes_of(rows)
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": lane}}
         for pid, lane in enumerate(lanes)
     ]

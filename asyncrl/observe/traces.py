@@ -17,13 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.messages.records import GroupId, PolicyCall, Rollout, Trajectory
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
 
 MAX_WAITING = 4096
 """Traces in the queue; a full queue drops its oldest."""
@@ -158,6 +161,7 @@ class TracedRun:
                 "gen_ai.request.model": self.model,
                 "gen_ai.response.id": call.name,
                 "gen_ai.response.finish_reasons": [call.finish_reason],
+                **({"gen_ai.agent.name": call.agent} if call.agent else {}),
                 "gen_ai.usage.input_tokens": call.start,
                 "gen_ai.usage.output_tokens": call.end - call.start,
                 "asyncrl.branch": branch.branch,
@@ -185,7 +189,7 @@ def _ns(seconds: float) -> int:
     return round(1e9 * seconds)
 
 
-def otlp_json(run: TracedRun, spans: Sequence[TraceSpan]) -> dict[str, Any]:
+def otlp_json(run: TracedRun, spans: Sequence[TraceSpan]) -> dict[str, object]:
     """Return spans as TracesData in OTLP's JSON: a line of an OTLP file
     (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
     """
@@ -195,9 +199,9 @@ def otlp_json(run: TracedRun, spans: Sequence[TraceSpan]) -> dict[str, Any]:
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [of_scope]}]}
 
 
-def _span_json(span: TraceSpan) -> dict[str, Any]:
+def _span_json(span: TraceSpan) -> dict[str, object]:
     # Unlike the JSON of protobuf: ids are hexadecimal, and enums are numbers.
-    written: dict[str, Any] = {
+    written: dict[str, object] = {
         "traceId": f"{span.trace_id:032x}",
         "spanId": f"{span.span_id:016x}",
         "name": span.name,
@@ -212,13 +216,13 @@ def _span_json(span: TraceSpan) -> dict[str, Any]:
     return written
 
 
-def _attributes_json(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+def _attributes_json(attributes: Mapping[str, Value]) -> list[dict[str, object]]:
     return [
         {"key": name, "value": _value_json(value)} for name, value in attributes.items()
     ]
 
 
-def _value_json(value: Value) -> dict[str, Any]:
+def _value_json(value: Value) -> dict[str, object]:
     if isinstance(value, str):
         return {"stringValue": value}
     if isinstance(value, bool):
@@ -337,7 +341,7 @@ class TraceSender:
         exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _sdk_spans(run: TracedRun) -> Callable[[TraceSpan], Any]:
+def _sdk_spans(run: TracedRun) -> Callable[[TraceSpan], ReadableSpan]:
     """Return a function that makes spans of OpenTelemetry's SDK."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan

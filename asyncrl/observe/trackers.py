@@ -50,7 +50,7 @@ class TrackedRun:
     run_dir: Path
     name: str
     run_id: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     warn: Callable[[str], None] = print
 
 
@@ -106,9 +106,8 @@ class Callbacks:
             # The call would return a coroutine that nobody awaits, so nothing would
             # happen.
             if inspect.iscoroutinefunction(function):
-                what = f"{name} of asyncrl.run is a coroutine function"
                 raise ConfigError(
-                    what,
+                    f"{name} of asyncrl.run is a coroutine function",
                     rule=f"it is called as {usage}",
                     way_out="give a plain function.",
                 )
@@ -152,10 +151,10 @@ def check_trackers(observe: ObserveConfig) -> None:
         if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
-            what = (
-                f"observe.trackers has {name}, and the package {name} is not installed"
+            raise ConfigError(
+                f"observe.trackers has {name}, and the package {name} is not installed",
+                way_out=f"{install_extra(name)}; or leave it out.",
             )
-            raise ConfigError(what, way_out=f"{install_extra(name)}; or leave it out.")
 
 
 def class_of(name: str) -> Callable[..., Tracker]:
@@ -197,7 +196,7 @@ class Background:
         )
         self._thread.start()
 
-    def tell(self, method: str, *arguments: Any) -> None:
+    def tell(self, method: str, *arguments: object) -> None:
         """Queue a call of every tracker."""
         if self._callbacks is not None:
             # Here, in the run's own loop, so that an exception ends the run. The thread
@@ -297,16 +296,16 @@ COLUMNS = (
 )
 
 
-def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
+def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[object]]:
     """Return `columns`, and in `data` a row per sample."""
-    rows = []
+    rows = list[object]()
     for sample in samples:
         messages = [
             f"{message.get('role')}: {message.get('content')}"
             for message in sample["messages"]
         ]
         completion = [part["text"] for part in sample["parts"] if part["is_sampled"]]
-        shown = {
+        shown: dict[str, object] = {
             **sample,
             "prompt": "\n".join(messages),
             "completion": "\n\n".join(completion),
@@ -361,7 +360,7 @@ class TensorBoard(_ByStep):
     def close(self, state: str) -> None:
         self._writer.close()
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, summary: object, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
@@ -491,13 +490,14 @@ class Trackio(_ByStep):
         import trackio
 
         # Trackio continues a run by its name, and names of folders repeat.
-        name = f"{run.name}-{run.run_id[:8]}"
-        more: dict[str, Any] = {
-            "config": dict(run.config),
-            "resume": "allow",
-            "embed": False,
-        }
-        self._run = trackio.init(self.project, name, space_id=self.space_id, **more)
+        self._run = trackio.init(
+            self.project,
+            f"{run.name}-{run.run_id[:8]}",
+            space_id=self.space_id,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+        )
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)

@@ -92,6 +92,12 @@ class Verdict:
     shares: Mapping[str, float]
     bottleneck: str
 
+    @property
+    def pace(self) -> str:
+        """Format as `in 3.0 s, 1.00 s each`."""
+        step_s = self.wall_s / self.num_steps
+        return f"in {numbers.duration(self.wall_s)}, {step_s:.2f} s each"
+
 
 def judge(
     steps: Steps, config: RunConfig, run_dir: Path, *, has_failed: bool = False
@@ -127,11 +133,10 @@ def judge(
 
 def _reward_of(steps: Steps) -> Reward | None:
     """Return None if no step has a reward."""
-    columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
-    both = [(value, int(step)) for value, step in columns if value == value]
+    both = [pair for pair in steps.by_step("reward/mean") if pair[1] == pair[1]]
     if not both:
         return None
-    rewards = [value for value, _ in both]
+    rewards = [value for _, value in both]
     num = len(rewards)
     size = len(rewards[recent(num)])
     size_first = max(1, min(5, num // 2))
@@ -143,7 +148,7 @@ def _reward_of(steps: Steps) -> Reward | None:
         first=fmean(rewards[:size_first]),
         last=fmean(rewards[-size:]),
         best=best,
-        best_step=both[end - 1][1],
+        best_step=int(both[end - 1][0]),
         noise=noise,
         margin=SIGMAS * math.hypot(noise, standard_error(rewards, size_first)),
         step_noise=standard_error(rewards, 1),
@@ -168,11 +173,8 @@ def _headline(
     reasons = [finding.clause for finding in findings]
     # These reasons are guesses that fit any run. A short run gets no guess, unless
     # something certain is wrong.
-    reasons += (
-        [*_reasons(reward, steps, config)]
-        if is_certain or num >= MIN_STEPS_REASONS
-        else []
-    )
+    if is_certain or num >= MIN_STEPS_REASONS:
+        reasons += _reasons(reward, steps, config)
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}." if reasons else ""
     if is_certain or num >= MIN_STEPS:
         if reward.was_lost:
@@ -236,36 +238,36 @@ def _gradient_findings(
             clause, "start again with a lower one", is_certain=True, is_alarm=True
         )
     if is_constant:
-        clause = (
-            f"every answer earned {means[0]:.3g}, so no answer was better than another"
+        yield _Finding(
+            f"every answer earned {means[0]:.3g}, so no answer was better than another",
+            f"check the reward function on a right answer, and read {_samples_of(run_dir)}",
+            is_certain=True,
+            is_alarm=True,
         )
-        advice = f"check the reward function on a right answer, and read {_samples_of(run_dir)}"
-        yield _Finding(clause, advice, is_certain=True, is_alarm=True)
     # A run that has learned its task also ends with equal rewards.
     elif equal >= 0.8 and not has_risen:
-        clause = f"in {equal:.0%} of the groups all answers earned the same reward"
         yield _Finding(
-            clause,
+            f"in {equal:.0%} of the groups all answers earned the same reward",
             "such groups teach nothing; use prompts neither too hard nor too easy",
         )
     if not has_gradient and not is_constant and equal < 1:
-        both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
-        moved = [step for step, gradient in both if gradient != 0]
-        clause = f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ"
+        gradients = steps.by_step("policy/grad_norm")
+        moved = [step for step, gradient in gradients if gradient != 0]
         yield _Finding(
-            clause,
+            f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ",
             "no step since then has changed the weights",
             is_certain=True,
             is_alarm=True,
         )
-    both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
-    if skipped := [step for step, num in both if num > 0]:
+    updates = steps.by_step("trainer/skipped_steps")
+    if skipped := [step for step, num in updates if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
         where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
-        clause = f"{num} skipped because loss or gradient was not finite ({where})"
-        advice = f"{NOT_FINITE_ADVICE}; {run_dir / 'logs/trainer-0.log'} has the values"
         yield _Finding(
-            clause, advice, is_certain=len(skipped) == len(steps), is_alarm=True
+            f"{num} skipped because loss or gradient was not finite ({where})",
+            f"{NOT_FINITE_ADVICE}; {run_dir / 'logs/trainer-0.log'} has the values",
+            is_certain=len(skipped) == len(steps),
+            is_alarm=True,
         )
 
 
@@ -285,22 +287,22 @@ def _answer_findings(
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
         if config.harnesses:
             limit += " of a call, or a limit of the conversation"
-        clause = f"{truncated:.0%} of the answers were cut off at a limit ({limit})"
-        advice = "raise the limit, or have the reward punish answers that do not end"
         # an agent continues after a cut call
         is_alarm = truncated >= ALL and not config.harnesses
-        yield _Finding(clause, advice, is_alarm=is_alarm)
+        yield _Finding(
+            f"{truncated:.0%} of the answers were cut off at a limit ({limit})",
+            "raise the limit, or have the reward punish answers that do not end",
+            is_alarm=is_alarm,
+        )
     elif (unfinished := mean("sample/unfinished_fraction")) > 0.5:
         yield _Finding(
             f"{unfinished:.0%} of the answers do not end",
             "have the reward punish such answers",
         )
     if (special := mean("sample/special_fraction")) > 0.05:
-        clause = (
-            f"{special:.0%} of the answers contain special tokens such as <|system|>"
-        )
         yield _Finding(
-            clause, f"the reward may have a hole; read {_samples_of(run_dir)}"
+            f"{special:.0%} of the answers contain special tokens such as <|system|>",
+            f"the reward may have a hole; read {_samples_of(run_dir)}",
         )
     entropies = steps.values("policy/entropy")
     first = fmean(entropies[:5] or [0.0])
@@ -312,13 +314,15 @@ def _answer_findings(
         and not has_risen
         and (last := fmean(entropies[part])) < 0.02 * first
     ):
-        clause = f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time"
         yield _Finding(
-            clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient"
+            f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time",
+            "lower trainer.learning_rate, or raise algorithm.kl_coefficient",
         )
     if (gap := mean("policy/logprob_gap_mean")) > GAP_WARNING:
-        clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
-        yield _Finding(clause, "check model.dtype and the engine's version")
+        yield _Finding(
+            f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})",
+            "check model.dtype and the engine's version",
+        )
 
 
 def _failure_findings(steps: Steps) -> Iterator[_Finding]:
@@ -339,12 +343,12 @@ def _failure_findings(steps: Steps) -> Iterator[_Finding]:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict and the shares of time. Fits 80 columns."""
-    pace = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}"
-    steps = f"{pace}, {verdict.wall_s / verdict.num_steps:.2f} s each"
-    time = numbers.shares_text(verdict.shares)
-    return numbers.boxed(
-        [*verdict_rows(verdict), ("steps", steps), ("time", time)], title
-    )
+    rows = [
+        *verdict_rows(verdict),
+        ("steps", f"{verdict.num_steps} {verdict.pace}"),
+        ("time", numbers.shares_text(verdict.shares)),
+    ]
+    return numbers.boxed(rows, title)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:

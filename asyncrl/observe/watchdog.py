@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import ComponentError
 from asyncrl.base.user_code import place_of
@@ -66,7 +65,7 @@ class Watchdog:
     is well.
     """
     restart: Callable[[], Awaitable[None]]
-    note: Callable[[str, Mapping[str, Any]], None]
+    note: Callable[[str, Mapping[str, object]], None]
 
     def __post_init__(self) -> None:
         self._now = asyncio.get_running_loop().time
@@ -183,8 +182,16 @@ class Watchdog:
         with self.log_path.open("a", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
         self.tell(text)
-        details = {"seconds": round(seconds, 1), "waits": waits, "oldest": oldest}
-        self.note("stuck", {**details, "children": list(children), "on_stuck": policy})
+        self.note(
+            "stuck",
+            {
+                "seconds": round(seconds, 1),
+                "waits": waits,
+                "oldest": oldest,
+                "children": list(children),
+                "on_stuck": policy,
+            },
+        )
         if policy == "fail":
             ill = [child for child, is_well in children.items() if not is_well]
             raise ComponentError(

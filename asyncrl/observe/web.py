@@ -33,7 +33,7 @@ from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
-from asyncrl.observe.report_page import make_page, render
+from asyncrl.observe.report_page import Page, make_page, render
 from asyncrl.observe.run_dir import STATUS_FILE
 
 MAX_CONNECTIONS = 64
@@ -67,11 +67,9 @@ class WebServer:
         try:
             self._socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            way_out = (
-                "give an address of this machine and a free port; port 0 takes any."
-            )
             raise ConfigError(
-                f"cannot listen on {setting}: {error}", way_out=way_out
+                f"cannot listen on {setting}: {error}",
+                way_out="give an address of this machine and a free port; port 0 takes any.",
             ) from error
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host
         name = f"[{name}]" if ":" in name else name
@@ -114,7 +112,7 @@ class LivePage:
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         self.page = make_page(run_dirs, is_live=True)
         self._run_dirs = run_dirs
-        self._seen: Any = None
+        self._seen: list[tuple[Path, int, int]] | None = None
         self._next_s = 0.0
         self._reading = asyncio.Lock()
 
@@ -129,7 +127,7 @@ class LivePage:
         text = await asyncio.to_thread(json.dumps, page, allow_nan=False)
         return Response(text, media_type="application/json")
 
-    async def _newest(self) -> dict[str, Any]:
+    async def _newest(self) -> Page:
         """Read the page again if files changed."""
         # Several browsers share one reading.
         async with self._reading:
@@ -186,7 +184,7 @@ async def watch(
 
 
 def status_server(
-    run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
+    run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, object]]
 ) -> WebServer:
     """Serve /metrics and /status of a run to bearers of its key."""
     path = run_dir / STATUS_FILE
@@ -224,7 +222,7 @@ def _status_key(path: Path) -> str:
 
 
 def openmetrics(
-    numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]
+    numbers: Mapping[str, object], *, state: str, info: Mapping[str, str]
 ) -> bytes:
     states = {word: word == state for word in STATES}
     families: dict[str, Any] = {

@@ -24,6 +24,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import read_dataset, read_files
 
 Chat = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 Spans = list[tuple[int, int]]
 """[start, end) in characters or tokens."""
 FORM = "a row has `messages`, or `prompt` and `completion`: texts, or lists of messages"
@@ -38,7 +39,7 @@ class _DemonstrationMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, object]] | None = None
     weight: Literal[1] | None = Field(default=None, exclude=True)
     """OpenAI's 0 leaves a message out of the loss, which is not supported."""
 
@@ -184,7 +185,7 @@ def demonstration_of(
         ) from error
 
 
-def _chat_of(row: Mapping[str, Any], place: str) -> tuple[Chat, int]:
+def _chat_of(row: Mapping[str, object], place: str) -> tuple[Chat, int]:
     """Return the messages, and how many of them are the prompt's."""
     # A parquet file has every column in every row, empty ones as null.
     given = {name for name, value in row.items() if value is not None}
@@ -201,7 +202,7 @@ def _chat_of(row: Mapping[str, Any], place: str) -> tuple[Chat, int]:
     )
 
 
-def _messages(content: Any, role: str | None, where: str) -> Chat:
+def _messages(content: object, role: str | None, where: str) -> Chat:
     """Check messages; with a `role`, a text is a message."""
     chat = content
     if role is not None and isinstance(content, str):
@@ -231,7 +232,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _tokens(
-    chat: Chat, answers: Sequence[int], tools: Any, tokenizer: HFChatTokenizer
+    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
 ) -> Tokens:
     """Encode a chat, and mark the tokens of the messages with these numbers. Raises
     InexactError, ValueError.
@@ -259,7 +260,7 @@ def _tokens(
 
 
 def _marked_spans(
-    chat: Chat, answers: Sequence[int], tools: Any, tokenizer: HFChatTokenizer
+    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
 ) -> tuple[str, Spans]:
     """Return the text of a chat, and the generation blocks of the answers."""
     spans: Spans = []
@@ -274,7 +275,7 @@ def _marked_spans(
 
 
 def _prefix_spans(
-    chat: Chat, answers: Sequence[int], tools: Any, tokenizer: HFChatTokenizer
+    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
 ) -> tuple[str, Spans]:
     """Return the text of a chat, and the part of each answer: the text after the
     prompt that the model would be given.

@@ -457,9 +457,10 @@ class Evaluation:
         finally:
             self._unlink(manifest)
         if loaded != sent:
-            what = f"{self.target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
             raise PublishError(
-                self.name, what, way_out=f"read {self.target.name}'s log."
+                self.name,
+                f"{self.target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}",
+                way_out=f"read {self.target.name}'s log.",
             )
 
     def _keep(self, pending: DueVersion) -> None:

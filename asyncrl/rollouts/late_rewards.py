@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import waiting, within
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, Rollout
 
 ONCE = "a rollout has one reward; the same one may be posted again"
 
@@ -125,13 +126,16 @@ class LateRewards:
             raise
         if expected.outcome is None:
             raise RewardFailure(f"{rollout_id} needs no reward any more")
+        # Before the caller journals the rollout with its reward. A kill between the two
+        # leaves a rollout that still waits, and takes the repeated post. In the other
+        # order its key would be unknown.
+        self._note(expected, digest)
         return expected.outcome
 
     async def settle(self, digest: str) -> None:
         """Answer the posts of a reward once it is durable in the journal."""
         expected = self._expected[digest]
         assert expected.settled is not None
-        self._note(expected, digest)
         try:
             await self._journal.flush()
         except BaseException:
@@ -177,7 +181,8 @@ class LateRewards:
 
     def _too_late(self, rollout_id: str) -> RewardFailure:
         return RewardFailure(
-            f"{rollout_id} got no reward within generator.outcome_timeout_s={self._timeout_s:g} s of its end",
+            f"{rollout_id} got no reward within generator.outcome_timeout_s={self._timeout_s:g} s of its "
+            "end, or of the resume after it",
             rule="a rollout without its reward fails; it is never trained with 0",
             way_out="post rewards sooner, or raise it.",
             kind=FailureKind.REWARD_MISSING,
@@ -242,6 +247,12 @@ class LateRewards:
     async def _noted(self, digest: str) -> dict[str, Any] | None:
         noted: dict[str, Any] | None = await self._journal.read_note(_note_of(digest))
         return noted
+
+
+def awaited_of(rollouts: Mapping[int, Rollout]) -> dict[int, str]:
+    """Return the digests of rewards that are posted later, by sample_index."""
+    digests = {index: rollout[0].awaits for index, rollout in rollouts.items()}
+    return {index: digest for index, digest in digests.items() if digest is not None}
 
 
 def _unavailable() -> Refused:

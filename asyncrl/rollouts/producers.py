@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
@@ -26,7 +26,7 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
     by_task,
 )
-from asyncrl.rollouts.late_rewards import LateRewards
+from asyncrl.rollouts.late_rewards import LateRewards, awaited_of
 from asyncrl.rollouts.rollout import (
     FailedRollout,
     Phase,
@@ -53,8 +53,8 @@ class RunningGroup:
     """An admitted group: new, or of a killed run.
 
     `failures`: (number of attempts, reason) by sample_index, with 0 attempts for a
-    prompt that can never be sampled. `sampled`: the rollouts that have all their
-    tokens, also those that are being scored.
+    prompt that can never be sampled. `phases`: of the rollouts that have all their
+    tokens.
     """
 
     ticket: Ticket
@@ -62,17 +62,13 @@ class RunningGroup:
     size: int
     rollouts: dict[int, Rollout]
     failures: dict[int, tuple[int, str]]
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
-    sampled: set[int] = field(default_factory=set)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    phases: dict[int, Phase] = field(default_factory=dict)
 
     @property
     def to_run(self) -> list[int]:
-        rollouts, failures = self.rollouts, self.failures
-        return [
-            index
-            for index in range(self.size)
-            if index not in rollouts and index not in failures
-        ]
+        ended = self.rollouts.keys() | self.failures.keys()
+        return [index for index in range(self.size) if index not in ended]
 
     @property
     def is_usable(self) -> bool:
@@ -84,12 +80,6 @@ class RunningGroup:
     def is_unscored(self) -> bool:
         """Whether a reward is not known yet."""
         return any(not rollout[0].is_scored for rollout in self.rollouts.values())
-
-    @property
-    def awaited(self) -> dict[int, str]:
-        """Digests of rewards that are posted later, by sample_index."""
-        found = {index: one[0].awaits for index, one in self.rollouts.items()}
-        return {index: digest for index, digest in found.items() if digest is not None}
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
@@ -191,11 +181,9 @@ class Producers:
         self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
-        started = list(islice(self.runner.started_s.items(), NUM_OLDEST))
-        return [
-            (name, asyncio.get_running_loop().time() - start_s)
-            for name, start_s in started
-        ]
+        now_s = asyncio.get_running_loop().time()
+        oldest = islice(self.runner.started_s.items(), NUM_OLDEST)
+        return [(name, now_s - start_s) for name, start_s in oldest]
 
     def prompts_out(self) -> list[Prompt]:
         set_aside = [prompt for _, prompt in (*self._set_aside, *self._returning)]
@@ -231,10 +219,12 @@ class Producers:
         """
         ticket = unfinished.ticket
         group_id = ticket.group_id
-        rollouts = dict(unfinished.rollouts)
-        failures = dict(unfinished.failures)
         group = RunningGroup(
-            ticket, unfinished.prompt, self.config.group_size, rollouts, failures
+            ticket,
+            unfinished.prompt,
+            self.config.group_size,
+            dict(unfinished.rollouts),
+            dict(unfinished.failures),
         )
         self._groups[group_id] = group
         for index in group.to_run:
@@ -255,7 +245,7 @@ class Producers:
             # even if the task never began
             task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
-        for index, digest in group.awaited.items():
+        for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
         if not group.to_run:  # killed before its end was journaled
             self._sampled(group)
@@ -294,7 +284,8 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards, or samples again.
+        """Notify the buffer when a group only waits for rewards or teaching, or samples
+        again.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
@@ -302,13 +293,14 @@ class Producers:
         group_id = group.ticket.group_id
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
-            group.sampled.discard(index)
+            group.phases.pop(index, None)
             if is_running:
                 self.sink.samples_again_nowait(group_id)
             return
-        group.sampled.add(index)
-        if is_running and group.sampled.issuperset(group.to_run):
-            self.sink.sampled_nowait(group_id)
+        group.phases[index] = phase
+        phases = {group.phases.get(other) for other in group.to_run}
+        if is_running and None not in phases:
+            self.sink.sampled_nowait(group_id, has_rewards=phases == {"teaching"})
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
@@ -362,8 +354,10 @@ class Producers:
             self._complete(group)
             return
         group_id = group.ticket.group_id
-        self.sink.sampled_nowait(group_id)
-        if not group.awaited:
+        # With its tokens: a resume must not renew the time in which a batch can use it.
+        self.sink.sampled_nowait(group_id, group.group())
+        # The buffer may have revoked it just now.
+        if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
 
@@ -466,10 +460,12 @@ class Producers:
         if again is not None:
             self._set_aside.append((start_version, again))
         if self._failed_in_a_row >= self.config.max_failed_groups:
-            what = f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}"
-            rule = f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run"
-            way_out = "correct what the last failure names, then start again."
-            raise TaskError(self.name, what, rule=rule, way_out=way_out)
+            raise TaskError(
+                self.name,
+                f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
+                rule=f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run",
+                way_out="correct what the last failure names, then start again.",
+            )
         self.sink.fail_nowait(group_id)
 
     def _withdraw(self, group: RunningGroup, why: str) -> None:

@@ -14,7 +14,7 @@ import logging
 import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_PROMPTS = 1024
 
-Phase = Literal["sampling", "scoring"]
+Phase = Literal["sampling", "scoring", "teaching"]
 Score = Callable[[], Awaitable[Rollout]]
 """Score a sampled rollout."""
 
@@ -220,6 +220,7 @@ class RolloutAttempt:
     seen: Callable[[], Rollout] = field(default=tuple, init=False)
     num_spent: Callable[[], int] = field(default=int, init=False)
     has_asked: Callable[[], bool] = field(default=bool, init=False)
+    on_phase: Callable[[Phase], None] = field(default=lambda phase: None, init=False)
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -279,8 +280,10 @@ def how_failed(num_attempts: int) -> str:
     return "failed" if num_attempts == 1 else f"failed {num_attempts} times, last"
 
 
+@dataclass(eq=False)
 class RolloutRunner:
-    """Run rollouts within rollout.timeout_s each, retries included.
+    """Run rollouts within rollout.timeout_s each, retries included. `task_timeouts_s`:
+    of tasks with another limit (task.limits.timeout_s).
 
     Waits: run waits for a slot before each attempt, then in the generator, at most
     timeout_s in total unless the generator holds the clock.
@@ -289,23 +292,14 @@ class RolloutRunner:
         pass. An attempt holds a slot exactly while it samples.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        *,
-        timeout_s: float | None,
-        retries: int,
-        failures: RecentFailures | None = None,
-        task_timeouts_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """`task_timeouts_s`: of tasks with another limit (task.limits.timeout_s)."""
-        self._generator = generator
-        self.timeout_s = timeout_s
-        self._task_timeouts_s = task_timeouts_s or {}
-        self.retries = retries
-        self.num_retried = 0
-        self.failures = failures or RecentFailures()
-        self.started_s: dict[str, float] = {}
+    generator: Generator
+    _: KW_ONLY
+    timeout_s: float | None
+    retries: int
+    failures: RecentFailures = field(default_factory=RecentFailures)
+    task_timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    num_retried: int = field(default=0, init=False)
+    started_s: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(
         self,
@@ -369,17 +363,18 @@ class RolloutRunner:
             self.started_s.pop(attempt.rollout_id, None)
 
     def _timeout_of(self, prompt: Prompt) -> float | None:
-        return self._task_timeouts_s.get(prompt.task, self.timeout_s)
+        return self.task_timeouts_s.get(prompt.task, self.timeout_s)
 
     async def _run_attempt(
         self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
     ) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
         limit = attempt.clock.start()
+        attempt.on_phase = on_phase
         try:
             async with limit:
                 try:
-                    score = await self._generator.sample(attempt)
+                    score = await self.generator.sample(attempt)
                     # A reward or a judge may take long, and needs no sequence of an
                     # engine.
                     slots.give_back_nowait(attempt.rollout_id)
@@ -400,14 +395,13 @@ class RolloutRunner:
             # User code raises TimeoutError too. Only our limit has expired.
             if isinstance(error, TimeoutError) and limit.expired():
                 what = f"{name} is not finished after rollout.timeout_s={self._timeout_of(attempt.prompt)} s"
-                way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
                 return RolloutTimeout(
-                    f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out
+                    f"{what}, in attempt {attempt.attempt + 1}",
+                    way_out="if rollout/failed keeps rising, raise it, or lower rollout.max_tokens.",
                 )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
-            what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(
-                what,
+                f"{name} raised {type(error).__name__}: {error}",
                 way_out="see logs/controller.log.",
                 kind=kind_of_error(error, FailureKind.AGENT_CRASH),
             )
@@ -638,10 +632,9 @@ class HarnessGenerator:
             )
             return Outcome(), True
         if session.overflow is not None and self.on_overflow == "fail":
-            way_out = "raise it, or set generator.on_overflow to truncate."
             raise RolloutFailure(
                 f"{work.rollout_id} reached a limit: {session.overflow}",
-                way_out=way_out,
+                way_out="raise it, or set generator.on_overflow to truncate.",
                 kind=FailureKind.LIMIT,
             )
         return outcome, False
@@ -788,7 +781,7 @@ class JudgedGenerator:
     """
 
     generator: Generator
-    judge: Callable[[Rollout], Awaitable[Rollout]]
+    judge: Callable[[Rollout, str], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -796,7 +789,8 @@ class JudgedGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            return await self.judge(rollout)
+            attempt.on_phase("teaching")
+            return await self.judge(rollout, attempt.prompt.task)
 
         return score_and_judge
 

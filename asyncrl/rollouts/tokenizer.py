@@ -22,12 +22,13 @@ from asyncrl.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 PROBE = "answer to the question"
-PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
+PROBES: Sequence[tuple[dict[str, object], dict[str, object]]] = [
     ({"content": PROBE}, {"role": "user", "content": "question"}),
     (
         {
@@ -84,7 +85,7 @@ class HFChatTokenizer:
         model_path: str | Path,
         *,
         chat_template: str | Path | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         now: datetime.date | None = None,
         parse_special_tokens: bool = True,
     ) -> None:
@@ -103,18 +104,15 @@ class HFChatTokenizer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
+        self.special_ids = frozenset(special.union(tokenizer.all_special_ids))
         self.text_ids = frozenset(vocabulary.values()) - self.special_ids
         if chat_template is not None:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
         if not template:
-            way_out = (
-                "set model.chat_template to a Jinja file, or choose an instruct model."
-            )
             raise ConfigError(
                 f"the tokenizer of {self.model_path} has no chat template",
-                way_out=way_out,
+                way_out="set model.chat_template to a Jinja file, or choose an instruct model.",
             )
         if not isinstance(template, str):
             template = (
@@ -134,8 +132,9 @@ class HFChatTokenizer:
         if unknown := sorted(set(self._settings) - self._variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
-            way_out = f"model.chat_template_kwargs may set {known_names}."
-            raise ConfigError(what, way_out=way_out)
+            raise ConfigError(
+                what, way_out=f"model.chat_template_kwargs may set {known_names}."
+            )
         today = now or datetime.date.today()
         self._constants = {
             **tokenizer.special_tokens_map,
@@ -159,7 +158,6 @@ class HFChatTokenizer:
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         # the same text, 4 times as fast
         self._decoder = tokenizer if cleans else self._backend
-        decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
         self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
@@ -173,11 +171,8 @@ class HFChatTokenizer:
             end if isinstance(end, list) else [end] for end in ends if end is not None
         ]
         self.end_ids = frozenset(chain.from_iterable(several))
-        byte_tokens = (
-            filter(BYTE_TOKEN.fullmatch, vocabulary)
-            if "ByteFallback" in repr(decoder)
-            else ()
-        )
+        has_bytes = "ByteFallback" in repr(self._backend.decoder)
+        byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary if has_bytes else ())
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
         self.closing, _ = self._closing(*PROBES[0])
@@ -199,7 +194,7 @@ class HFChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         is_open: bool = True,
         spans: list[tuple[int, int]] | None = None,
     ) -> str:
@@ -250,7 +245,9 @@ class HFChatTokenizer:
         """Return whether the template marks what the assistant generates."""
         return GENERATION.search(self.template) is not None
 
-    def _options(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _options(
+        self, settings: Mapping[str, object] | None = None
+    ) -> dict[str, object]:
         known = {**self._settings, **(settings or {})}
         options = {
             name: value for name, value in known.items() if name in self._variables
@@ -278,7 +275,7 @@ class HFChatTokenizer:
     def _apply_template(
         self,
         chat: list[dict[str, Any]],
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         spans: list[tuple[int, int]] | None = None,
     ) -> str:
         if self._wants_parts:
@@ -368,7 +365,7 @@ class HFChatTokenizer:
         return tuple(encoded.ids)
 
     def _closing(
-        self, answer: Mapping[str, Any], then: Mapping[str, Any]
+        self, answer: Mapping[str, object], then: Mapping[str, object]
     ) -> tuple[str, str]:
         """Return the text from PROBE through the last special token of an answer, and
         that token.
@@ -380,7 +377,7 @@ class HFChatTokenizer:
         answer; inside one, the same and `<|im_start|>user`. Both begin with
         `<|im_end|>`, which is the result, twice.
         """
-        chat = [
+        chat: list[Mapping[str, object]] = [
             {"role": "user", "content": "question"},
             {"role": "assistant", **answer},
         ]
@@ -434,17 +431,15 @@ class HFChatTokenizer:
         )
 
 
-def _load(model_path: str) -> Any:
+def _load(model_path: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(model_path)
     except Exception as error:  # it may raise anything for broken files
-        way_out = (
-            "set model.path to a Hugging Face language model with a tokenizer.json."
-        )
         raise ConfigError(
-            f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out
+            f"cannot load a tokenizer from {model_path}: {error}",
+            way_out="set model.path to a Hugging Face language model with a tokenizer.json.",
         ) from error
 
 
@@ -453,8 +448,10 @@ def read_template(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        what = f"cannot read model.chat_template={path}: {error}"
-        raise ConfigError(what, way_out="give the path of a Jinja file.") from error
+        raise ConfigError(
+            f"cannot read model.chat_template={path}: {error}",
+            way_out="give the path of a Jinja file.",
+        ) from error
     _compile(text, f"model.chat_template={path}")
     return text
 
@@ -467,9 +464,9 @@ def _compile(template: str, name: str) -> Template:
     try:
         compiled: Template = _compile_jinja_template(template)
     except TemplateSyntaxError as error:
-        way_out = "correct that line, or set model.chat_template to another Jinja file."
         raise ConfigError(
-            f"{name} line {error.lineno}: {error.message}", way_out=way_out
+            f"{name} line {error.lineno}: {error.message}",
+            way_out="correct that line, or set model.chat_template to another Jinja file.",
         ) from error
     # a ChainMap, which is slow to iterate at each render
     compiled.globals = dict(compiled.globals)
@@ -485,7 +482,7 @@ def _merged(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_calls(
     message: dict[str, Any],
-    arguments_of: Callable[[Any], Any],
+    arguments_of: Callable[[object], object],
     id_of: Callable[[str], str],
 ) -> dict[str, Any]:
     changed = dict(message)
@@ -508,20 +505,20 @@ def _with_calls(
     return changed
 
 
-def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, object]:
     whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
     given = {key: value for key, value in tool["function"].items() if value is not None}
     return {**tool, "function": whole | given}
 
 
-def _as_object(arguments: Any) -> dict[str, Any]:
+def _as_object(arguments: object) -> dict[str, object]:
     """Return `{}` for arguments that are not an object, like vLLM."""
     with contextlib.suppress(ValueError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _as_text(arguments: Any) -> str:
+def _as_text(arguments: object) -> str:
     return json.dumps(_as_object(arguments), ensure_ascii=False)
 
 

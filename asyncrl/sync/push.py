@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base.errors import (
     ComponentError,
@@ -32,16 +32,22 @@ from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 OnLost: TypeAlias = Callable[[EngineLost], None]
-Locate: TypeAlias = Callable[[str, Any], Awaitable[Any]]
-"""Bring weights to an engine's node and return them with their path there
-(NodeFiles.locate).
-"""
 Fetch: TypeAlias = Callable[[int, FileRequest, float], Awaitable[str]]
 """Download a file to a node within a limit in seconds (Launcher.fetch)."""
+
+
+class Locate(Protocol):
+    """Bring weights to an engine's node and return them with their path there
+    (NodeFiles.locate).
+    """
+
+    async def __call__(self, engine: str, sent: Sent) -> Sent: ...
+
+
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
 
 
-async def in_place(engine: str, sent: Any) -> Any:
+async def in_place(engine: str, sent: Sent) -> Sent:
     return sent
 
 

@@ -156,6 +156,14 @@ class Judge:
             rewards = await self._compare(prompt, texts)
         return [rewards.get(index, 0.0) for index in range(len(given))]
 
+    def gauges(self) -> dict[str, int]:
+        return {
+            "judge/requests": self.num_requests,
+            "judge/tokens": self.num_tokens,
+            "judge/cached": self.num_cached,
+            "judge/retried": self.num_retried,
+        }
+
     async def aclose(self) -> None:
         if self._client is not None:
             await self._client.close()
@@ -220,11 +228,7 @@ class Judge:
             return failure
 
     def _request(self, prompt: Prompt, **texts: str) -> str:
-        places = {
-            "prompt": question_of(prompt),
-            "answer": str(prompt.answer),
-            **texts,
-        }
+        places = {"prompt": question_of(prompt), "answer": str(prompt.answer)} | texts
         # In one pass: a completion that contains {answer} must not get the answer.
         return PLACES.sub(lambda place: places[place[1]], self.config.prompt)
 
@@ -247,9 +251,7 @@ class Judge:
         key = blake2b(text.encode("utf-8", "surrogatepass")).digest()
         # A lock for each text: rollouts of a group often give the same short answer at
         # the same time.
-        question = self._asked.get(key)
-        if question is None:
-            question = self._asked[key] = Question()
+        question = self._asked.setdefault(key, Question())
         with waiting("an answer of the judge", on=self.config.base_url or "judge"):
             async with question.lock:
                 if question.failure is not None:
@@ -310,7 +312,7 @@ class Judge:
         tries = self.config.retries + 1
         raise UserCodeFailed(f"has no verdict: in try {tries} the judge {why}", kind)
 
-    async def _send(self, request: str, temperature: float, number: int) -> Any:
+    async def _send(self, request: str, temperature: float, number: int) -> object:
         """Return one reply. Raises OpenAIError, TimeoutError, ValueError for broken
         JSON, or TaskError for a spent budget.
         """
@@ -320,10 +322,11 @@ class Judge:
             self.check_budget()
             self.num_requests += 1
             self._num_reserved += estimate
-            if self._served is not None:
-                # Its client has its own limits, and waits while the server restarts.
-                try:
+            try:
+                if self._served is not None:
                     used[1] = 0  # unless it answers
+                    # Its client has its own limits, and waits while the server
+                    # restarts.
                     chat = await self._served(
                         request,
                         max_tokens=self.config.max_tokens,
@@ -334,18 +337,16 @@ class Judge:
                     )
                     used[1] = chat.num_tokens
                     return chat
-                finally:
-                    self._num_reserved -= estimate
-                    self.num_tokens += int(used[1])
-            late = f"no whole reply within {self._timeout_s} s (task.reward_timeout_s)"
-            try:
+                late = (
+                    f"no whole reply within {self._timeout_s} s (task.reward_timeout_s)"
+                )
                 # The client limits each read only.
                 async with within(self._timeout_s, partial(TimeoutError, late)):
                     reply = await self._create(request, temperature)
-                usage = getattr(reply, "usage", None)
-                total = getattr(usage, "total_tokens", None)
+                total = getattr(getattr(reply, "usage", None), "total_tokens", None)
                 if isinstance(total, int) and total > 0:
                     used[1] = total
+                return reply
             except Exception as error:
                 if _is_free(error):
                     used[1] = 0
@@ -353,9 +354,8 @@ class Judge:
             finally:
                 self._num_reserved -= estimate
                 self.num_tokens += int(used[1])
-        return reply
 
-    async def _create(self, request: str, temperature: float) -> Any:
+    async def _create(self, request: str, temperature: float) -> object:
         if self._client is None:
             self._client = _client(self.config, self._timeout_s)
         return await self._client.chat.completions.create(
@@ -367,8 +367,7 @@ class Judge:
 
     def check_budget(self) -> None:
         budget = self.config.budget
-        used = self.num_tokens + self._num_reserved
-        if budget is not None and used >= budget:
+        if budget is not None and self.num_tokens + self._num_reserved >= budget:
             raise TaskError(
                 "tasks",
                 f"the judge {self.config.model} has used {self.num_tokens} tokens, "
@@ -384,8 +383,7 @@ class Judge:
         asked_s = retry_after_s(headers.get("retry-after", ""), datetime.now(UTC))
         delay_s = delay_s if asked_s is None else min(asked_s, LONGEST_PAUSE_S)
         now_s = asyncio.get_running_loop().time()
-        until_s = max(self._limits.paused_until_s, now_s + delay_s)
-        self._limits.paused_until_s = until_s
+        self._limits.paused_until_s = max(self._limits.paused_until_s, now_s + delay_s)
         return delay_s
 
     def _text_of(self, error: Exception) -> str:

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,23 +244,22 @@ class PromptSource:
     # ---- saving and restoring
 
     @property
-    def order(self) -> dict[str, Any]:
+    def order(self) -> dict[str, list[int]]:
         """Return share, number of prompts, seed, shuffle and by_difficulty of each
         task.
         """
-        order = dict[str, Any]()
-        for name, task in self._tasks.items():
-            epochs = task.epochs
-            settings = [
-                epochs.num_prompts,
-                epochs.seed,
-                epochs.shuffle,
-                epochs.by_difficulty,
+        return {
+            name: [
+                self._shares[name],
+                task.epochs.num_prompts,
+                task.epochs.seed,
+                task.epochs.shuffle,
+                task.epochs.by_difficulty,
             ]
-            order[name] = [self._shares[name], *settings]
-        return order
+            for name, task in self._tasks.items()
+        }
 
-    def check_order(self, saved: Mapping[str, Any]) -> None:
+    def check_order(self, saved: Mapping[str, object]) -> None:
         if saved != self.order:
             raise TaskError(
                 "tasks",

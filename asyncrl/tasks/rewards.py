@@ -43,7 +43,7 @@ prompt and the Completions of a group; runs in any thread or process.
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
-    function: Any = math_reward
+    function: RewardFunction = math_reward
     if config.judge is not None or config.reward_model is not None:
         return _only_in_a_run
     if isinstance(config.reward, str) and config.reward != "math":
@@ -60,12 +60,14 @@ def reward_function(config: TaskConfig) -> RewardFunction:
             usage=usage,
         )
 
-    def score(prompt: Prompt, completion: str) -> Any:
+    def score(prompt: Prompt, completion: str) -> object:
         if config.reward is None:
             raise no_reward(prompt)
         return function(prompt, completion, prompt.answer)
 
-    def score_sampled(prompt: Prompt, completion: str, *, sampled: Completion) -> Any:
+    def score_sampled(
+        prompt: Prompt, completion: str, *, sampled: Completion
+    ) -> object:
         return function(prompt, completion, prompt.answer, sampled=sampled)
 
     return score_sampled if optional(function, NO_COMPLETION, 3) else score
@@ -75,23 +77,26 @@ def _only_in_a_run(prompt: Prompt, completion: str) -> Reward:
     raise UserCodeFailed("comes from a model, which only a run asks")
 
 
-def _group_function(function: Any, said: str) -> RewardFunction:
+def _group_function(function: RewardFunction, said: str) -> RewardFunction:
     usage = "score_group(prompt, completions, answer)"
     check_call(function, (None, [""], None), {}, said=said, usage=usage)
 
-    def score_group(prompt: Prompt, completions: Completions) -> Any:
+    def score_group(prompt: Prompt, completions: Completions) -> object:
         return function(prompt, completions, prompt.answer)
 
     return score_group
 
 
-def takes_group(function: Any) -> bool:
+def takes_group(function: RewardFunction) -> bool:
     """Return whether the second parameter asks for `completions`, the whole group."""
+    return [*_parameters(function)][1:2] == ["completions"]
+
+
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = list(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):  # not callable, or a builtin
-        return False
-    return parameters[1:2] == ["completions"]
+        return {}
 
 
 def score_of(task: Any) -> tuple[RewardFunction, bool]:
@@ -129,21 +134,17 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
 
 
 def optional(
-    function: Any, sampled: Completion, num_others: int = 2
-) -> Mapping[str, Any]:
+    function: RewardFunction, sampled: Completion, num_others: int = 2
+) -> Mapping[str, Completion]:
     """Return what the function asks for by name, after `num_others` positional
     arguments: `sampled`, the ids and logprobs.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not callable, or a builtin
-        return {}
     names = [
         one.name
-        for one in parameters[num_others:]
-        if one.kind is one.POSITIONAL_OR_KEYWORD
+        for place, one in enumerate(_parameters(function).values())
+        if one.kind is one.KEYWORD_ONLY
+        or (place >= num_others and one.kind is one.POSITIONAL_OR_KEYWORD)
     ]
-    names += [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     return {"sampled": sampled} if "sampled" in names else {}
 
 
@@ -151,17 +152,17 @@ def call(
     score: RewardFunction,
     prompt: Prompt,
     given: str | Completions,
-    asked: Mapping[str, Any],
+    asked: Mapping[str, Completion],
 ) -> Any:
     """Return the result for a completion (as_reward) or a group (as_rewards), or an
     awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed.
     """
     with user_code():
-        value: Any = score(prompt, given, **asked)
+        value = score(prompt, given, **asked)
         return value if isinstance(value, Awaitable) else _result(value, given)
 
 
-async def call_async(value: Awaitable[Any], given: str | Completions) -> Any:
+async def call_async(value: Awaitable[object], given: str | Completions) -> Any:
     """Return the result of an async function, like call(). Raises UserCodeFailed;
     cancellation passes.
     """
@@ -183,17 +184,15 @@ def _result(value: Any, given: str | Completions) -> Any:
 def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
     """Check the rewards of a completion's tokens. Raises UserCodeFailed."""
     if len(rewards) != num_tokens:
-        raise UserCodeFailed(
-            f"returned {len(rewards)} rewards for {num_tokens} sampled tokens"
-        )
+        raise _corrupt(f"{len(rewards)} rewards for {num_tokens} sampled tokens")
     num_spans = sum(1 for _ in itertools.groupby(rewards))
     if num_spans > MAX_SPANS:
-        raise UserCodeFailed(
-            f"returned {num_spans} spans of equal rewards; {MAX_SPANS} at most"
-        )
+        raise _corrupt(f"{num_spans} spans of equal rewards; {MAX_SPANS} at most")
 
 
-def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFailed]:
+def as_rewards(
+    value: object, completions: Completions
+) -> list[Reward | UserCodeFailed]:
     """Convert the result of a group. An entry that is not a finite number fails only
     its rollout; the entry of a None is ignored. Raises UserCodeFailed for another
     length or type.
@@ -201,15 +200,10 @@ def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFa
     if hasattr(value, "tolist"):  # an array or tensor
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        hint = "; is a `return` missing?" if value is None else ""
-        raise UserCodeFailed(
-            f"returned {value!r:.80} ({type(value).__name__}), not a list of numbers{hint}",
-            FailureKind.CORRUPT_RESULT,
-        )
+        raise _wrong_type(value, "a list of numbers")
     if len(value) != len(completions):
-        raise UserCodeFailed(
-            f"returned {len(value)} rewards for {len(completions)} completions: {value!r:.80}",
-            FailureKind.CORRUPT_RESULT,
+        raise _corrupt(
+            f"{len(value)} rewards for {len(completions)} completions: {value!r:.80}"
         )
     rewards = list[Reward | UserCodeFailed]()
     for entry, completion in zip(value, completions, strict=True):
@@ -220,26 +214,28 @@ def as_rewards(value: Any, completions: Completions) -> list[Reward | UserCodeFa
     return rewards
 
 
-def as_reward(value: Any) -> Reward:
+def as_reward(value: object) -> Reward:
     """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
     number = value
     if hasattr(value, "item"):
         with contextlib.suppress(Exception):
             number = value.item()
     if not isinstance(number, numbers.Real):
-        hint = "; is a `return` missing?" if value is None else ""
-        raise UserCodeFailed(
-            f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}",
-            FailureKind.CORRUPT_RESULT,
-        )
+        raise _wrong_type(value, "a number")
     reward = float(number)
     # Not `abs(reward) > ...`, which is false for nan.
     if not abs(reward) <= LARGEST_NUMBER:
-        raise UserCodeFailed(
-            f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most",
-            FailureKind.CORRUPT_RESULT,
-        )
+        raise _corrupt(f"{reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
     return reward
+
+
+def _wrong_type(value: object, expected: str) -> UserCodeFailed:
+    hint = "; is a `return` missing?" if value is None else ""
+    return _corrupt(f"{value!r:.80} ({type(value).__name__}), not {expected}{hint}")
+
+
+def _corrupt(value: str) -> UserCodeFailed:
+    return UserCodeFailed(f"returned {value}", FailureKind.CORRUPT_RESULT)
 
 
 def no_reward(prompt: Prompt) -> RewardFailure:
@@ -250,7 +246,7 @@ def no_reward(prompt: Prompt) -> RewardFailure:
     )
 
 
-def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
+def math_reward(prompt: Prompt, completion: str, answer: object) -> float:
     """Return 1.0 if the completion's answer equals `answer` (a number, expression or
     LaTeX), else 0.0. Raises ValueError.
 
@@ -284,7 +280,7 @@ def reference_text(answer: Any) -> str:
 
 # The rollouts of a group share one reference answer.
 @lru_cache(maxsize=4096)
-def _gold(answer: str) -> tuple[Any, ...]:
+def _gold(answer: str) -> tuple[object, ...]:
     """Parse the reference answer, after #### if any (GSM8K).
 
     Without dollars, math-verify sees only the first number of LaTeX.

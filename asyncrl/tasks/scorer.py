@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,16 +105,13 @@ class Scorers:
             await scorer.aclose()
 
 
-def judge_gauges(scorers: Iterable[Scorers]) -> dict[str, float]:
-    found = [judge for each in scorers for judge in each.judges]
-    if not found:
-        return {}
-    return {
-        "judge/requests": sum(judge.num_requests for judge in found),
-        "judge/tokens": sum(judge.num_tokens for judge in found),
-        "judge/cached": sum(judge.num_cached for judge in found),
-        "judge/retried": sum(judge.num_retried for judge in found),
-    }
+def judge_gauges(scorers: Iterable[Scorers]) -> Mapping[str, float]:
+    """Return the sums over all judges; {} without a judge."""
+    sums = Counter[str]()
+    for each in scorers:
+        for judge in each.judges:
+            sums.update(judge.gauges())
+    return sums
 
 
 class TaskScorer:
@@ -192,9 +190,14 @@ class TaskScorer:
             # a race of threads may lose one call
             self.busy_s += time.perf_counter() - start_s
 
-    def _timed(self, *arguments: Any) -> Any:
+    def _timed(
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
+    ) -> object:
         with self._busy():
-            return call(*arguments)
+            return call(self._score, prompt, given, asked)
 
     def text_of(self, sampled: Completion) -> str:
         """Return the text that the reward sees."""
@@ -251,7 +254,10 @@ class TaskScorer:
         )
 
     async def _call(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
     ) -> Any:
         self._calls.check()
         start_s = time.perf_counter()
@@ -261,8 +267,11 @@ class TaskScorer:
             self.wait_s += time.perf_counter() - start_s
 
     async def _ask(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
-    ) -> Any:
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
+    ) -> object:
         if self._ask_model is not None:
             assert isinstance(given, str), "a reward model reads single completions"
             return await self._ask_model(prompt, given)
@@ -277,7 +286,7 @@ class TaskScorer:
                     with self._busy():
                         return await self._processes.run(prompt, given, sent)
             if self._is_inline:
-                result = self._timed(self._score, prompt, given, asked)
+                result = self._timed(prompt, given, asked)
             else:
                 result = await self._call_in_thread(prompt, given, asked)
             # The call of an async function only made its coroutine. It runs in this
@@ -294,13 +303,14 @@ class TaskScorer:
             await self.judge.aclose()
 
     async def _call_in_thread(
-        self, prompt: Prompt, given: str | Completions, asked: Mapping[str, Any]
-    ) -> Any:
+        self,
+        prompt: Prompt,
+        given: str | Completions,
+        asked: Mapping[str, Completion],
+    ) -> object:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(
-                None, self._timed, self._score, prompt, given, asked
-            )
+            called = loop.run_in_executor(None, self._timed, prompt, given, asked)
             # a cancelled rollout does not retrieve it
             called.add_done_callback(asyncio.Future.exception)
             try:
@@ -352,7 +362,7 @@ class ProcessPool:
 
     async def run(
         self, prompt: Prompt, given: str | Completions, sampled: Completion
-    ) -> Any:
+    ) -> object:
         """Return what a process computes. Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
@@ -412,7 +422,7 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, given: str | Completions, sampled: Completion) -> Any:
+def _work(prompt: Prompt, given: str | Completions, sampled: Completion) -> object:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built

@@ -38,7 +38,7 @@ from asyncrl.tasks.rewards import (
 )
 from asyncrl.tasks.task import GroupTask, Item, PromptTask, RowTask
 
-LoadTaskset = Callable[[Mapping[str, Any]], Any]
+LoadTaskset = Callable[[Mapping[str, object]], Any]
 """Make a taskset of a verifiers environment, with task.args as fields of its config."""
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
@@ -180,15 +180,13 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     score, takes_group = score_of(task)
-    check_call(
-        score,
-        (None, [""] if takes_group else ""),
-        {} if takes_group else optional(score, NO_COMPLETION),
-        said=said,
-        usage="score_group(prompt, completions)"
-        if takes_group
-        else "score(prompt, completion)",
-    )
+    if takes_group:
+        usage = "score_group(prompt, completions)"
+        check_call(score, (None, [""]), {}, said=said, usage=usage)
+    else:
+        usage = "score(prompt, completion)"
+        asked = optional(score, NO_COMPLETION)
+        check_call(score, (None, ""), asked, said=said, usage=usage)
     return cast(PromptTask, task)
 
 
@@ -196,7 +194,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 
 
 def read_files(
-    paths: Sequence[str], settings: Mapping[str, Any], key: str = "task.files"
+    paths: Sequence[str], settings: Mapping[str, object], key: str = "task.files"
 ) -> Rows:
     """Return the rows of files that the setting `key` names. Raises ConfigError."""
     if settings:
@@ -224,19 +222,19 @@ def read_files(
             raise
         except Exception as error:
             # of many kinds: OverflowError for a date after 9999, unknown time zones
-            what = f"{key}: {path} cannot be read: {message_of(error)}"
             raise ConfigError(
-                what, way_out="correct the file, or convert it to parquet."
+                f"{key}: {path} cannot be read: {message_of(error)}",
+                way_out="correct the file, or convert it to parquet.",
             ) from error
     return [*rows.values()], [*rows].__getitem__
 
 
-def _read_json(path: Path) -> dict[str, Mapping[str, Any]]:
+def _read_json(path: Path) -> dict[str, Mapping[str, object]]:
     """Read an object per line, or one array of objects. Raises ValueError."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     is_array = content.lstrip().startswith(b"[")
     unit = "item" if is_array else "line"
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, object]] = {}
     for number, part in enumerate(
         json.loads(content) if is_array else content.splitlines(), start=1
     ):
@@ -251,7 +249,7 @@ def _read_json(path: Path) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
+def _read_parquet(path: Path) -> dict[str, Mapping[str, object]]:
     import pyarrow.parquet
 
     rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -262,7 +260,7 @@ READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def read_dataset(
-    name: str, split: str, settings: Mapping[str, Any], section: str = "task"
+    name: str, split: str, settings: Mapping[str, object], section: str = "task"
 ) -> Rows:
     """Read a dataset of the hub, or of a folder. `settings` go to
     `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data
@@ -390,7 +388,7 @@ class GymTask:
     """
 
     def __init__(
-        self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]
+        self, name: str, *, size: int, seed: int, settings: Mapping[str, object]
     ) -> None:
         try:
             from reasoning_gym.factory import create_dataset

@@ -77,7 +77,7 @@ class _ChatMessage(Message):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_none(cls, given: Any) -> Any:
+    def _without_none(cls, given: object) -> object:
         # Parquet gives all structs of a column the same fields, and fills absent ones
         # with None.
         return (
@@ -90,7 +90,7 @@ class _ChatMessage(Message):
 _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
 
-def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
+def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
     """Return the chat messages of a prompt's content; `where` names it in errors.
     Raises ConfigError.
     """
@@ -115,7 +115,7 @@ STORED = (bytes, date, time, timedelta, Decimal, UUID)
 """Types of parquet columns that JSON lacks."""
 
 
-def plain(value: Any) -> list[str]:
+def plain(value: object) -> list[str]:
     """Return a value's type and content for a digest. Raises TypeError for a type
     without a fixed text.
     """

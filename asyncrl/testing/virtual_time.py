@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncrl.base.waits import Computation, task_stacks
@@ -89,7 +89,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._in_all_blocked.append(waiting)
         await waiting
 
-    def select(self, timeout: float | None) -> list[Any]:
+    def select(self, timeout: float | None) -> list[object]:
         """Advance the clock. `timeout` is 0 if callbacks are ready or due, None without
         a timer.
         """
@@ -111,9 +111,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Any, *args: Any
-    ) -> asyncio.Future[Any]:
+    def run_in_executor(
+        self, executor: object, func: Callable[..., Result], *args: object
+    ) -> asyncio.Future[Result]:
         """Refuse threads, which have no virtual clock; run a Computation at once."""
         if isinstance(func, Computation):
             done = self.create_future()
@@ -142,7 +142,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         if (error := context.get("exception")) is not None:
             self.lost_errors.append(error)
 
-    def _process_events(self, event_list: list[Any]) -> None:
+    def _process_events(self, event_list: list[object]) -> None:
         """Ignore select()'s result, always empty."""
 
     def _write_to_self(self) -> None:

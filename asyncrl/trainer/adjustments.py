@@ -4,6 +4,7 @@ the text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
+from asyncrl.config.trainer_config import MOST_ADJUSTED
 from asyncrl.messages.records import Adjustment
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
@@ -76,25 +78,21 @@ def check_adjusted(arrays: Tokens, vocab_size: int) -> None:
                 )
 
 
-class Changes(NamedTuple):
-    """Changes of A logits. `row_A`: the pair that they belong to."""
+class Stretches(NamedTuple):
+    """E changes of logits: of one id each, for the rows [begin, end)."""
 
-    row_A: npt.NDArray[np.int64]
-    id_A: npt.NDArray[np.int64]
-    bias_A: npt.NDArray[np.float32]
-    factor_A: npt.NDArray[np.float32]
-    less_A: npt.NDArray[np.float32]
+    id_E: npt.NDArray[np.int64]
+    begin_E: npt.NDArray[np.int64]
+    end_E: npt.NDArray[np.int64]
+    bias_E: npt.NDArray[np.float32]
+    factor_E: npt.NDArray[np.float32]
+    less_E: npt.NDArray[np.float32]
 
-    def where(self, chosen: npt.NDArray[np.generic]) -> Changes:
-        return Changes(*(array[chosen] for array in self))
-
-    def from_row(self, first: int) -> Changes:
-        """Return the changes of pairs from `first` on, and count pairs from there."""
-        kept = self.where(self.row_A >= first)
-        return kept._replace(row_A=kept.row_A - first)
+    def where(self, chosen: npt.NDArray[np.generic]) -> Stretches:
+        return Stretches(*(array[chosen] for array in self))
 
 
-def changes_of(call: AdjustedCall, ids: npt.NDArray[np.int32]) -> Changes:
+def stretches_of(call: AdjustedCall, ids: npt.NDArray[np.int32]) -> Stretches:
     """Return the changes of all logits of a call; a row is a token's place in the batch.
     `ids`: of the batch.
 
@@ -104,9 +102,11 @@ def changes_of(call: AdjustedCall, ids: npt.NDArray[np.int32]) -> Changes:
     Example: the prompt 7, and 5 5 6 sampled with a frequency penalty. No logit of the
     first token changes, that of id 5 counts once for the second and twice for the third.
         >>> call = AdjustedCall(0, 1, 4, Adjustment(frequency_penalty=0.5))
-        >>> found = changes_of(call, np.array([7, 5, 5, 6], np.int32))
-        >>> found.row_A.tolist(), found.id_A.tolist(), found.less_A.tolist()
-        ([2, 3], [5, 5], [0.5, 1.0])
+        >>> found = stretches_of(call, np.array([7, 5, 5, 6], np.int32))
+        >>> found.id_E.tolist(), found.begin_E.tolist(), found.end_E.tolist()
+        ([5, 5], [2, 3], [3, 4])
+        >>> found.less_E.tolist()
+        [0.5, 1.0]
     """
     given = call.adjustment
     first = call.text if given.repetition_penalty != 1.0 else call.start
@@ -126,111 +126,259 @@ def changes_of(call: AdjustedCall, ids: npt.NDArray[np.int32]) -> Changes:
     is_own_E = (place_E >= call.start).astype(np.int64)
     sum_E = is_own_E.cumsum()
     count_E = sum_E - (sum_E - is_own_E)[starts][group_E]
-    begin_E = np.maximum(place_E + 1, call.start)
     end_E = np.append(np.where(is_first_E[1:], call.end, place_E[1:] + 1), call.end)
-    size_E = np.maximum(end_E[: len(id_E)] - begin_E, 0)
     factor_E = np.where(place_E >= 0, given.repetition_penalty, 1.0)
     less_E = given.frequency_penalty * count_E + given.presence_penalty * (count_E > 0)
-    row_A = np.arange(size_E.sum()) + np.repeat(
-        begin_E - (size_E.cumsum() - size_E), size_E
+    whole = Stretches(
+        id_E,
+        np.maximum(place_E + 1, call.start),
+        end_E[: len(id_E)],
+        bias_E[starts][group_E],
+        factor_E.astype(np.float32),
+        less_E.astype(np.float32),
     )
-    return Changes(
-        row_A,
-        np.repeat(id_E, size_E).astype(np.int64),
-        np.repeat(bias_E[starts][group_E], size_E),
-        np.repeat(factor_E, size_E).astype(np.float32),
-        np.repeat(less_E, size_E).astype(np.float32),
-    )
+    return whole.where(whole.begin_E < whole.end_E)
 
 
-def changes_of_pairs(
-    adjusted: AdjustedCalls | None, ids: npt.NDArray[np.int32], source_U: IntN
-) -> Changes | None:
-    """Return the changes of the logits of pairs, whose targets are at `source_U`, in
-    order of their ids; or None.
+@dataclass(frozen=True)
+class PairChanges:
+    """Changes of the logits of pairs. `pair_K`: the K pairs of adjusted calls, in the
+    order of the calls' tokens; `stretches` are of these, in order of their ids.
     """
-    if adjusted is None:
-        return None
-    own_U = np.flatnonzero(adjusted.set_N[source_U] != PLAIN)
-    if not len(own_U):
-        return None
-    row_N = np.full(len(ids), -1, np.int64)
-    row_N[source_U[own_U]] = own_U
-    starts = np.array([call.start for call in adjusted.calls])
-    numbers = np.searchsorted(starts, source_U[own_U], side="right") - 1
-    found = list[Changes]()
-    for number in np.unique(numbers).tolist():
-        whole = changes_of(adjusted.calls[number], ids)
-        whole = whole._replace(row_A=row_N[whole.row_A])
-        found.append(whole.where(whole.row_A >= 0))
-    joined = Changes(*map(np.concatenate, zip(*found, strict=True)))
-    return joined.where(np.argsort(joined.id_A, kind="stable"))
+
+    pair_K: npt.NDArray[np.int64]
+    stretches: Stretches
+
+    @classmethod
+    def of(
+        cls,
+        adjusted: AdjustedCalls | None,
+        ids: npt.NDArray[np.int32],
+        source_U: IntN,
+    ) -> PairChanges | None:
+        """Return the changes of pairs, whose targets are at `source_U`; None without."""
+        if adjusted is None:
+            return None
+        own_U = np.flatnonzero(adjusted.set_N[source_U] != PLAIN)
+        if not len(own_U):
+            return None
+        pair_K = own_U[np.argsort(source_U[own_U])]
+        place_K = source_U[pair_K]
+        starts = np.array([call.start for call in adjusted.calls])
+        numbers = np.searchsorted(starts, place_K, side="right") - 1
+        found = [
+            stretches_of(adjusted.calls[number], ids)
+            for number in np.unique(numbers).tolist()
+        ]
+        joined = Stretches(*map(np.concatenate, zip(*found, strict=True)))
+        # From places to K: calls are disjoint, and so are stretches of one id.
+        joined = joined._replace(
+            begin_E=np.searchsorted(place_K, joined.begin_E),
+            end_E=np.searchsorted(place_K, joined.end_E),
+        )
+        joined = joined.where(joined.begin_E < joined.end_E)
+        return cls(pair_K, joined.where(np.lexsort((joined.begin_E, joined.id_E))))
+
+    def of_plain(self, num_plain: int, device: torch.device) -> ChangedLogits | None:
+        """Return the changes of the first `num_plain` pairs, or None."""
+        is_plain_K = self.pair_K < num_plain
+        before_K = np.append(0, is_plain_K.cumsum())
+        plain = self.stretches._replace(
+            begin_E=before_K[self.stretches.begin_E],
+            end_E=before_K[self.stretches.end_E],
+        )
+        plain = plain.where(plain.begin_E < plain.end_E)
+        if not len(plain.id_E):
+            return None
+        return ChangedLogits.of(self.pair_K[is_plain_K], plain, device)
+
+    def of_entries(
+        self,
+        pair_E: npt.NDArray[np.int64],
+        id_E: npt.NDArray[np.int64],
+        device: torch.device,
+    ) -> ChangedEntries:
+        """Return the changes of single logits: of `id_E` for `pair_E`."""
+        place_U = np.full(max(self.pair_K.max(), pair_E.max()) + 1, -1)
+        place_U[self.pair_K] = np.arange(len(self.pair_K))
+        place_E = place_U[pair_E]
+        known = self.stretches
+        # The last stretch of the id that begins at or before the pair.
+        most = len(self.pair_K) + 1
+        number_E = np.searchsorted(
+            known.id_E * most + known.begin_E, id_E * most + place_E, side="right"
+        )
+        number_E -= 1
+        is_changed_E = (place_E >= 0) & (number_E >= 0)
+        is_changed_E &= known.id_E[number_E] == id_E
+        is_changed_E &= place_E < known.end_E[number_E]
+        (changed,) = np.nonzero(is_changed_E)
+        chosen = known.where(number_E[changed])
+        place = to_device(torch.from_numpy(changed), device)
+        return ChangedEntries(place, Numbers.of(chosen, device))
+
+
+class Numbers(NamedTuple):
+    """What changes A logits, float32 on their device."""
+
+    bias_A: Tensor
+    factor_A: Tensor
+    less_A: Tensor
+
+    @classmethod
+    def of(cls, stretches: Stretches, device: torch.device) -> Numbers:
+        numbers = np.stack([stretches.bias_E, stretches.factor_E, stretches.less_E])
+        return cls(*to_device(torch.from_numpy(numbers), device).unbind())
+
+    def at(self, index: Tensor) -> Numbers:
+        return Numbers(*(one[index] for one in self))
+
+    def change(self, value_A: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return changed logits, all divided by `temperature`, and those that are
+        divided by their factor, bool; the others are multiplied.
+        """
+        bias_A, _, less_A = (one.to(value_A.dtype) for one in self)
+        raised_A = value_A + bias_A / temperature
+        is_raised_A = raised_A > 0
+        slope_A = _slopes(is_raised_A, self.factor_A).to(value_A.dtype)
+        return raised_A * slope_A - less_A / temperature, is_raised_A
+
+
+def _slopes(is_raised_A: Tensor, factor_A: Tensor) -> Tensor:
+    """Return the derivatives of changed logits."""
+    return torch.where(is_raised_A, 1.0 / factor_A, factor_A)
+
+
+@dataclass(frozen=True)
+class ChangedEntries:
+    """Changes of single logits: of the entries at `place_A`."""
+
+    place_A: Tensor
+    numbers: Numbers
+
+    def apply(self, value_E: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the entries' adjusted logits, all divided by `temperature`, and their
+        derivatives.
+        """
+        value_A, is_raised_A = self.numbers.change(value_E[self.place_A], temperature)
+        slope_A = _slopes(is_raised_A, self.numbers.factor_A).to(value_E.dtype)
+        slope_E = torch.ones_like(value_E).index_copy(0, self.place_A, slope_A)
+        return value_E.index_copy(0, self.place_A, value_A), slope_E
+
+
+class Entries(NamedTuple):
+    """Logits of a slice of the vocabulary that some stretches change. `number_A`: their
+    stretch.
+    """
+
+    row_A: Tensor
+    column_A: Tensor
+    number_A: Tensor
 
 
 @dataclass(frozen=True)
 class ChangedLogits:
-    """Changes of A logits on the device. `index`: where the logits are. `ids`: on the
-    host, ascending.
+    """Changes of the logits of K rows, as stretches on the device.
+
+    Each sampled token may change a logit for each different id of its text: a list of
+    all entries would take gigabytes for a long answer with a repetition penalty. So the
+    entries of a slice of the vocabulary are found when they are needed, and no more than
+    MOST_ADJUSTED at once.
+
+    `ids`, `before`: on the host, the stretches' ids, ascending, and the number of
+    entries before each stretch and behind the last.
     """
 
-    index: tuple[Tensor, ...]
-    bias_A: Tensor
-    factor_A: Tensor
-    less_A: Tensor
+    row_K: Tensor
+    id_E: Tensor
+    begin_E: Tensor
+    size_E: Tensor
+    numbers: Numbers
     ids: npt.NDArray[np.int64]
+    before: npt.NDArray[np.int64]
+    has_factors: bool
 
     @classmethod
     def of(
-        cls, changes: Changes, index: list[npt.NDArray[np.int64]], device: torch.device
+        cls,
+        row_K: npt.NDArray[np.int64],
+        stretches: Stretches,
+        device: torch.device,
     ) -> ChangedLogits:
-        numbers = np.stack([changes.bias_A, changes.factor_A, changes.less_A])
-        bias, factor, less = to_device(torch.from_numpy(numbers), device).unbind()
-        places = to_device(torch.from_numpy(np.stack(index)), device).unbind()
-        return cls(places, bias, factor, less, changes.id_A)
-
-    @classmethod
-    def of_plain(
-        cls, changes: Changes, num_plain: int, device: torch.device
-    ) -> ChangedLogits | None:
-        """Return the changes of the first `num_plain` pairs, or None."""
-        plain = changes.where(changes.row_A < num_plain)
-        if not len(plain.id_A):
-            return None
-        return cls.of(plain, [plain.row_A, plain.id_A], device)
-
-    def apply(self, value_A: Tensor, part: slice, temperature: float) -> Changed:
-        """Return the changed logits of a part of the entries, all divided by
-        `temperature`, and their derivatives.
-        """
-        bias_A, factor_A, less_A = (
-            one[part].to(value_A.dtype)
-            for one in (self.bias_A, self.factor_A, self.less_A)
+        size_E = stretches.end_E - stretches.begin_E
+        places = np.stack([stretches.id_E, stretches.begin_E, size_E])
+        id, begin, size = to_device(torch.from_numpy(places), device).unbind()
+        return cls(
+            to_device(torch.from_numpy(row_K), device),
+            id,
+            begin,
+            size,
+            Numbers.of(stretches, device),
+            ids=stretches.id_E,
+            before=np.append(0, size_E.cumsum()),
+            has_factors=bool((stretches.factor_E != 1.0).any()),
         )
-        raised_A = value_A + bias_A / temperature
-        slope_A = torch.where(raised_A > 0, 1.0 / factor_A, factor_A)
-        return Changed(raised_A * slope_A - less_A / temperature, slope_A)
 
-    def apply_to(self, logits_MC: Tensor, part: slice, temperature: float) -> Changed:
+    def apply_to(
+        self, logits_MC: Tensor, part: slice, temperature: float
+    ) -> ChangedSlice:
         """Change a slice of the vocabulary in place."""
+        is_raised = list[Tensor]()
+        for entries in self.entries(part):
+            index = entries.row_A, entries.column_A
+            numbers = self.numbers.at(entries.number_A)
+            value_A, is_raised_A = numbers.change(logits_MC[index], temperature)
+            logits_MC[index] = value_A
+            is_raised.append(is_raised_A)
+        return ChangedSlice(self, part, is_raised)
+
+    def entries(self, part: slice) -> Iterator[Entries]:
+        """Return the changed logits of a slice of the vocabulary, in pieces."""
         first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
-        entries = slice(first, last)
-        row_A, id_A = self.index
-        index = row_A[entries], id_A[entries] - part.start
-        changed = self.apply(logits_MC[index], entries, temperature)
-        logits_MC[index] = changed.value_A
-        return changed._replace(places=index)
+        while first < last:
+            most = self.before[first] + MOST_ADJUSTED
+            end = int(np.searchsorted(self.before, most, side="right")) - 1
+            end = min(max(end, first + 1), last)
+            yield self._entries(first, end, part.start)
+            first = end
+
+    def _entries(self, first: int, last: int, first_id: int) -> Entries:
+        device = self.row_K.device
+        num_entries = int(self.before[last] - self.before[first])
+        size_E = self.size_E[first:last]
+        # With its size known, the device needs not be waited for.
+        number_A = torch.repeat_interleave(
+            torch.arange(first, last, device=device), size_E, output_size=num_entries
+        )
+        # Entry a of its piece is entry a - start of its stretch.
+        start_E = size_E.cumsum(0) - size_E
+        offset_E = self.begin_E[first:last] - start_E
+        place_A = torch.arange(num_entries, device=device) + offset_E[number_A - first]
+        return Entries(self.row_K[place_A], self.id_E[number_A] - first_id, number_A)
 
 
-class Changed(NamedTuple):
-    value_A: Tensor
-    slope_A: Tensor
-    places: tuple[Tensor, ...] = ()
+@dataclass(frozen=True)
+class ChangedSlice:
+    """Changed logits of a slice of the vocabulary. `is_raised`: of each piece, which
+    are divided by their factors.
+    """
+
+    changed: ChangedLogits
+    part: slice
+    is_raised: list[Tensor]
 
     def correct(self, grad_MC: Tensor, grad_bias_C: Tensor | None) -> None:
         """Multiply gradients of changed logits by the derivatives, in place."""
-        before_A = grad_MC[self.places]
-        after_A = (before_A * self.slope_A).to(grad_MC.dtype)
-        grad_MC[self.places] = after_A
-        if grad_bias_C is not None:
-            change_A = (after_A - before_A).to(grad_bias_C.dtype)
-            grad_bias_C.index_add_(0, self.places[1], change_A)
+        if not self.changed.has_factors:
+            return
+        pieces = self.changed.entries(self.part)
+        for entries, is_raised_A in zip(pieces, self.is_raised, strict=True):
+            index = entries.row_A, entries.column_A
+            factor_A = self.changed.numbers.factor_A[entries.number_A]
+            slope_A = _slopes(is_raised_A, factor_A)
+            before_A = grad_MC[index]
+            after_A = (before_A * slope_A).to(grad_MC.dtype)
+            grad_MC[index] = after_A
+            if grad_bias_C is not None:
+                change_A = (after_A - before_A).to(grad_bias_C.dtype)
+                grad_bias_C.index_add_(0, entries.column_A, change_A)

@@ -87,17 +87,19 @@ def find_model(
     key: str = MODEL_KEY,
     *,
     commit: str | None = None,
+    needs_weights: bool = True,
 ) -> Path:
     """Return the folder of a model, fetched if necessary. Raises ConfigError."""
-    if (given := _find_given(path, key)) is not None:
+    if (given := _find_given(path, key, needs_weights=needs_weights)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
     # A branch on the hub moves. A resumed run fetches the commit that it began with.
     fetched = commit or revision
     try:
+        patterns = [*DOWNLOADED] if needs_weights else [*TOKENIZER, "config.json"]
         folder = Path(
-            snapshot_download(path, revision=fetched, allow_patterns=[*DOWNLOADED])
+            snapshot_download(path, revision=fetched, allow_patterns=patterns)
         )
     except (OSError, ValueError) as error:
         at = f" at {fetched}" if fetched else ""
@@ -106,7 +108,7 @@ def find_model(
             "check the spelling and the network, or give the path of a local folder."
         )
         raise ConfigError(what, way_out=way_out) from error
-    _check_folder(folder, f"{key}={path}")
+    _check_folder(folder, f"{key}={path}", needs_weights=needs_weights)
     return folder
 
 

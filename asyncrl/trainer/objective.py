@@ -37,11 +37,15 @@ from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
 from asyncrl.messages.records import Credit, task_of
-from asyncrl.messages.tokens import TEACHER, Tokens
+from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
-from asyncrl.trainer.supports import SupportSets, check_supports
+from asyncrl.trainer.supports import (
+    DistillRows,
+    SupportSets,
+    check_supports,
+)
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
 
@@ -70,6 +74,9 @@ def check_batch(
     is_wrong = (ids < 0) | (ids >= vocab_size)
     is_wrong |= ~np.isfinite(arrays.behaviour_logprobs)
     is_wrong |= arrays.is_sampled & (arrays.versions > header.version)
+    compared = arrays.column(DISTILL_IDS)
+    is_unknown = (compared.values < 0) | (compared.values >= vocab_size)
+    is_wrong[np.repeat(np.arange(len(ids)), compared.sizes)[is_unknown]] = True
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
         logprob = arrays.behaviour_logprobs[first]
@@ -78,7 +85,7 @@ def check_batch(
             422,
             f"batch {header.version} has {is_wrong.sum()} invalid tokens, for example "
             f"id {ids[first]} with logprob {logprob} of version {version}",
-            rule=f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's",
+            rule=f"ids (compared ones too) are below {vocab_size}, logprobs finite, no newer version",
             way_out="use engines that serve this model; start the run again.",
         )
     check_supports(arrays, vocab_size)
@@ -379,11 +386,16 @@ class Objective:
         settings = self.settings
         assert TEACHER in batch.arrays.columns, "every rollout has passed the teacher"
         teacher_N = batch.arrays.column(TEACHER)
+        taught_N = settings.reward_weight * advantage_N
+        # A loss over several tokens has a gradient of its own (micro_loss).
+        if settings.num_distill_ids > 0:
+            return taught_N
         has_loss = batch.has_loss
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[has_loss])
         teacher_M = torch.from_numpy(teacher_N[has_loss])
-        distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
-        taught_N = settings.reward_weight * advantage_N
+        distilled_M = losses.distillation(
+            behaviour_M, teacher_M, settings.distill_loss
+        ).numpy()
         taught_N[has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
@@ -447,8 +459,11 @@ class Objective:
         current_M: Tensor,
         batch: BatchNumbers,
         step: StepNumbers,
+        entry_E: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
-        """Return this part of the loss, and sums of statistics, without a device sync."""
+        """Return this part of the loss, and sums of statistics, without a device sync.
+        `entry_E`: logprobs of micro.distilled's entries, with gradient.
+        """
 
         def over_tokens(values_N: npt.NDArray[np.generic]) -> Tensor:
             values_M = torch.from_numpy(values_N[micro.source_M])
@@ -512,10 +527,28 @@ class Objective:
             teacher_M = over_tokens(batch.arrays.column(TEACHER))
             kl_M = losses.kl(detached_M, teacher_M, "k1")
             stats["kl_teacher"] = kl_M.sum()
+        if micro.distilled is not None and entry_E is not None:
+            loss_M = loss_M + self._distance(micro.distilled, entry_E, len(loss_M))
         weight_S = to_device(step.weight_S[micro.trajectory_S], current_M.device)
         weight_M = weight_S[micro.sequence_M]
         loss = (loss_M * weight_M).sum()
         return loss, stats
+
+    def _distance(
+        self, distilled: DistillRows, student_E: Tensor, num_tokens: int
+    ) -> Tensor:
+        # Exact at each sampled place, so neither the ratio nor a correction weighs it.
+        # Like the KL to the initial weights, it comes after the masks.
+        settings = self.settings
+        is_reverse = settings.distill_loss == "topk_reverse_kl"
+        distance_M = losses.divergence(
+            student_E,
+            distilled.other_E,
+            distilled.token_E,
+            num_tokens,
+            1.0 if is_reverse else settings.distill_beta,
+        )
+        return settings.distill_weight * distance_M
 
     def _proximal(
         self,

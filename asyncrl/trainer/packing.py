@@ -23,10 +23,10 @@ from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.adjustments import (
     AdjustedCalls,
     ChangedLogits,
-    changes_of_pairs,
+    PairChanges,
 )
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.supports import FULL, SupportRows, SupportSets
+from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
     BoolN,
     IntN,
@@ -377,8 +377,8 @@ class MicroBatch:
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
-    `trajectory_S` in the header. Pairs without a support come first; `allowed_P` and
-    `changed` are of these, `supports` of the others.
+    `trajectory_S` in the header. Pairs without a support come first; `allowed_P`,
+    `changed` and `distilled` are of these, `supports` of the others.
     """
 
     token_ids_N: Tensor
@@ -393,6 +393,7 @@ class MicroBatch:
     allowed_P: AllowedRows | None = None
     changed: ChangedLogits | None = None
     supports: SupportRows | None = None
+    distilled: DistillRows | None = None
     routing_N: Tensor | None = None
     """int32 [N, E]: each token's experts at sampling."""
 
@@ -561,7 +562,7 @@ def _assemble(
     pair_U, source_U = both_M[first_U], source_M[first_U]
     support_rows = changed = None
     num_plain = len(source_U)
-    changes = changes_of_pairs(adjusted, arrays.ids, source_U)
+    changes = PairChanges.of(adjusted, arrays.ids, source_U)
     if supports is not None:
         set_U = supports.set_N[source_U]
         num_plain = int((set_U == FULL).sum())
@@ -574,7 +575,7 @@ def _assemble(
                 changes,
             )
     if changes is not None:
-        changed = ChangedLogits.of_plain(changes, num_plain, device)
+        changed = changes.of_plain(num_plain, device)
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
     if allowed is not None:
@@ -611,5 +612,6 @@ def _assemble(
         allowed_P=allowed_P,
         changed=changed,
         supports=support_rows,
+        distilled=DistillRows.of(arrays, source_M, pair_M, device),
         routing_N=routing_N,
     )

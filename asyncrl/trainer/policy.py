@@ -27,11 +27,11 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
-from asyncrl.trainer.adjustments import Changed, ChangedLogits
+from asyncrl.trainer.adjustments import ChangedLogits, ChangedSlice
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
-from asyncrl.trainer.supports import SupportRows
+from asyncrl.trainer.supports import Entries, EntriesPart, SupportRows
 from asyncrl.trainer.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
@@ -40,12 +40,14 @@ T = TypeVar("T")
 
 class Scores(NamedTuple):
     """Scores of M tokens, float32 nats of softmax(adjusted logits / temperature) over
-    the token's support. Only `logprob_M` has a gradient.
+    the token's support. Only `logprob_M` and `entry_E` have a gradient. `entry_E`: the
+    logprobs of MicroBatch.distilled's entries.
     """
 
     logprob_M: Tensor
     entropy_M: Tensor
     highest_M: Tensor
+    entry_E: Tensor | None = None
 
 
 def head_scores(
@@ -55,21 +57,27 @@ def head_scores(
     target_M: Tensor,
     use: HeadUse,
 ) -> Scores:
-    """Score `target_M`."""
+    """Score `target_M`, and the entries."""
     return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, use))  # type: ignore[no-untyped-call]
 
 
 class HeadUse(NamedTuple):
-    """`is_compiled`: fuse the passes over each slice of logits."""
+    """`entries` are in rows without a mask or changes. `is_compiled`: fuse the passes
+    over each slice of logits.
+    """
 
     temperature: float
     allowed_M: AllowedRows | None = None
     changed: ChangedLogits | None = None
+    entries: Entries | None = None
     is_compiled: bool = False
+
+    def entries_in(self, part: slice) -> EntriesPart | None:
+        return None if self.entries is None else self.entries.within(part)
 
     def logits(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> tuple[Tensor, Changed | None]:
+    ) -> tuple[Tensor, ChangedSlice | None]:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
         changed = None
         if self.changed is not None:
@@ -96,15 +104,21 @@ class _HeadScores(torch.autograd.Function):
         bias_V: Tensor | None,
         target_M: Tensor,
         use: HeadUse,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         target_logit_M, sum_M, product_M = hidden_MD.new_zeros(
             (3, len(hidden_MD)), dtype=wide
         ).unbind()
         highest_M = torch.full_like(sum_M, -torch.inf)
+        entries = use.entries
+        value_E = sum_M.new_empty(0 if entries is None else len(entries.ids))
         for part in _slices(target_M, weight_VD):
             logits_MC, _ = use.logits(hidden_MD, weight_VD, bias_V, part)
+            of_part = use.entries_in(part)
+            # Before add_slice, which may overwrite the logits.
+            if of_part is not None:
+                value_E[of_part.entries] = logits_MC[of_part.places]
             sums = (target_logit_M, highest_M, sum_M, product_M)
             target_logit_M, highest_M, sum_M, product_M = add_slice(
                 logits_MC, target_M - part.start, sums
@@ -120,7 +134,10 @@ class _HeadScores(torch.autograd.Function):
             -logsum_M,
         )
         ctx.mark_non_differentiable(*scores[1:])
-        return scores
+        if entries is None:
+            return scores
+        entry_E = (value_E - highest_M[entries.row_E]) - logsum_M[entries.row_E]
+        return *scores, entry_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,14 +154,24 @@ class _HeadScores(torch.autograd.Function):
             else None
         )
         grad_M = grads[0] / ctx.use.temperature
+        # Each logprob of a row, its target's or an entry's, has the same logsum.
+        total_M = grad_M
+        entries = ctx.use.entries
+        if entries is not None:
+            grad_E = grads[3] / ctx.use.temperature
+            total_M = grad_M.index_add(0, entries.row_E, grad_E)
         slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
             logits_MC, changed = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
-            sums = (highest_M, sum_M, grad_M)
+            sums = (highest_M, sum_M, grad_M, total_M)
             has_bias = grad_bias_V is not None
             place_M = target_M - part.start
+            of_entries = None
+            of_part = ctx.use.entries_in(part)
+            if of_part is not None:
+                of_entries = (*of_part.places, grad_E[of_part.entries])
             narrow_MC, grad_bias_C = slice_gradient(
-                logits_MC, place_M, sums, weight_VD.dtype, has_bias
+                logits_MC, place_M, sums, weight_VD.dtype, has_bias, of_entries
             )
             if changed is not None:
                 changed.correct(narrow_MC, grad_bias_C)
@@ -193,11 +220,11 @@ class _SupportScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
-        for part, entries in supports.parts(_slices(hidden_RD, weight_VD)):
-            if entries.start < entries.stop:
+        for part in _slices(hidden_RD, weight_VD):
+            of_part = supports.within(part)
+            if of_part is not None:
                 logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
-                column_E = supports.id_E[entries] - part.start
-                value_E[entries] = logits_RC[supports.row_E[entries], column_E]
+                value_E[of_part.entries] = logits_RC[of_part.places]
                 del logits_RC
         value_E, ctx.slope_E = supports.adjust(value_E, temperature)
         exponential_E, *scores = supports.sums(value_E)
@@ -224,12 +251,12 @@ class _SupportScores(torch.autograd.Function):
         if bias_V is not None and needs_bias:
             wide_V = grad_E.new_zeros(len(bias_V)).index_add(0, supports.id_E, grad_E)
             grad_bias_V = wide_V.to(bias_V.dtype)
-        for part, entries in supports.parts(_slices(hidden_RD, weight_VD)):
-            if entries.start == entries.stop:
+        for part in _slices(hidden_RD, weight_VD):
+            of_part = supports.within(part)
+            if of_part is None:
                 continue
             narrow_RC = narrow_E.new_zeros(len(hidden_RD), part.stop - part.start)
-            column_E = supports.id_E[entries] - part.start
-            narrow_RC[supports.row_E[entries], column_E] = narrow_E[entries]
+            narrow_RC[of_part.places] = narrow_E[of_part.entries]
             grad_hidden_RD += narrow_RC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_RC.t() @ hidden_RD
@@ -285,15 +312,18 @@ def _add_slice(
 def _slice_gradient(
     logits_MC: Tensor,
     place_M: Tensor,
-    sums: tuple[Tensor, Tensor, Tensor],
+    sums: tuple[Tensor, Tensor, Tensor, Tensor],
     dtype: torch.dtype,
     has_bias: bool,
+    of_entries: tuple[Tensor, Tensor, Tensor] | None = None,
     *,
     is_in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of a slice's logits, `dtype` [M, C], and of its bias [C]."""
-    highest_M, sum_M, grad_M = sums
-    scale_M = -grad_M / sum_M
+    """Return the gradient of a slice's logits, `dtype` [M, C], and of its bias [C].
+    `of_entries`: (row, column, gradient) of its entries.
+    """
+    highest_M, sum_M, grad_M, total_M = sums
+    scale_M = -total_M / sum_M
     if is_in_place:
         grad_MC = logits_MC.sub_(highest_M[:, None]).exp_().mul_(scale_M[:, None])
         inside_M = place_M.clamp(0, logits_MC.shape[1] - 1)
@@ -303,6 +333,9 @@ def _slice_gradient(
         column_C = torch.arange(logits_MC.shape[1], device=logits_MC.device)
         own_MC = torch.where(column_C == place_M[:, None], grad_M[:, None], 0.0)
         grad_MC = (logits_MC - highest_M[:, None]).exp() * scale_M[:, None] + own_MC
+    if of_entries is not None:
+        row_E, column_E, grad_E = of_entries
+        grad_MC = grad_MC.index_put_((row_E, column_E), grad_E, accumulate=True)
     return grad_MC.to(dtype), grad_MC.sum(dim=0) if has_bias else None
 
 
@@ -389,7 +422,10 @@ class Policy(nn.Module):
         inputs = self.inputs(micro)
         self.replay(micro.routing_N)
         scores = self._scores(inputs, micro, temperature)
-        return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
+        logprob_M, entropy_M, highest_M = (
+            score_U.index_select(0, micro.pair_M) for score_U in scores[:3]
+        )
+        return Scores(logprob_M, entropy_M, highest_M, scores.entry_E)
 
     def inputs(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Prepare the model for a micro-batch, and return its arguments."""
@@ -442,7 +478,11 @@ class Policy(nn.Module):
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
             if num_plain:
                 use = HeadUse(
-                    temperature, micro.allowed_P, micro.changed, self.is_compiled
+                    temperature,
+                    micro.allowed_P,
+                    micro.changed,
+                    micro.distilled,
+                    self.is_compiled,
                 )
                 hidden_PD = chosen_UD[:num_plain]
                 parts.append(head_scores(hidden_PD, *weights, target_P, use))
@@ -462,7 +502,9 @@ class Policy(nn.Module):
             micro.changed.apply_to(logits_UV, whole, temperature)
         if num_plain:
             parts.append(
-                _whole_scores(logits_UV[:num_plain], target_P, micro.allowed_P)
+                _whole_scores(
+                    logits_UV[:num_plain], target_P, micro.allowed_P, micro.distilled
+                )
             )
         if supports is not None:
             of_supports_RV = logits_UV[num_plain:]
@@ -491,7 +533,10 @@ class Policy(nn.Module):
 
 
 def _whole_scores(
-    logits_PV: Tensor, target_P: Tensor, allowed_P: AllowedRows | None
+    logits_PV: Tensor,
+    target_P: Tensor,
+    allowed_P: AllowedRows | None,
+    entries: Entries | None,
 ) -> Scores:
     if allowed_P is not None:
         logits_PV = logits_PV.clone()
@@ -500,13 +545,18 @@ def _whole_scores(
     with torch.no_grad():
         entropy_P = torch.special.entr(logprob_PV.exp()).sum(dim=-1)
     logprob_P = logprob_PV.gather(-1, target_P[:, None])[:, 0]
-    return Scores(logprob_P, entropy_P, logprob_PV.detach().amax(dim=-1))
+    entry_E = None if entries is None else logprob_PV[entries.row_E, entries.id_E]
+    return Scores(logprob_P, entropy_P, logprob_PV.detach().amax(dim=-1), entry_E)
 
 
 def _joined(parts: list[Scores]) -> Scores:
     if len(parts) == 1:
         return parts[0]
-    return Scores(*map(torch.cat, zip(*parts, strict=True)))
+    logprob_U, entropy_U, highest_U = map(
+        torch.cat, zip(*(part[:3] for part in parts), strict=True)
+    )
+    # Entries are of pairs without supports, which come first.
+    return Scores(logprob_U, entropy_U, highest_U, parts[0].entry_E)
 
 
 @lru_cache(maxsize=16)

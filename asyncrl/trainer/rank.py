@@ -385,11 +385,14 @@ class TrainerRank(TrainedModel):
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            current_M = scores.logprob_M
-            loss, stats = self._objective.micro_loss(micro, current_M, batch, numbers)
+            loss, stats = self._objective.micro_loss(
+                micro, scores.logprob_M, batch, numbers, scores.entry_E
+            )
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            detached = scores._replace(logprob_M=current_M.detach())
+            detached = scores._replace(
+                logprob_M=scores.logprob_M.detach(), entry_E=None
+            )
             # Keep tensors on the device: reading them here would wait for each
             # micro-batch. gather_scores() and gather_losses() wait once, for all.
             outputs.append((micro, detached))

@@ -1,11 +1,12 @@
-"""Supports of sampled tokens: the sets of ids from which top_p, top_k and min_p let the
-engine draw them. The trainer renormalises over them.
+"""Chosen ids of the vocabulary per token. Supports of sampled tokens: the sets of ids
+from which top_p, top_k and min_p let the engine draw them; the trainer renormalises
+over them. And the ids that a loss compares with another model (algorithm.distill_loss).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,15 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
-from asyncrl.trainer.adjustments import ChangedLogits, Changes
-from asyncrl.trainer.tree import BoolN, to_device
+from asyncrl.messages.tokens import (
+    DISTILL_IDS,
+    DISTILL_LOGPROBS,
+    SUPPORT,
+    Ragged,
+    Tokens,
+)
+from asyncrl.trainer.adjustments import ChangedEntries, PairChanges
+from asyncrl.trainer.tree import BoolN, IntN, to_device
 
 FULL = -1
 
@@ -72,13 +79,78 @@ def check_supports(arrays: Tokens, vocab_size: int) -> None:
         )
 
 
+class EntriesPart(NamedTuple):
+    """Neighboring entries. `places`: (row, column) of each one in a slice's logits."""
+
+    entries: slice
+    places: tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
-class SupportRows:
+class Entries:
+    """E logits of a micro-batch, in order of their ids.
+
+    `row_E`, `id_E` int64: the pair and the id of each entry. `ids` is `id_E` on the
+    host.
+    """
+
+    row_E: Tensor
+    id_E: Tensor
+    ids: npt.NDArray[np.int32]
+
+    def within(self, part: slice) -> EntriesPart | None:
+        """Return the entries in a slice of the vocabulary, or None if it has none."""
+        first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
+        if first == last:
+            return None
+        entries = slice(first, last)
+        return EntriesPart(
+            entries, (self.row_E[entries], self.id_E[entries] - part.start)
+        )
+
+
+@dataclass(frozen=True)
+class DistillRows(Entries):
+    """The ids that distillation compares. `token_E` int64: the loss token of each entry.
+    `other_E` float32: the other model's logprobs, in nats.
+    """
+
+    token_E: Tensor
+    other_E: Tensor
+
+    @classmethod
+    def of(
+        cls, arrays: Tokens, source_M: IntN, pair_M: IntN, device: torch.device
+    ) -> DistillRows | None:
+        """Return the entries of the tokens at `source_M`, or None if there are none."""
+        tops: Ragged = arrays.column(DISTILL_IDS)  # empty without distillation
+        sizes_M = tops.sizes[source_M]
+        num_entries = int(sizes_M.sum())
+        if num_entries == 0:
+            return None
+        token_E = np.repeat(np.arange(len(source_M)), sizes_M)
+        # The entries of token m begin at first_M in the column, and at start_M here.
+        first_M = (tops.sizes.cumsum() - tops.sizes)[source_M]
+        start_M = sizes_M.cumsum() - sizes_M
+        place_E = np.arange(num_entries) + (first_M - start_M)[token_E]
+        order = np.argsort(tops.values[place_E], kind="stable")
+        token_E, place_E = token_E[order], place_E[order]
+        ids = tops.values[place_E]
+        row, id, token = (
+            to_device(torch.from_numpy(array.astype(np.int64)), device)
+            for array in (pair_M[token_E], ids, token_E)
+        )
+        logprob_E = arrays.column(DISTILL_LOGPROBS).values[place_E]
+        other_E = to_device(torch.from_numpy(logprob_E), device)
+        return cls(row, id, ids, token, other_E)
+
+
+@dataclass(frozen=True)
+class SupportRows(Entries):
     """Supports of the last R of a micro-batch's U pairs, as E entries in order of their
     ids.
 
-    `row_E`, `id_E` int64: the pair, counted from `num_plain`, and the id of each entry.
-    `target_R` int64: the entry of each pair's target. `ids` is `id_E` on the host.
+    `row_E`: counted from `num_plain`. `target_R` int64: the entry of each pair's target.
     `changed`: entries whose logits the call has adjusted.
 
     Example: the second pair and the third have the supports {2, 5} and {5}.
@@ -89,11 +161,8 @@ class SupportRows:
     """
 
     num_plain: int
-    row_E: Tensor
-    id_E: Tensor
     target_R: Tensor
-    ids: npt.NDArray[np.int32]
-    changed: ChangedLogits | None = None
+    changed: ChangedEntries | None = None
 
     @classmethod
     def of(
@@ -102,10 +171,10 @@ class SupportRows:
         target_R: npt.NDArray[np.int64],
         num_plain: int,
         device: torch.device,
-        changes: Changes | None = None,
+        changes: PairChanges | None = None,
     ) -> SupportRows:
         """`sets`: the support of each pair. `target_R`: its target, which is in it.
-        `changes`: of all pairs, in order of their ids.
+        `changes`: of all pairs.
         """
         ids = np.concatenate(sets)
         row_E = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
@@ -121,21 +190,9 @@ class SupportRows:
         )
         changed = None
         if changes is not None:
-            changes = changes.from_row(num_plain)
-            # Entries ascend by id, then by pair, so both have one number.
-            number_E = ids.astype(np.int64) * len(sets) + row_E
-            number_A = changes.id_A * len(sets) + changes.row_A
-            place_A = np.searchsorted(number_E, number_A)
-            is_kept_A = np.append(number_E, -1)[place_A] == number_A
-            kept = changes.where(is_kept_A)
-            changed = ChangedLogits.of(kept, [place_A[is_kept_A]], device)
-        return cls(num_plain, row, id, target, ids, changed)
-
-    def parts(self, slices: Iterator[slice]) -> Iterator[tuple[slice, slice]]:
-        """Return each slice of the vocabulary with the slice of its entries."""
-        for part in slices:
-            first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
-            yield part, slice(first, last)
+            pair_E = row_E + num_plain
+            changed = changes.of_entries(pair_E, ids.astype(np.int64), device)
+        return cls(row, id, ids, num_plain, target, changed)
 
     def adjust(
         self, value_E: Tensor, temperature: float
@@ -143,10 +200,7 @@ class SupportRows:
         """Return the entries' adjusted logits, and their derivatives (None: 1)."""
         if self.changed is None:
             return value_E, None
-        (place_A,) = self.changed.index
-        changed = self.changed.apply(value_E[place_A], slice(None), temperature)
-        slope_E = torch.ones_like(value_E).index_copy(0, place_A, changed.slope_A)
-        return value_E.index_copy(0, place_A, changed.value_A), slope_E
+        return self.changed.apply(value_E, temperature)
 
     def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a

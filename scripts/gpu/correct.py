@@ -25,6 +25,7 @@ from asyncrl.trainer.policy import HeadUse, head_scores
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step_metrics import GAP_WARNING
+from asyncrl.trainer.supports import Entries
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 
@@ -194,9 +195,14 @@ def _head_on(
     )
     target_M, grad_M = (one.to(device) for one in given[2:])
     is_compiled = device == "cuda" and not missing_for_compiling(torch.device(device))
-    use = HeadUse(0.8, is_compiled=is_compiled)
+    # One entry a token, as distillation over several ids has them.
+    id_E = torch.linspace(0, len(weight_VD) - 1, len(target_M)).long()
+    row_E = torch.arange(len(target_M), device=device)
+    entries = Entries(row_E, id_E.to(device), id_E.numpy().astype(np.int32))
+    use = HeadUse(0.8, entries=entries, is_compiled=is_compiled)
     scores = head_scores(hidden_MD, weight_VD, None, target_M, use)
-    scores.logprob_M.backward(grad_M)
+    assert scores.entry_E is not None
+    torch.autograd.backward([scores.logprob_M, scores.entry_E], [grad_M, grad_M])
     assert hidden_MD.grad is not None
     assert weight_VD.grad is not None
     return scores.logprob_M.detach(), hidden_MD.grad, weight_VD.grad

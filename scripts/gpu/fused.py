@@ -4,8 +4,6 @@ own forward.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -24,7 +22,8 @@ PROMPTS = (1, 63, 64, 65, 300, 1000)
 DECODED = 8
 LIMITS = {"float32": 2e-3, "bfloat16": 0.05}
 """Largest distance between logprobs of sampled tokens, in nats."""
-STEPS = 40
+WARM_UP, STEPS = 8, 40
+"""The first steps capture graphs."""
 TIMED_LENGTH = 300
 MAX_LENGTH = 1088
 
@@ -51,7 +50,8 @@ def fused_step(bench: Bench) -> None:
     for rows in (2, 4, 1, 8) if bench.is_tiny else (64, 256, 1, 32):
         ids, lengths = np.ones(rows, np.int64), np.full(rows, TIMED_LENGTH, np.int64)
         plain, fused = (
-            _timed(partial(steps.step, ids, lengths), bench.device) for steps in kinds
+            1e3 * bench.timed(partial(steps.step, ids, lengths), WARM_UP, STEPS)
+            for steps in kinds
         )
         what = f"step of {rows} rows at {TIMED_LENGTH} tokens"
         against = f"plain step {plain:.3f} ms, {plain / fused:.2f} times"
@@ -126,17 +126,3 @@ def _own_logprobs(model: torch.nn.Module, text: np.ndarray) -> Tensor:
         model(ids, use_cache=False).logits[0, -DECODED:-1].float().log_softmax(-1)
     )
     return logprobs_TV.gather(1, ids[0, 1 - DECODED :, None])[:, 0]
-
-
-def _timed(step: Callable[[], Tensor], device: str) -> float:
-    """Return milliseconds of a step, after graphs are captured."""
-    for _ in range(8):
-        step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started_s = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - started_s) / STEPS

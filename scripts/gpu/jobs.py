@@ -46,8 +46,7 @@ def run_job(
     if it `must_end`.
     """
     run_dir = bench.folder / name
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides]
-    command += ["observe.trackers=[]", "--run-dir", str(run_dir)]
+    command = command_of(config, run_dir, *overrides)
     with (bench.folder / f"{name}.log").open("w+", encoding="utf-8") as log:
         job = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -58,13 +57,7 @@ def run_job(
             job.wait(GRACE_S)
         log.seek(0)
         said = log.read()[-3000:]
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    steps = [
-        line
-        for line in map(json.loads, lines)
-        if "step" in line and "reward/mean" in line
-    ]
+    steps = steps_of(run_dir)
     if code or not steps or (code is None and must_end):
         ended = (
             f"was interrupted after {limit_s:.0f} s"
@@ -76,6 +69,19 @@ def run_job(
             f"{engine_log}\n{said}\nasyncrl run {name} {ended} with {len(steps)} steps"
         )
     return steps
+
+
+def command_of(config: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Return the command of a run without trackers."""
+    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides]
+    return [*command, "observe.trackers=[]", "--run-dir", str(run_dir)]
+
+
+def steps_of(run_dir: Path) -> list[Line]:
+    """Return the steps so far."""
+    from common import read_steps
+
+    return [line for line in read_steps(run_dir) if "reward/mean" in line]
 
 
 def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:

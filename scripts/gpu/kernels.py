@@ -132,28 +132,12 @@ def _tell_times(
         ("forward", forward, operations),
         ("backward", backward, 2.5 * operations),
     ):
-        seconds = _timed(call, bench.device)
+        seconds = bench.timed(call, WARM_UP, REPETITIONS)
         bench.tell(
             f"{what}, {direction}, ms",
             f"{1e3 * seconds:.2f}",
             against=f"{work / seconds / 1e12:.0f} TFLOP/s",
         )
-
-
-def _timed(call: Call, device: str) -> float:
-    """Return the mean seconds of a call."""
-    from time import perf_counter
-
-    for _ in range(WARM_UP):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started_s = perf_counter()
-    for _ in range(REPETITIONS):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (perf_counter() - started_s) / REPETITIONS
 
 
 def _check_tree(bench: Bench, kernel: str, label: str, num_parts: int = 99) -> None:

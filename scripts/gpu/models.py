@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from common import trainer_spec
+from trainer_case import Row, batch_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
-from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
+from asyncrl.messages.tokens import Tokens, spans_of
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -117,19 +119,14 @@ def make_spec(
     **values: Any,
 ) -> TrainerSpec:
     """Return the spec of a trainer in this process."""
-    (bench.folder / "staging").mkdir(exist_ok=True)
-    return TrainerSpec.model_validate(
-        {
-            "model_path": str(model),
-            "dtype": "bfloat16",
-            "device": bench.device,
-            "trainer": TrainerConfig(**(trainer or {})).model_dump(),
-            "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
-            "measures_gap": False,  # a random batch has no engine logprobs
-            "staging_dir": bench.folder / "staging",
-            "record_path": bench.folder / "trained.jsonl",
-            **values,
-        }
+    given = {"dtype": "bfloat16", "device": bench.device} | values
+    return trainer_spec(
+        model,
+        bench.folder,
+        trainer=TrainerConfig(**(trainer or {})),
+        algorithm=AlgorithmConfig(**(algorithm or {})),
+        measures_gap=False,  # a random batch has no engine logprobs
+        **given,
     )
 
 
@@ -149,31 +146,17 @@ def make_batch(
     vocab_size: int, lengths: list[int], *, prompt: int, group_size: int
 ) -> tuple[BatchHeader, Tokens]:
     rng = np.random.default_rng(0)
-    entries = []
-    tokens = []
-    masks = []
-    start = 0
+    rows = []
     for index, length in enumerate(lengths):
         group, sample = divmod(index, group_size)
         if sample == 0:
             head = rng.integers(0, vocab_size, prompt)
-        tokens += [head, rng.integers(0, vocab_size, length)]
-        masks += [np.zeros(prompt, np.bool_), np.ones(length, np.bool_)]
-        end = start + prompt + length
-        place = {"group_index": group, "group_id": group, "start": start, "end": end}
-        name = {"sample_index": sample, "prompt_id": f"p{group}"}
-        entries.append(TrajectoryHeader(**place, **name, reward=float(rng.random())))
-        start = end
-    mask = np.concatenate(masks)
-    noise = rng.normal(-np.log(vocab_size), 0.05, len(mask))
-    header = BatchHeader(
-        version=0, min_version=0, mask_older=False, trajectories=entries
-    )
-    return header, Tokens(
-        np.concatenate(tokens).astype(np.int32),
-        spans_of(np.where(mask, 0, -1)),
-        {BEHAVIOUR: np.where(mask, noise, 0.0).astype(np.float32)},
-    )
+        ids = np.concatenate([head, rng.integers(0, vocab_size, length)])
+        noise = rng.normal(-np.log(vocab_size), 0.05, len(ids))
+        is_sampled = np.arange(len(ids)) >= prompt
+        reward = float(rng.random())
+        rows.append(Row(group, sample, 0, ids, is_sampled, noise, reward))
+    return batch_of(rows)
 
 
 def at_version(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,25 @@ class Bench:
     def place(self) -> str:
         """Placement of a run on the device."""
         return "0" if self.device == "cuda" else "cpu"
+
+    def timed(
+        self, call: Callable[[], object], num_warm_up: int, num_calls: int
+    ) -> float:
+        """Return the mean seconds of a call, after the first `num_warm_up`."""
+        for _ in range(num_warm_up):
+            call()
+        self._wait_device()
+        started_s = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        self._wait_device()
+        return (time.perf_counter() - started_s) / num_calls
+
+    def _wait_device(self) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
 
     def tell(
         self, what: str, value: str, *, against: str = "", ok: bool | None = None

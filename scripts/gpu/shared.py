@@ -4,17 +4,23 @@ work too.
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import yaml
 
-from gpu.jobs import CASES, GRACE_S, REPO, Line, job_config, tell_sharing
+from gpu.jobs import (
+    CASES,
+    GRACE_S,
+    REPO,
+    command_of,
+    job_config,
+    steps_of,
+    tell_sharing,
+)
 from gpu.models import make_folder
 from gpu.rows import Bench
 
@@ -46,22 +52,12 @@ def survives_a_kill(bench: Bench) -> None:
         yaml.safe_dump(job_config(bench, make_folder(bench, "0.6B"), sections)), "utf-8"
     )
     run_dir = bench.folder / "kill"
-    command = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        str(config),
-        "--run-dir",
-        str(run_dir),
-    ]
+    command = command_of(config, run_dir)
     with (bench.folder / "kill.log").open("w+", encoding="utf-8") as log:
-        job = subprocess.Popen(
-            [*command, "observe.trackers=[]"], cwd=REPO, stdout=log, stderr=log
-        )
+        job = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=log)
         try:
             _wait_steps(job, run_dir, STEPS)
-            before = len(_steps(run_dir))
+            before = len(steps_of(run_dir))
             (engine,) = _children(job, "specs/engine-0.json")
             engine.kill()
             killed_s = time.monotonic()
@@ -72,30 +68,20 @@ def survives_a_kill(bench: Bench) -> None:
                 job.wait(GRACE_S)
             log.seek(0)
             print(log.read()[-3000:])
-    last = _steps(run_dir)[-1]
+    last = steps_of(run_dir)[-1]
     again = f"{time.monotonic() - killed_s:.1f} s to {STEPS} more steps"
     bench.tell("engine killed", again, ok=last["engine/restarts"] == 1)
     bench.tell("restarts of the trainer with it", f"{last['trainer/restarts']:g}")
     tell_sharing(bench, "kill", run_dir)
 
 
-def _steps(run_dir: Path) -> list[Line]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [
-        line
-        for line in map(json.loads, lines)
-        if "step" in line and "reward/mean" in line
-    ]
-
-
 def _wait_steps(job: subprocess.Popen[bytes], run_dir: Path, num: int) -> None:
     """Raise RuntimeError if the run ends, or has not so many steps after LOST_S."""
     end_s = time.monotonic() + LOST_S
-    while len(_steps(run_dir)) < num:
+    while len(steps_of(run_dir)) < num:
         if job.poll() is not None or time.monotonic() > end_s:
             raise RuntimeError(
-                f"{len(_steps(run_dir))} of {num} steps; the run's exit code is {job.poll()}"
+                f"{len(steps_of(run_dir))} of {num} steps; the run's exit code is {job.poll()}"
             )
         time.sleep(LOOK_S)
 

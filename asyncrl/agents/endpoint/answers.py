@@ -205,7 +205,7 @@ class Answer:
     """
     finish_reason: str = ""
     num_tokens: int = 0
-    logprobs: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, object]] | None = None
     completion: Completion = NO_COMPLETION
     """Once finished."""
 
@@ -239,8 +239,8 @@ class Answer:
         return self.reader.calls[: self.most_calls]
 
     @property
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {
+    def message(self) -> dict[str, object]:
+        message: dict[str, object] = {
             "role": "assistant",
             "content": self.content,
             "refusal": None,
@@ -276,7 +276,7 @@ class Answer:
         """Make the logprobs of OpenAI's form, which take 10 us a token and alternative."""
 
         @cache
-        def shown(token: int) -> dict[str, Any]:
+        def shown(token: int) -> dict[str, object]:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
             data = (
                 part_of_character(self.tokenizer, token)

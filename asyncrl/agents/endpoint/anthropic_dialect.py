@@ -60,36 +60,36 @@ class _ToolBlock(OpenDict):
     type: NotRequired[Literal["custom"] | None]
     name: Name
     description: NotRequired[str | None]
-    input_schema: NotRequired[dict[str, Any]]
+    input_schema: NotRequired[dict[str, object]]
     strict: NotRequired[bool | None]
     defer_loading: NotRequired[bool | None]
 
 
 class _Turn(OpenDict):
     role: Literal["system", "user", "assistant"]
-    content: str | list[Any]
+    content: str | list[object]
 
 
 class MessagesRequest(CallParameters):
     messages: Annotated[list[_Turn], Field(min_length=1), FailFast()]
-    system: str | list[Any] = ""
+    system: str | list[object] = ""
     max_tokens: Count | None = None
     tools: Annotated[list[_ToolBlock], FailFast()] = []
-    tool_choice: dict[str, Any] = {}
+    tool_choice: dict[str, object] = {}
     thinking: _Thinking | None = None
     stop_sequences: Stops = []
-    output_config: dict[str, Any] = {}
+    output_config: dict[str, object] = {}
     thread: Annotated[_Created | _Continued, Field(discriminator="type")] | None = None
     chat_template_kwargs: Settings = {}
 
 
-def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+def _read(reader: RequestReader, body: dict[str, object], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, MessagesRequest)
-    before = Kept([])
-    if asked.thread and asked.thread["type"] == "continue":
-        before = kept_answer(
-            asked.thread["previous_message_id"], "thread.previous_message_id", kept
-        )
+    thread = asked.thread
+    previous = None
+    if thread and thread["type"] == "continue":
+        previous = thread["previous_message_id"]
+    before = kept_answer(previous, "thread.previous_message_id", kept)
     tools = [*before.tools, *map(_function, asked.tools)]
     messages = [*before.messages, *_messages(asked)]
     chat = asked.common() | {
@@ -108,14 +108,14 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     )
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     return reader.chat(chat, functions), MessageWriter(
-        Kept(messages, tools) if asked.thread else None
+        Kept(messages, tools) if thread else None
     )
 
 
 MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
 
 
-def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
+def _messages(asked: MessagesRequest) -> list[dict[str, object]]:
     messages = _turn("system", asked.system, "system") if asked.system else []
     for number, turn in enumerate(asked.messages):
         messages += _turn(turn["role"], turn["content"], f"messages[{number}].content")
@@ -127,15 +127,15 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any]]:
+def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, object]]:
     """Return the tool results and the message of one turn. The chat joins the parts of
     a message; a system's are joined by nothing, like in vLLM.
     """
     blocks = [content] if isinstance(content, str) else content
-    parts: list[Any] = []
+    parts: list[object] = []
     texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
+    calls: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         match role, block:
@@ -156,7 +156,7 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any
                 except PydanticCustomError as error:
                     raise invalid(f"{place}: {error}.", place) from None
                 parts.append(block)
-    message = {"role": role, "content": parts, "tool_calls": calls}
+    message: dict[str, object] = {"role": role, "content": parts, "tool_calls": calls}
     if role == "system":
         message["content"] = "".join(
             text for text in texts if not text.startswith(BILLING)
@@ -198,7 +198,7 @@ class MessageWriter(Writer):
     def __init__(self, continues: Kept | None) -> None:
         self.continues = continues
 
-    def body(self, call: GatewayCall) -> dict[str, Any]:
+    def body(self, call: GatewayCall) -> dict[str, object]:
         answer = call.answer
         content = [_block(answer, block) for block in whole_blocks(answer)]
         usage = _usage(call, answer.num_tokens)
@@ -239,7 +239,7 @@ class MessageWriter(Writer):
         return encoded(anthropic_error(error))
 
 
-def _head(call: GatewayCall) -> dict[str, Any]:
+def _head(call: GatewayCall) -> dict[str, object]:
     return {
         "id": call.name,
         "type": "message",
@@ -249,11 +249,11 @@ def _head(call: GatewayCall) -> dict[str, Any]:
 
 
 def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
-    usage = {"input_tokens": call.planned.whole.length, "output_tokens": num_output}
+    usage = {"input_tokens": call.num_prompt, "output_tokens": num_output}
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _block(answer: Answer, block: Block) -> dict[str, Any]:
+def _block(answer: Answer, block: Block) -> dict[str, object]:
     if block.part == "thought":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.part == "text":
@@ -269,7 +269,7 @@ def _block(answer: Answer, block: Block) -> dict[str, Any]:
     }
 
 
-def _ending(answer: Answer) -> dict[str, Any]:
+def _ending(answer: Answer) -> dict[str, object]:
     if answer.finish_reason == "stop" and answer.text.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.text.stopped_by}
     return {
@@ -278,5 +278,5 @@ def _ending(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _event(kind: str, index: int, **fields: Any) -> bytes:
+def _event(kind: str, index: int, **fields: object) -> bytes:
     return encoded({"type": f"content_block_{kind}", "index": index, **fields})

@@ -20,9 +20,9 @@ NOT_KEPT = "previous_response_not_found"
 
 
 class Kept(NamedTuple):
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, Any]] = ()
-    items: Sequence[Mapping[str, Any]] = ()
+    items: Sequence[Mapping[str, object]] = ()
     """Of a response, for later references."""
 
 
@@ -30,8 +30,12 @@ KeptAnswers = Newest[str, Kept]
 """Messages through delivered answers of a session, by the ids of their calls."""
 
 
-def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
-    """Return the chat through the answer `name`. Raises ApiError: 404."""
+def kept_answer(name: str | None, param: str, kept: KeptAnswers) -> Kept:
+    """Return the chat through the answer `name`; without a name, an empty one. Raises
+    ApiError: 404.
+    """
+    if name is None:
+        return Kept(())
     if (answer := kept.get(name)) is not None:
         return answer
     why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
@@ -58,7 +62,7 @@ class GatewayCall:
     request: SamplingRequest
     is_streamed: bool
     is_trained: bool
-    speaker: str | None = None
+    agent: str = ""
     """X-Session-ID of the request: one of several agents in a rollout."""
     is_sampled: bool = False
     is_delivered: bool = False
@@ -68,6 +72,11 @@ class GatewayCall:
     @property
     def created_s(self) -> int:
         return int(self.begun_s)
+
+    @property
+    def num_prompt(self) -> int:
+        """Count the tokens of the prompt."""
+        return self.planned.whole.length
 
     def feed(self, token_ids: Sequence[int]) -> None:
         self.answer.feed(token_ids)

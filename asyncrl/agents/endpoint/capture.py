@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from asyncrl.agents.endpoint.prefix_match import (
     Recorded,
     Roles,
     answer_forms,
+    end_of,
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
@@ -39,12 +40,7 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 from asyncrl.messages.tokens import Tokens, in_journal
-from asyncrl.messages.worker_api import (
-    CONTEXT_TOKENS,
-    ChatTokenizer,
-    answer_text,
-    decode_after,
-)
+from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, decode_after
 
 Earned = tuple[float, int, str]
 """Reward, unit and state of a Credit."""
@@ -138,9 +134,9 @@ class Capture:
         return len(self._nodes)
 
     @property
-    def names(self) -> set[str]:
-        """Return the names of all completions."""
-        return set(self._nodes)
+    def agents(self) -> dict[str, str]:
+        """Return the agent of each completion, by name."""
+        return {name: node.call.agent for name, node in self._nodes.items()}
 
     @property
     def num_branch_tokens(self) -> int:
@@ -153,7 +149,7 @@ class Capture:
         tools: Messages | None,
         *,
         prefill: str = "",
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> PromptMatch:
         """Find the completion that a chat continues, and the text to encode after its
         ids. May run in a thread in parallel with record(). Raises ValueError if the
@@ -214,32 +210,25 @@ class Capture:
         *,
         is_trained: bool = True,
         begun_s: float | None = None,
+        agent: str = "",
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's
         distribution. `begun_s`: time of the request, in seconds since the epoch.
+        `agent`: who made the call.
         """
         # The engine answers with the whole prompt. The parents already hold its first
         # `num_known` tokens. The likeliest tokens were for the client's answer only.
-        num_known = completion.num_prompt - len(planned.added)
+        num_added = len(planned.added)
+        num_known = completion.num_prompt - num_added
         added = completion.tokens.kept(in_journal).slice(num_known)
         # A slice holds the arrays of the whole prompt, so a session of n calls would
         # hold n prompts.
         tokens = added.copy()
-        num_added = len(planned.added)
-        whole = planned.whole.then(tokens.ids[num_added:])
-        match = planned.match
-        text = None if match is None else match.whole
-        # Decoded behind the prompt, because the text of a token depends on its
-        # neighbors. Later renders are compared with this text.
-        if text is not None:
-            text = text.then(
-                decode_after(self._tokenizer, planned.tail, completion.token_ids)
-            )
         now_s = time.time()
-        tools = [
+        tools = tuple(
             (tool["id"], tool["function"]["name"])
             for tool in message.get("tool_calls") or ()
-        ]
+        )
         call = PolicyCall(
             num_added,
             len(tokens),
@@ -247,7 +236,8 @@ class Capture:
             now_s if begun_s is None else begun_s,
             now_s,
             "tool_calls" if tools else completion.finish_reason or "",
-            tuple(tools),
+            tools,
+            agent,
         )
         node = ChatNode(
             name=name,
@@ -257,28 +247,35 @@ class Capture:
             num_added=num_added,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            whole=whole,
-            num_messages=match.num_messages + 1 if match else 0,
-            key=match.chain.key_with(message) if match else b"",
-            text=text,
+            whole=planned.whole.then(tokens.ids[num_added:]),
             call=call,
             is_trained=is_trained,
-            deviations=match.deviations if match else (),
-            shown=match.shown if match else None,
         )
+        keys: list[bytes] = []
+        if match := planned.match:
+            # Decoded behind the prompt, because the text of a token depends on its
+            # neighbors, and with special tokens, since they may enclose a thought that
+            # answer_forms must find. Later renders are compared with this text.
+            sampled = completion.token_ids
+            text = decode_after(self._tokenizer, planned.tail, sampled)
+            said = text.removesuffix(end_of(self._tokenizer, sampled))
+            forms = answer_forms(message, said, self._thinking)
+            keys = [match.chain.key_with(form) for form in forms]
+            node = replace(
+                node,
+                num_messages=match.num_messages + 1,
+                key=keys[0],
+                text=match.whole and match.whole.then(text),
+                deviations=match.deviations,
+                shown=match.shown,
+            )
         self._nodes[name] = node
         # The parent ended a branch until now; its continuation does from here on. An
         # empty answer adds no tokens to train, so it ends no branch.
         if node.num_sampled:
             self._ends.difference_update(node.path())
             self._ends.add(node)
-        # With special tokens, since they may enclose a thought that answer_forms must
-        # find.
-        shown = answer_text(self._tokenizer, completion.token_ids, shows_special=True)
-        forms = answer_forms(message, shown, self._thinking) if match else ()
-        self._recorded.add(
-            node, [match.chain.key_with(form) for form in forms] if match else ()
-        )
+        self._recorded.add(node, keys)
 
     def last_completion(self) -> Completion:
         """Return the completion of the call that was planned last. Raises
@@ -329,28 +326,35 @@ class Capture:
                 rule=rule,
                 way_out="let it call the model with its session's key.",
             )
-        # An answer that several calls continued is in several branches. It has its loss
-        # in the first; in the others it is context, or its gradient would count twice.
-        owners: dict[ChatNode, int] = {}
-        for branch, path in enumerate(paths):
-            for node in path:
-                owners.setdefault(node, branch)
         credited = _credited(nodes, outcome)
+        untrained: list[Credit] = []
         if by_turn:
             credited = _turns(nodes, outcome, reward)
-        rollout = []
-        for branch, path in enumerate(paths):
-            own = {node for node in path if owners[node] == branch}
-            trajectory = _trajectory(path, own, credited, sample_index, reward)
-            rollout.append(
-                replace(trajectory, branch=branch, metrics=dict(outcome.metrics))
-            )
-        if by_turn:
             # None of their tokens has a loss, but earlier turns earn their rewards too.
-            untrained = tuple(
+            untrained = [
                 Credit(0, 0, *credited[node]) for node in nodes if not node.has_loss
+            ]
+        rollout = list[Trajectory]()
+        seen = set[ChatNode]()
+        for path in paths:
+            # An answer that several calls continued is in several branches. It has its
+            # loss in the first; in the others it is context, or its gradient would
+            # count twice.
+            own = set(path) - seen
+            seen |= own
+            tokens, credits, calls = _branch(path, own, credited)
+            trajectory = Trajectory(
+                sample_index=sample_index,
+                branch=len(rollout),
+                tokens=tokens,
+                reward=reward,
+                is_truncated=path[-1].is_truncated,
+                num_interruptions=sum(node.num_interruptions for node in own),
+                credits=tuple(credits if rollout else credits + untrained),
+                calls=tuple(calls),
+                metrics=dict(outcome.metrics),
             )
-            rollout[0] = replace(rollout[0], credits=rollout[0].credits + untrained)
+            rollout.append(trajectory)
         return tuple(rollout)
 
 
@@ -376,13 +380,10 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
-def _trajectory(
-    path: list[ChatNode],
-    own: set[ChatNode],
-    credited: Mapping[ChatNode, Earned],
-    sample_index: int,
-    reward: float,
-) -> Trajectory:
+def _branch(
+    path: list[ChatNode], own: set[ChatNode], credited: Mapping[ChatNode, Earned]
+) -> tuple[Tokens, list[Credit], list[PolicyCall]]:
+    """Return the tokens of a branch; and of its `own` answers the credits and calls."""
     parts = list[Tokens]()
     credits = list[Credit]()
     calls = list[PolicyCall]()
@@ -396,15 +397,7 @@ def _trajectory(
         parts.append(node.tokens if is_own else node.tokens.as_context())
         if is_own and node in credited:
             credits.append(Credit(start, end, *credited[node]))
-    return Trajectory(
-        sample_index=sample_index,
-        tokens=Tokens.join(parts),
-        reward=reward,
-        is_truncated=path[-1].is_truncated,
-        num_interruptions=sum(node.num_interruptions for node in own),
-        credits=tuple(credits),
-        calls=tuple(calls),
-    )
+    return Tokens.join(parts), credits, calls
 
 
 def _turns(

@@ -61,11 +61,11 @@ class ChatNode:
     is_truncated: bool
     num_interruptions: int
     whole: Prefix
-    num_messages: int
-    key: bytes
-    text: Prefix | None
     call: PolicyCall
     is_trained: bool = True
+    num_messages: int = 0
+    key: bytes = b""
+    text: Prefix | None = None
     deviations: Sequence[Deviation] = ()
     shown: Prefix | None = None
     """PromptMatch.shown"""

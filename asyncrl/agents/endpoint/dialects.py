@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
     from asyncrl.agents.endpoint.tool_formats import Part
 
-Event = Mapping[str, Any]
+Event = Mapping[str, object]
 
 
 class Writer(ABC):
@@ -30,7 +30,7 @@ class Writer(ABC):
     """Chat before the answer, if later calls may name the answer by its id."""
 
     @abstractmethod
-    def body(self, call: GatewayCall) -> dict[str, Any]: ...
+    def body(self, call: GatewayCall) -> dict[str, object]: ...
 
     @abstractmethod
     def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
@@ -55,7 +55,7 @@ class Dialect:
     name: str
     path: str
     splits_thoughts: bool | None
-    read: Callable[[RequestReader, dict[str, Any], KeptAnswers], Read]
+    read: Callable[[RequestReader, dict[str, object], KeptAnswers], Read]
     body: type[BaseModel]
 
 
@@ -65,7 +65,7 @@ def encoded(*events: Event) -> bytes:
     for event in events:
         # Chunks of chats have no type, and OpenAI sends them as data lines only.
         if "type" in event:
-            texts.append(b"event: %b\n" % event["type"].encode())
+            texts.append(f"event: {event['type']}\n".encode())
         texts.append(b"data: %b\n\n" % to_json(event, inf_nan_mode="null"))
     return b"".join(texts)
 
@@ -149,9 +149,9 @@ ANTHROPIC_ERRORS = {
 """Others are invalid requests below 500, and api_error from there on."""
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
+def anthropic_error(error: ApiError) -> dict[str, object]:
     other = "api_error" if error.status >= 500 else "invalid_request_error"
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "type": ANTHROPIC_ERRORS.get(error.status, other),
         "message": error.anthropics,
     }
@@ -170,7 +170,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     )
 
 
-def model_body(model: str, name: str | None) -> dict[str, Any]:
+def model_body(model: str, name: str | None) -> dict[str, object]:
     """Return the model `name`, or the list of models if None. Raises ApiError (404) for
     another model.
     """

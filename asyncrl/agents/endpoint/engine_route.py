@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
@@ -154,18 +154,30 @@ class EngineRoute:
         planned = await self._planned(session, asked, num_bytes)
         prompt = planned.match.text if planned.match else ""
         prefill = planned.match.prefill if planned.match else ""
-        grammar = grammar_of(
-            asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt
-        )
-        # Before take_number: a refused grammar must not use up a number. Only an
-        # existing call is withdrawn.
-        if grammar is not None:
-            source = (
-                "response_format"
-                if getattr(asked, "response_format", None)
-                else "tools"
+        marks = self.tool_format.thinking
+        is_open = opens_thought(prompt, marks)
+        tool_format = ToolFormat()
+        grammar = None
+        thinking = None
+        if isinstance(asked, ChatRequest):
+            # Without tools to call, text that looks like a call stays text.
+            tool_format = (
+                self.tool_format
+                if asked.callable_tools
+                else self.tool_format.without_tools()
             )
-            await self.checks.wait_checked(grammar, source)
+            # A stop text with the closing mark is meant to end the thought.
+            opening, closing = (mark.strip() for mark in marks)
+            if not any(closing in text for text in asked.stop):
+                thinking = ("" if is_open else opening, closing)
+            grammar = grammar_of(
+                asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt
+            )
+            # Before take_number: a refused grammar must not use up a number. Only an
+            # existing call is withdrawn.
+            if grammar is not None:
+                source = "response_format" if asked.response_format else "tools"
+                await self.checks.wait_checked(grammar, source)
         if session.user_key and session.opening is None:
             session.opening = asked.messages
         # A seed follows from the ids of the prompt and the number among equal prompts,
@@ -176,26 +188,9 @@ class EngineRoute:
         key = call_key(
             digest, f"seed {asked.seed}" if number is None else f"number {number}"
         )
-        # Without tools to call, text that looks like a call stays text.
-        tool_format = ToolFormat()
-        if isinstance(asked, ChatRequest):
-            tool_format = (
-                self.tool_format
-                if asked.callable_tools
-                else self.tool_format.without_tools()
-            )
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
-        marks = self.tool_format.thinking
-        is_open = opens_thought(prompt, marks)
-        thinking = None
-        # A stop text with the closing mark is meant to end the thought.
-        opening, closing = (mark.strip() for mark in marks)
-        if isinstance(asked, ChatRequest) and not any(
-            closing in text for text in asked.stop
-        ):
-            thinking = ("" if is_open else opening, closing)
         shows_special = session.rules.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -214,7 +209,7 @@ class EngineRoute:
             text=text,
             prefill=prefill,
             options={
-                "tools": getattr(asked, "tools", ()),
+                "tools": asked.tools,
                 # not the call's number: the next prompt may contain it
                 "name": f"call_{key:016x}",
                 "is_thinking": is_open,
@@ -295,7 +290,7 @@ class EngineRoute:
             call.news.set()
         if not call.is_trained:
             self.counts.untrained += 1
-        self.counts.prompt_tokens += call.planned.whole.length
+        self.counts.prompt_tokens += call.num_prompt
         self.counts.completion_tokens += answer.num_tokens
 
     async def _planned(
@@ -352,7 +347,12 @@ class EngineRoute:
         return matched, ids, num_before + len(ids)
 
     async def _encode(
-        self, text: str, asked: AnyRequest, **place: Any
+        self,
+        text: str,
+        asked: AnyRequest,
+        *,
+        after: str = "",
+        adds_special: bool = False,
     ) -> Sequence[int]:
         """Return the ids of a text of a prompt. Raises ApiError."""
         most = self.rules.max_prompt_tokens
@@ -360,7 +360,9 @@ class EngineRoute:
         # seconds.
         if len(text) > MAX_CHARACTERS * most:
             raise too_long(f"{len(text)} characters", most, asked.param)
-        encode = partial(self.tokenizer.encode, text, **place)
+        encode = partial(
+            self.tokenizer.encode, text, after=after, adds_special=adds_special
+        )
         try:
             return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
         except ValueError as error:

@@ -56,6 +56,10 @@ from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.worker_api import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
+AGENT_HEADER = "x-session-id"
+"""Of a call: which agent of its rollout made it."""
+MAX_AGENT = 256
+"""Characters of it."""
 """Size of the largest call; a larger one gets 413."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
@@ -116,18 +120,20 @@ class Gateway:
         )
 
     def _app(self, extra_routes: Sequence[BaseRoute]) -> Router:
-        app = FastAPI(openapi_url=None, redirect_slashes=False)
-        for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
-            app.add_exception_handler(kind, self._failed)
+        kinds = (ApiError, HTTPException, Refused, ClientDisconnect, Exception)
+        app = FastAPI(
+            openapi_url=None,
+            redirect_slashes=False,
+            exception_handlers=dict.fromkeys(kinds, self._failed),
+        )
+        add = partial(app.add_api_route, response_model=None)
         # FastAPI's layers take a fifth of a call's CPU time, so the routes of calls
         # stand before it.
         routes: list[BaseRoute] = []
         for prefix in ("/v1", "/s/{key}/v1"):
             for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
-                routes.append(
-                    Route(f"{prefix}/{dialect.path}", _CallEndpoint(self, dialect))
-                )
-            add = partial(app.add_api_route, response_model=None)
+                answer = _CallEndpoint(self, dialect)
+                routes.append(Route(f"{prefix}/{dialect.path}", answer))
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
             add(f"{prefix}/models/{{model:path}}", self._models)
@@ -197,24 +203,17 @@ class Gateway:
         self._socket = None
 
     def stats(self) -> GatewayStats:
-        refused = {
-            status: number
-            for status, number in self._refused.items()
-            if status != CLIENT_GONE
-        }
-        return replace(self._route.counts, refused=refused)
+        return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
+        counts = self._route.counts
         names = ("calls", "extended", "realigned", "edited", "untrained")
-        counts = {
-            f"gateway/{name}": getattr(self._route.counts, name) for name in names
-        }
-        counts |= {
-            f"gateway/kept_{name}": self._route.counts.deviations[name]
-            for name in get_args(Deviation)
-        }
-        counts["gateway/with_notes"] = self._route.reader.num_with_notes
-        return counts | {"gateway/refused": sum(self.stats().refused.values())}
+        gauges: dict[str, float] = {name: getattr(counts, name) for name in names}
+        for name in get_args(Deviation):
+            gauges[f"kept_{name}"] = counts.deviations[name]
+        gauges["with_notes"] = self._route.reader.num_with_notes
+        gauges["refused"] = self._refused.total()
+        return {f"gateway/{name}": value for name, value in gauges.items()}
 
     # ---- routes
 
@@ -226,22 +225,28 @@ class Gateway:
                 error.status,
                 media_type="application/json",
             )
+        told = self._counted(error)
+        await _read_rest(request)
+        if told.status in (408, 500):
+            told.headers["Connection"] = "close"
+        body = error_body(told, request.scope["path"], request.headers)
+        return Response(body, told.status, told.headers, "application/json")
+
+    def _counted(self, error: Exception) -> ApiError:
+        """Return an error as the client gets it, and count it."""
         if isinstance(error, ClientDisconnect):
-            error = client_gone()
-        elif isinstance(error, HTTPException):
+            return client_gone()
+        if isinstance(error, HTTPException):
             why = (
                 f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
             )
             error = ApiError(error.status_code, why, headers=error.headers)
         elif not isinstance(error, ApiError):
-            error = internal_error()
-        self._refused[error.status] += 1
-        await _read_rest(request)
-        headers = error.headers | (
-            {"Connection": "close"} if error.status in (408, 500) else {}
-        )
-        body = error_body(error, request.scope["path"], request.headers)
-        return Response(body, error.status, headers, "application/json")
+            why = "Internal error of the gateway; its log has the traceback."
+            error = ApiError(500, why, type="server_error", headers=NO_RETRY)
+        if error.status != CLIENT_GONE:
+            self._refused[error.status] += 1
+        return error
 
     async def answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
         """Answer a call, also with an error. Raises internal errors, to be logged."""
@@ -261,8 +266,7 @@ class Gateway:
         if not reply.has_begun:
             response = await self._failed(request, error)
             return await response(request.scope, request.receive, reply.send)
-        told = error if isinstance(error, ApiError) else internal_error()
-        self._refused[told.status] += 1
+        told = self._counted(error)
         if told.status != CLIENT_GONE:
             await reply.write(reply.failed(told), is_last=True)
 
@@ -270,7 +274,11 @@ class Gateway:
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
     ) -> None:
         body = await read_body(request, MAX_BODY_BYTES)
-        digest, is_retry = _identity(dialect, body, request)
+        # Equal calls of two agents are no retries of each other.
+        head = f"{dialect.name} {_agent_of(request)}\n".encode()
+        digest = blake2b(head + body, digest_size=16).digest()
+        # OpenAI's and Anthropic's clients count their retries.
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         connection = request.scope["connection"]
         written = session.retries.begin(digest, is_retry=is_retry)
         if written is not None:
@@ -309,7 +317,7 @@ class Gateway:
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
-        call.speaker = request.headers.get("x-session-id")
+        call.agent = _agent_of(request)
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
             # not hold up the heads of later streams. If sampling fails, gather raises
@@ -338,13 +346,8 @@ class Gateway:
         session = self.sessions.find(shown_key(request))
         async with session.in_hand(request.scope["connection"]):
             body = await read_body(request, MAX_BODY_BYTES)
-            return JSONResponse(
-                {
-                    "input_tokens": await self._route_of(session).count(
-                        session, MESSAGES, body
-                    )
-                }
-            )
+            count = self._route_of(session).count
+            return JSONResponse({"input_tokens": await count(session, MESSAGES, body)})
 
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))
@@ -354,11 +357,6 @@ class Gateway:
         if self._broken is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": f"the run is ending: {self._broken.what}"}, 503)
-
-
-def internal_error() -> ApiError:
-    why = "Internal error of the gateway; its log has the traceback."
-    return ApiError(500, why, type="server_error", headers=NO_RETRY)
 
 
 def is_connected(request: Request) -> bool:
@@ -431,12 +429,16 @@ def shown_key(request: Request) -> str:
     return key.strip()
 
 
-def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return the identity of a call, and whether it is a retry of OpenAI's or
-    Anthropic's client.
+def _agent_of(request: Request) -> str:
+    """Return the name of the agent that made a call. Raises ApiError (400) if it is too
+    long.
     """
-    digest = blake2b(dialect.name.encode() + body, digest_size=16).digest()
-    return digest, request.headers.get("x-stainless-retry-count", "0") != "0"
+    agent = request.headers.get(AGENT_HEADER, "")
+    if len(agent) > MAX_AGENT:
+        raise invalid(
+            f"{AGENT_HEADER} has {len(agent)} characters; at most {MAX_AGENT} are read"
+        )
+    return agent
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -592,8 +594,13 @@ class AppServer:
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
         self._state = ServerState()
-        settings = {"config": config, "server_state": self._state, "app_state": {}}
-        self._make = lambda: Connection(max_connections, **settings)
+        self._make = partial(
+            Connection,
+            max_connections,
+            config=config,
+            server_state=self._state,
+            app_state={},
+        )
         self._server: asyncio.Server | None = None
 
     @property

@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -15,9 +16,9 @@ import regex  # with time limits, because patterns come from clients
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.requests import (
-    AnyRequest,
     ApiError,
     ChatRequest,
+    Function,
     Newest,
     invalid,
 )
@@ -25,9 +26,9 @@ from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.messages.token_grammars import GrammarError, UncheckedError, check_grammar
 from asyncrl.messages.worker_api import ChatTokenizer
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 _MATCH_S = 0.1
-NO_ARGUMENTS: Mapping[str, Any] = {
+NO_ARGUMENTS: Mapping[str, object] = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
@@ -35,18 +36,18 @@ NO_ARGUMENTS: Mapping[str, Any] = {
 
 
 def prefill_of(
-    asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer
+    asked: ChatRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer
 ) -> str:
     """Return the beginning of an answer that forces a call; empty if the model may
     think first.
     """
-    if not isinstance(asked, ChatRequest) or not asked.callable_tools:
+    if not asked.callable_tools:
         return ""
     if tool_format.refusal:
         raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
     if asked.tool_choice == "auto":
         return ""
-    prefill = tool_format.prefill(_forced_name(asked))
+    prefill = tool_format.prefill(asked.forced_name)
     if prefill is None:
         why = f"tool format {tool_format.name} cannot force it."
         raise invalid(
@@ -57,25 +58,20 @@ def prefill_of(
 
 
 def grammar_of(
-    asked: AnyRequest,
+    asked: ChatRequest,
     tool_format: ToolFormat,
     tokenizer: ChatTokenizer,
     *,
     prefill: str,
     prompt: str,
 ) -> str | None:
-    if not isinstance(asked, ChatRequest):
-        return None
     rules = _Rules(tokenizer, tool_format)
     tools = [tool["function"] for tool in asked.callable_tools]
     if asked.tool_choice not in ("none", "auto"):
-        name = _forced_name(asked)
-        call = rules.call(
-            [tool for tool in tools if name in (None, tool["name"])], prefill
-        )
-        return (
-            None if call is None else rules.text(call, prompt, has_thought=not prefill)
-        )
+        name = asked.forced_name
+        forced = [tool for tool in tools if name in (None, tool["name"])]
+        call = rules.call(forced, prefill)
+        return call and rules.text(call, prompt, has_thought=not prefill)
     if asked.response_format is None:
         return None
     answer = rules.content(asked.response_format)
@@ -96,25 +92,19 @@ def thinks(tool_format: ToolFormat, tokenizer: ChatTokenizer) -> bool:
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
-def _forced_name(asked: ChatRequest) -> str | None:
-    return (
-        None
-        if asked.tool_choice == "required"
-        else asked.tool_choice.removeprefix("function:")
-    )
-
-
-def _overlapping_pattern(schema: Any) -> str | None:
+def _overlapping_pattern(schema: object) -> str | None:
     """Return a pattern that matches a named property. llguidance fails in the middle of
     an answer if no other name remains for the pattern (NoExtensionBias).
 
     Example: `{"properties": {"a": {}}, "patternProperties": {"^a$": {}}}`.
     """
-    if not isinstance(schema, (dict, list)):
-        return None
     if isinstance(schema, list):
         return next(filter(None, map(_overlapping_pattern, schema)), None)
-    for pattern in schema.get("patternProperties") or ():
+    if not isinstance(schema, dict):
+        return None
+    patterns = schema.get("patternProperties")
+    # The check of the grammar refuses any other value.
+    for pattern in patterns if isinstance(patterns, dict) else ():
         try:
             names = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
             if any(regex.search(pattern, name, timeout=_MATCH_S) for name in names):
@@ -129,20 +119,27 @@ class _Rules:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._rules: list[str] = []
-        ids = {mark: tokenizer.encode(mark) for mark in tool_format.opens}
-        self._marks = {
-            mark: tokens[0]
-            for mark, tokens in ids.items()
-            if len(tokens) == 1 and tokens[0] not in tokenizer.text_ids
-        }
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """Return the ids of the marks that are special tokens."""
+        marks: dict[str, int] = {}
+        for mark in self._format.opens:
+            first, *others = self._tokenizer.encode(mark)
+            if not others and first not in self._tokenizer.text_ids:
+                marks[mark] = first
+        return marks
 
     def content(self, response_format: Mapping[str, Any]) -> str:
         whole = {"schema": ANY_OBJECT, "strict": True}
         given = response_format.get("json_schema", whole)
-        return self.json(given["schema"], is_strict=given.get("strict") is True)
+        return self.json(given["schema"], given)
 
-    def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        options = {} if is_strict else {"x-guidance": {"lenient": True}}
+    def json(self, schema: Mapping[str, object], given: Mapping[str, object]) -> str:
+        """Return the rule of a schema, followed exactly if it is `strict`."""
+        options = (
+            {} if given.get("strict") is True else {"x-guidance": {"lenient": True}}
+        )
         try:
             text = to_json({**schema, **options}).decode()
         except ValueError:
@@ -152,7 +149,7 @@ class _Rules:
             raise invalid(f"A schema cannot be followed: {why}. Drop one of them.")
         return self._add("json", f"%json {text}")
 
-    def call(self, tools: Sequence[Mapping[str, Any]], prefill: str = "") -> str | None:
+    def call(self, tools: Sequence[Function], prefill: str = "") -> str | None:
         """Return the rule of a call of any of the tools, None if the format has no JSON
         arguments.
         """
@@ -161,8 +158,7 @@ class _Rules:
             around = self._format.around(tool["name"])
             if around is None:
                 return None
-            schema = tool.get("parameters") or NO_ARGUMENTS
-            arguments = self.json(schema, is_strict=tool.get("strict") is True)
+            arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, tool)
             # The prefill is in the prompt. The grammar describes only what is sampled.
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
@@ -179,14 +175,8 @@ class _Rules:
             and not prompt.rstrip().endswith(end)
         ):
             start = f"({self.spelled(begin)} {self._until(end)} SPACE)? {start}"
-        return "\n".join(
-            [
-                f"start: {start}",
-                "TEXT: /(.|\\n)*/",
-                "SPACE: /[ \\t\\r\\n]*/",
-                *self._rules,
-            ]
-        )
+        fixed = "TEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]*/"
+        return "\n".join([f"start: {start}", fixed, *self._rules])
 
     def spelled(self, text: str) -> str:
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, FailFast
@@ -48,11 +49,15 @@ if TYPE_CHECKING:
 class ChatWriter(Writer):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+    begun: Mapping[str, object] = {
+        "delta": {"role": "assistant", "content": "", "refusal": None}
+    }
+    ended: Mapping[str, object] = {"delta": {}}
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, object]) -> None:
         self._has_usage = options.get("include_usage") is True
 
-    def body(self, call: GatewayCall) -> dict[str, Any]:
+    def body(self, call: GatewayCall) -> dict[str, object]:
         choice = {
             "index": 0,
             **self._choice(call.answer),
@@ -64,18 +69,26 @@ class ChatWriter(Writer):
         }
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        yield self._event(
-            call, delta={"role": "assistant", "content": "", "refusal": None}
-        )
+        answer = call.answer
+        yield self._event(call, self.begun)
         async for piece in call.pieces():
-            yield self._event(call, delta=_delta(call.answer, piece))
+            yield self._event(call, self._grown(answer, piece))
         # Logprobs are made once the answer is whole, so they come with the last chunk.
-        yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
+        last = {
+            **self.ended,
+            "logprobs": self._choice(answer)["logprobs"],
+            "finish_reason": answer.finish_reason,
+        }
+        yield self._event(call, last)
+        if self._has_usage:
+            usage = {"choices": [], "usage": self._usage(call)}
+            yield encoded(self._head(call, self.chunk) | usage)
+        yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> bytes:
         return encoded({"error": error.error})
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: Answer) -> dict[str, object]:
         logprobs = (
             None
             if answer.logprobs is None
@@ -83,20 +96,32 @@ class ChatWriter(Writer):
         )
         return {"message": answer.message, "logprobs": logprobs}
 
-    def _event(self, call: GatewayCall, **part: Any) -> bytes:
+    def _event(self, call: GatewayCall, part: Mapping[str, object]) -> bytes:
         choice = {"index": 0, "logprobs": None, "finish_reason": None, **part}
         return encoded(self._head(call, self.chunk) | {"choices": [choice]})
 
-    def _end(self, call: GatewayCall, **part: Any) -> bytes:
-        last = self._event(call, finish_reason=call.answer.finish_reason, **part)
-        if self._has_usage:
-            last += encoded(
-                self._head(call, self.chunk)
-                | {"choices": [], "usage": self._usage(call)}
-            )
-        return last + b"data: [DONE]\n\n"
+    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
+        """Return the delta of a piece, with at most one call: some clients read no
+        more. Its first delta has the name.
+        """
+        part, number, text = piece
+        if part == "ping":
+            return {"delta": {}}
+        if part != "call":
+            return {
+                "delta": {"content" if part == "text" else "reasoning_content": text}
+            }
+        entry: dict[str, object] = {"index": number, "function": {"arguments": text}}
+        if not text:
+            call = answer.calls[number]
+            entry |= {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": ""},
+            }
+        return {"delta": {"tool_calls": [entry]}}
 
-    def _head(self, call: GatewayCall, kind: str) -> dict[str, Any]:
+    def _head(self, call: GatewayCall, kind: str) -> dict[str, object]:
         return {
             "id": call.name,
             "object": kind,
@@ -105,53 +130,35 @@ class ChatWriter(Writer):
         }
 
     def _usage(self, call: GatewayCall) -> dict[str, int]:
-        prompt = call.planned.whole.length
         completion = call.answer.num_tokens
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": call.num_prompt,
             "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            "total_tokens": call.num_prompt + completion,
         }
-
-
-def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
-    """Return at most one call: some clients read no more. Its first delta has the name."""
-    part, number, text = piece
-    if part == "ping":
-        return {}
-    if part != "call":
-        return {"content" if part == "text" else "reasoning_content": text}
-    entry: dict[str, Any] = {"index": number, "function": {"arguments": text}}
-    if not text:
-        call = answer.calls[number]
-        entry |= {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": ""},
-        }
-    return {"tool_calls": [entry]}
 
 
 class TextWriter(ChatWriter):
-    whole = "text_completion"
-    chunk = "text_completion"
+    whole = chunk = "text_completion"
+    begun = ended = {"text": ""}
 
-    async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        yield self._event(call, text="")
-        async for piece in call.pieces():
-            yield self._event(call, text=piece.text)
-        yield self._end(call, text="")
+    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
+        return {"text": piece.text}
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: Answer) -> dict[str, object]:
         return {"text": answer.content or "", "logprobs": None}
 
 
-def _read_chat(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+def _read_chat(
+    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
+) -> Read:
     asked = reader.chat(body)
     return asked, ChatWriter(asked.stream_options)
 
 
-def _read_text(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+def _read_text(
+    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
+) -> Read:
     asked = reader.text(body)
     return asked, TextWriter(asked.stream_options)
 
@@ -180,36 +187,32 @@ class _Tool(TypedDict):
     tools: NotRequired[list[_Tool]]
 
 
-Functions = dict[str, Mapping[str, Any]]
+Functions = dict[str, Mapping[str, object]]
 
 
 class ResponsesRequest(CallParameters):
-    input: str | list[Any] = ""
+    input: str | list[object] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[_Tool], FailFast()] = []
-    tool_choice: Any = "auto"
+    tool_choice: object = "auto"
     parallel_tool_calls: bool = True
-    text: dict[str, Any] = {"format": {"type": "text"}}
-    reasoning: dict[str, Any] = {}
+    text: dict[str, object] = {"format": {"type": "text"}}
+    reasoning: dict[str, object] = {}
     max_output_tokens: Count | None = None
     top_logprobs: NumTops = 0
     include: Annotated[list[str], FailFast()] = []
     store: bool = True
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, object] = {}
     chat_template_kwargs: Settings = {}
 
 
 def _read_response(
-    reader: RequestReader, body: dict[str, Any], kept: KeptAnswers
+    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
 ) -> Read:
     asked = reader.checked(body, ResponsesRequest)
     previous = asked.previous_response_id
-    before = (
-        []
-        if previous is None
-        else kept_answer(previous, "previous_response_id", kept).messages
-    )
+    before = kept_answer(previous, "previous_response_id", kept).messages
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
@@ -250,7 +253,7 @@ def _read_response(
     return reader.chat(chat), ResponseWriter(asked, [*before, *messages], functions)
 
 
-def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
+def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
     """Join items of one answer: a text to the thought or the calls before it, calls to
     all before them.
     """
@@ -262,6 +265,8 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             "content" in message and "content" in last and "tool_calls" not in last
         )
         is_next = is_next_text or "reasoning_content" in message
+        # a content that is no list has a message of its own, which the chat refuses
+        is_next |= not isinstance(message.get("content", []), list)
         if is_next or not last.get("role") == message["role"] == "assistant":
             messages.append(message)
             continue
@@ -272,8 +277,8 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     match item:
-        case {"role": "assistant", "content": str(content)}:
-            return {"role": "assistant", "content": [content]}
+        case {"role": "assistant", "content": str() | None as content}:
+            return {"role": "assistant", "content": [content or ""]}
         case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
@@ -297,7 +302,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
+def _resolved(item: object, param: str, kept: KeptAnswers) -> object:
     """Return the item that an item_reference names. Raises ApiError: 404."""
     match item:
         case {"type": "item_reference", "id": str(name)}:
@@ -318,7 +323,7 @@ else.
 """
 
 
-def unsealed(item: Mapping[str, Any], where: str) -> str:
+def unsealed(item: Mapping[str, object], where: str) -> str:
     """Return the thought in an item's encrypted_content. Raises ApiError if another
     server wrote it.
     """
@@ -334,7 +339,7 @@ def unsealed(item: Mapping[str, Any], where: str) -> str:
 
 def _flat(name: Any, space: str | None) -> Any:
     """Return a function's name in the prompt, as in vLLM."""
-    return f"{space}__{name}" if space else name
+    return f"{space}__{name}" if space and isinstance(name, str) else name
 
 
 def _functions(
@@ -373,7 +378,7 @@ class ResponseWriter(Writer):
     def __init__(
         self,
         asked: ResponsesRequest,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         functions: Functions,
     ) -> None:
         self._functions = functions
@@ -382,81 +387,71 @@ class ResponseWriter(Writer):
         self._blocks = list[Block]()
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)
 
-    def body(self, call: GatewayCall) -> dict[str, Any]:
+    def body(self, call: GatewayCall) -> dict[str, object]:
         answer = call.answer
         # A stream has its blocks already, in sampled order.
         self._blocks = self._blocks or whole_blocks(answer)
-        usage = {
-            "input_tokens": call.planned.whole.length,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": answer.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
-            "total_tokens": call.planned.whole.length + answer.num_tokens,
-        }
         output = [self._item(call, block) for block in self._blocks]
         if self.continues is not None:
             self.continues = self.continues._replace(items=output)
-        body = self._head(call) | {
-            "status": "completed",
+        body = self._response(call, "completed") | {
             "output": output,
-            "usage": usage,
+            "usage": {
+                "input_tokens": call.num_prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": answer.num_tokens,
+                "output_tokens_details": {
+                    "reasoning_tokens": answer.num_thought_tokens
+                },
+                "total_tokens": call.num_prompt + answer.num_tokens,
+            },
         }
         if answer.finish_reason == "length":
-            body |= {
-                "status": "incomplete",
-                "incomplete_details": {"reason": "max_output_tokens"},
-            }
+            body["status"] = "incomplete"
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
         return body
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         self._numbers = itertools.count()
-        event = self._event
-        started = self._head(call) | {
-            "status": "in_progress",
-            "output": [],
-            "usage": None,
-        }
-        yield event("response.created", response=started) + event(
-            "response.in_progress", response=started
-        )
+        started = self._response(call, "in_progress")
+        progress = partial(self._event, "response.in_progress", response=started)
+        yield self._event("response.created", response=started) + progress()
         async for step, block, text in grow_blocks(call, self._blocks):
-            if step == "ping":
-                yield event("response.in_progress", response=started)
-                continue
-            yield self._step(call, step, block, text)
+            yield progress() if step == "ping" else self._step(call, step, block, text)
         body = self.body(call)
-        yield event(f"response.{body['status']}", response=body)
+        yield self._event(f"response.{body['status']}", response=body)
 
     def _step(self, call: GatewayCall, step: Step, block: Block, text: str) -> bytes:
         event = self._event
         index = len(self._blocks) - 1
         name = _PARTS[block.part][1]
-        is_call = block.part == "call"
-        place: dict[str, Any] = {
+        place: dict[str, object] = {
             "output_index": index,
             "item_id": _item_id(call, block),
         }
-        place |= {} if is_call else {"content_index": 0}
+        if block.part != "call":
+            place["content_index"] = 0
         if step == "delta":
-            place |= {"logprobs": []} if block.part == "text" else {}
+            if block.part == "text":
+                place["logprobs"] = []
             return event(f"response.{name}.delta", **place, delta=text)
         item = self._item(call, block)
-        part = None if is_call else item["content"][0]
+        # only calls have none
+        parts = item.get("content", [])
         if step == "open":
-            begun = (
-                item | ({} if is_call else {"content": []}) | {"status": "in_progress"}
-            )
-            first = event("response.output_item.added", output_index=index, item=begun)
-            return (
-                first
-                if is_call
-                else first + event("response.content_part.added", **place, part=part)
-            )
-        done = present(part or item, "name", "arguments", "text", "logprobs")
-        first = event(f"response.{name}.done", **place, **done)
-        if not is_call:
-            first += event("response.content_part.done", **place, part=part)
-        return first + event("response.output_item.done", output_index=index, item=item)
+            begun = item | {"status": "in_progress"}
+            if parts:
+                begun["content"] = []
+            steps = event("response.output_item.added", output_index=index, item=begun)
+            for part in parts:
+                steps += event("response.content_part.added", **place, part=part)
+            return steps
+        (last,) = parts or [item]
+        done = present(last, "name", "arguments", "text", "logprobs")
+        steps = event(f"response.{name}.done", **place, **done)
+        for part in parts:
+            steps += event("response.content_part.done", **place, part=part)
+        return steps + event("response.output_item.done", output_index=index, item=item)
 
     def failed(self, error: ApiError) -> bytes:
         """OpenAI's clients read only the `error` event."""
@@ -466,22 +461,23 @@ class ResponseWriter(Writer):
             error=error.error,
         )
 
-    def _head(self, call: GatewayCall) -> dict[str, Any]:
-        head = {
+    def _response(self, call: GatewayCall, status: str) -> dict[str, object]:
+        """Return the response without its output."""
+        return {
             "id": call.name,
             "object": "response",
             "created_at": call.created_s,
             "model": call.model,
-        }
-        return {
-            **head,
+            "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
+            "output": [],
+            "usage": None,
             **self._echoed,
         }
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: object) -> bytes:
         return encoded({"type": kind, "sequence_number": next(self._numbers), **fields})
 
     def _item(self, call: GatewayCall, block: Block) -> dict[str, Any]:
@@ -494,7 +490,7 @@ class ResponseWriter(Writer):
             item |= {"type": "function_call", "call_id": made.id}
             full_name = present(self._functions.get(made.name, {}), "name", "namespace")
             return item | {"name": made.name, "arguments": block.text, **full_name}
-        part: dict[str, Any] = {"type": _PARTS[block.part][1], "text": block.text}
+        part: dict[str, object] = {"type": _PARTS[block.part][1], "text": block.text}
         if block.part == "thought":
             if self._is_sealed:
                 item["encrypted_content"] = (

@@ -18,10 +18,12 @@ import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.chat_node import ChatNode, Deviation, Prefix
 from asyncrl.agents.endpoint.requests import repaired
@@ -68,6 +70,8 @@ class PromptMatch:
 
 # ---- chats as hashes
 
+Defaults = Mapping[str, Mapping[str, str]]
+"""JSON of the default of each parameter that has one, by the tool's name."""
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -85,7 +89,7 @@ class Chain:
         self,
         messages: Messages,
         tools: Messages | None,
-        settings: Any,
+        settings: object,
         marks: Marks,
         recorded: Recorded,
     ) -> None:
@@ -116,7 +120,7 @@ class Chain:
         return state.digest()
 
 
-def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
+def _canonical(message: Message, marks: Marks, defaults: Defaults) -> bytes:
     """Serialize a message without None fields, key order, JSON spacing, outer white
     space, and an answer's name and place of the thought: harnesses change them.
     """
@@ -132,10 +136,10 @@ def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> b
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call, defaults) for call in calls]
-    return _to_json(fields).encode()
+    return to_json(sorted(fields.items()))
 
 
-def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
+def _tool_call(call: Message, defaults: Defaults) -> list[str]:
     """Return a call without the arguments that are its tool's defaults: Claude Code
     adds them.
     """
@@ -144,12 +148,14 @@ def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any
     # a call that was cut while it was streamed comes back repaired
     given = _plain(_to_json(repaired(call["function"].get("arguments"))))
     arguments = {
-        key: value for key, value in given.items() if known.get(key) != _to_json(value)
+        key: value
+        for key, value in given.items()
+        if key not in known or known[key] != _to_json(value)
     }
-    return [call["id"], name, arguments]
+    return [call["id"], name, _to_json(arguments)]
 
 
-def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
+def _defaults(function: Message) -> dict[str, str]:
     """Return the JSON of the default of each parameter that has one."""
     parameters = (function.get("parameters") or {}).get("properties")
     if not isinstance(parameters, Mapping):
@@ -162,19 +168,29 @@ def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _plain(text: str) -> Any:
-    """Return the value of a JSON text with the numbers that a JavaScript client would
-    send back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
-    """
-    return json.loads(
-        text, parse_int=_number, parse_float=_number, parse_constant=_number
-    )
-
-
 def _number(text: str) -> float | None:
     # -0.0 + 0.0 is 0.0. Large integers lose digits here as they do in JavaScript.
     number = float(text) + 0.0
     return number if math.isfinite(number) else None
+
+
+_plain = json.JSONDecoder(
+    parse_int=_number, parse_float=_number, parse_constant=_number
+).decode
+"""Return the value of a JSON text with the numbers that a JavaScript client would send
+back: 1 for 1.0, 0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
+"""
+
+
+def text_of_ids(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> str:
+    """Return the text of ids with all special tokens."""
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def end_of(tokenizer: ChatTokenizer, sampled: Sequence[int]) -> str:
+    """Return the text of the token that ends an answer, empty if it was cut."""
+    last = [token for token in sampled[-1:] if token in tokenizer.end_ids]
+    return text_of_ids(tokenizer, last)
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
@@ -349,31 +365,28 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            fields: dict[str, Any] = {
-                "whole": node.text.then(rest),
-                "neighbor": self._neighbor(node),
-            }
-            extended = self._match("extended", node, node.num_messages, rest, **fields)
-        # The recorded text reaches the last answer that the messages name. If it ends
-        # earlier, the answer that they name has more ids to keep.
-        if extended is not None and node is not None and node.num_messages > at:
-            return extended
+            with contextlib.suppress(ValueError):
+                extended = self._match(
+                    "extended",
+                    node,
+                    node.num_messages,
+                    rest,
+                    whole=node.text.then(rest),
+                    neighbor=self._neighbor(node),
+                )
+            # The recorded text reaches the last answer that the messages name. If it
+            # ends earlier, the answer that they name has more ids to keep.
+            if extended is not None and node.num_messages > at:
+                return extended
         joined = self._joined(at, answer, whole)
         # A chat without answers needs no placeholder.
         shown = None if self.chain.answers else Prefix().then(whole)
-        fields = {"whole": Prefix().then(text), "shown": shown}
-        found = (
-            joined or extended or self._match("edited", None, at + 1, text, **fields)
+        text_prefix = Prefix().then(text)
+        return (
+            joined
+            or extended
+            or self._match("edited", None, at + 1, text, whole=text_prefix, shown=shown)
         )
-        if found is None:
-            # Once more, because _match says only that a message is missing.
-            index = left_out(self.render, self.messages, text, at + 1)
-            what = f"the chat template drops messages[{index}]"
-            rule = f"it does not support role {self.messages[index or 0]['role']} at that position"
-            raise ValueError(
-                f"{what}: {rule}; send no such message, or set another model.chat_template"
-            )
-        return found
 
     def _match(
         self,
@@ -383,19 +396,22 @@ class ChatMatcher:
         text: str,
         chat: Messages | None = None,
         **fields: Any,
-    ) -> PromptMatch | None:
-        """Return the match if the text, the end of the render of `chat`, has every
-        message after the first `num_covered`.
+    ) -> PromptMatch:
+        """Return the match of a text, the end of the render of `chat`. Raises
+        ValueError if the text lacks a message after the first `num_covered`.
         """
         # A frame describes a text that begins right after the covered messages. A whole
         # render of a chat with covered messages does not.
         is_tail = parent is not None or num_covered == 0
-        frames = self.recorded.frames if is_tail else None
-        if (
-            left_out(self.render, chat or self.messages, text, num_covered, frames)
-            is not None
-        ):
-            return None
+        frames = self.recorded.frames if is_tail else {}
+        messages = chat or self.messages
+        index = left_out(self.render, messages, text, num_covered, frames)
+        if index is not None:
+            raise ValueError(
+                f"the chat template drops messages[{index}]: it does not support role "
+                f"{messages[index]['role']} at that position; send no such message, or set another "
+                "model.chat_template"
+            )
         # A later answer was not recorded, or the harness has changed it.
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -410,12 +426,7 @@ class ChatMatcher:
         last = parent.last_ids(NEIGHBOR_TOKENS)
         if last[-1] in self.tokenizer.special_ids:
             last = last[-1:]
-        return self.tokenizer.decode(last, skip_special_tokens=False)
-
-    def _text(self, answer: ChatNode) -> str:
-        return self.tokenizer.decode(
-            answer.sampled_ids.tolist(), skip_special_tokens=False
-        )
+        return text_of_ids(self.tokenizer, last)
 
     def _begun(self, prompt: str) -> str:
         return (
@@ -441,22 +452,25 @@ class ChatMatcher:
             # Without a render there is nothing to send instead.
             if lacks_opening is None and whole is not None:
                 return None
-            text = self._begun(joint.rest)
-            neighbor = joint.neighbor or self._neighbor(answer)
-            chat = joint.trial.chat
-            found = self._match(
-                "realigned", answer, at + 1, text, chat=chat, neighbor=neighbor
+            try:
+                found = self._match(
+                    "realigned",
+                    answer,
+                    at + 1,
+                    self._begun(joint.rest),
+                    joint.trial.chat,
+                    neighbor=joint.neighbor or self._neighbor(answer),
+                    shown=joint.trial.shown,
+                )
+            except ValueError:
+                continue
+            deviations = self._deviations(
+                found, joint, whole, lacks_opening=bool(lacks_opening)
             )
-            if found is not None:
-                deviations = self._deviations(
-                    found, joint, whole, lacks_opening=bool(lacks_opening)
-                )
-                # the text is the template's own
-                is_exact = whole is not None and not deviations
-                prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
-                return replace(
-                    found, deviations=deviations, whole=prompt, shown=joint.trial.shown
-                )
+            # the text is the template's own
+            is_exact = whole is not None and not deviations
+            prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
+            return replace(found, deviations=deviations, whole=prompt)
         return None
 
     def _lacks_opening(self, at: int, answer: ChatNode, before: str) -> bool | None:
@@ -471,7 +485,7 @@ class ChatMatcher:
             and Prefix().then(before[: shown.length]).place == shown.place
         ):
             return False
-        sent = [self._stand_in(message) for message in self.messages[:at]]
+        sent = self._earlier(at)
         try:
             prompt = self.render(sent)
             if before.startswith(prompt):
@@ -509,17 +523,15 @@ class ChatMatcher:
                 *self.tokenizer.encode(found.text, after=found.neighbor),
             ]
             own = list(self.tokenizer.encode(self._begun(whole)))
-            texts = (
-                self.tokenizer.decode(each, skip_special_tokens=False)
-                for each in (ids, own)
-            )
-            if ids == own or len(set(texts)) == 1:
+            decode = partial(text_of_ids, self.tokenizer)
+            if ids == own or decode(ids) == decode(own):
                 return ()
         if joint.is_other_end:
             names.append("end_token")
         # sentencepiece decodes a space after a mark
         begin, end = map(_squeezed, self.chain.marks)
-        before, is_closed, _ = _squeezed(self._text(answer)).partition(end)
+        sampled = text_of_ids(self.tokenizer, answer.sampled_ids.tolist())
+        before, is_closed, _ = _squeezed(sampled).partition(end)
         thought = before.rpartition(begin)[2]
         if is_closed and thought not in _squeezed(whole or ""):
             names.append("thought")
@@ -532,12 +544,7 @@ class ChatMatcher:
 
         The answer's calls stay, since a template may need them for results.
         """
-        last = [
-            token
-            for token in answer.sampled_ids[-1:].tolist()
-            if token in self.tokenizer.end_ids
-        ]
-        end = self.tokenizer.decode(last, skip_special_tokens=False)
+        end = end_of(self.tokenizer, answer.sampled_ids.tolist())
         if self.messages[at].get("tool_calls"):
             trial = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
@@ -548,8 +555,8 @@ class ChatMatcher:
                 if mark and mark in trial.after
             ]
             for place, mark in sorted(places)[:1]:
-                rest = trial.after[place:].removeprefix(mark if end else "")
                 written_end = mark if end else ""
+                rest = trial.after[place:].removeprefix(written_end)
                 yield Joint(trial, rest, written_end, end != written_end)
         trial = self._around(at, keeps_calls=False)
         if not trial.after:
@@ -562,9 +569,7 @@ class ChatMatcher:
         space = trial.after.removesuffix(begun)
         ends = (self.tokenizer.closing.lstrip(), end)
         mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
-        said = self.tokenizer.decode(
-            answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False
-        )
+        said = text_of_ids(self.tokenizer, answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1])
         # without the template's end, white space that was sampled is not written again
         rest = begun.removeprefix(mark) if mark or said.endswith(space) else trial.after
         yield Joint(trial, rest, mark or said, is_other_end=not mark.endswith(end))
@@ -572,12 +577,10 @@ class ChatMatcher:
     def _around(self, at: int, keeps_calls: bool) -> Trial:
         """Render with a placeholder for messages[at]."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
-        earlier = [self._stand_in(message) for message in self.messages[:at]]
-        shown = [*earlier, stand_in, *self.messages[at + 1 :]]
+        shown = [*self._earlier(at), stand_in, *self.messages[at + 1 :]]
         # All calls first. A template that refuses two calls in one answer still shows
         # where to continue after one call.
-        for num_calls in (None, 1):
-            chat = [_with_calls(each, num_calls) for each in shown]
+        for chat in (shown, [_with_one_call(each) for each in shown]):
             with contextlib.suppress(ValueError):
                 text = self.render(chat)
                 # Every call of the answer contains the sentinel: the text before is
@@ -588,7 +591,7 @@ class ChatMatcher:
                     break
                 # A render without some of the calls says nothing about later renders of
                 # the chat.
-                is_whole = num_calls is None and (
+                is_whole = chat is shown and (
                     keeps_calls or not self.messages[at].get("tool_calls")
                 )
                 whole = (
@@ -598,6 +601,10 @@ class ChatMatcher:
                 )
                 return Trial(chat, before, after, whole)
         return Trial()
+
+    def _earlier(self, at: int) -> list[Message]:
+        """Return the messages before messages[at], with placeholders for answers."""
+        return [self._stand_in(message) for message in self.messages[:at]]
 
     def _stand_in(
         self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True
@@ -620,10 +627,10 @@ class ChatMatcher:
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-def _with_calls(message: Message, num_calls: int | None) -> Message:
-    """Return a message with at most `num_calls` calls."""
+def _with_one_call(message: Message) -> Message:
+    """Return a message with its first call only."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": calls[:num_calls]} if calls else message
+    return {**message, "tool_calls": calls[:1]} if calls else message
 
 
 _MARK = re.compile(rf"{SENTINEL}\d+[be]")
@@ -642,8 +649,8 @@ def left_out(
     render: Callable[[Messages], str],
     messages: Messages,
     text: str,
-    start: int = 0,
-    frames: dict[Roles, Frame] | None = None,
+    start: int,
+    frames: dict[Roles, Frame],
 ) -> int | None:
     """Return the index of the first message from `start` on that is missing from the
     text, answers aside.
@@ -658,51 +665,47 @@ def left_out(
         and the result "18". The marked render has the marks of message 0 only, so the
         result is 1, although the text contains 18.
     """
-    tail = messages[start:]
-    contents = [
-        str(each.get("content") or "") for each in tail if each["role"] != "assistant"
-    ]
+    roles = [each["role"] for each in messages]
+    contents = {
+        index: str(message.get("content") or "")
+        for index, message in enumerate(messages)
+        if index >= start and roles[index] != "assistant"
+    }
     if not contents:
         return None
-    roles = (
-        messages[start - 1]["role"] if start else "",
-        *(each["role"] for each in tail),
-    )
-    frame = frames.get(roles) if frames is not None else None
-    if frame and any(text == _framed(map(way, contents), frame) for way in WAYS):
+    key = (roles[start - 1] if start else "", *roles[start:])
+    texts = contents.values()
+    frame = frames.get(key)
+    if frame and any(text == _framed(map(way, texts), frame) for way in WAYS):
         return None
-    marked = [
-        message
-        if index < start or message["role"] == "assistant"
-        else _marked(index, message)
-        for index, message in enumerate(messages)
-    ]
+    marked = list(messages)
+    for index, content in contents.items():
+        between_marks = f"{SENTINEL}{index}b{content}{SENTINEL}{index}e"
+        marked[index] = {**messages[index], "content": between_marks}
     try:
         written = render(marked)
     except ValueError:  # the template refuses the chat; the text is of a similar one
         squeezed = _squeezed(text)
-        return next(
-            (at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)),
-            None,
-        )
+        for index, content in contents.items():
+            if not any(_squeezed(way(content)) in squeezed for way in WAYS):
+                return index
+        return None
     # A template may write its text in capitals.
     shown = written.casefold()
     num_folded = len(text.casefold())
-    for index, message in enumerate(tail, start):
+    for index in contents:
         before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
         num_after = len(_MARK.sub("", after))
         # `text` is the end. Both lengths are of folded text, which is longer for ß.
-        is_there = f"{SENTINEL}{index}b" in before and num_after < num_folded
-        if message["role"] != "assistant" and not is_there:
+        if f"{SENTINEL}{index}b" not in before or num_after >= num_folded:
             return index
     whole, *others = _MARK.split(written)
-    is_kept = (
-        frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
-    )
-    if frames is not None and is_kept and len(others) == 2 * len(contents):
+    has_answers = len(contents) < len(messages) - start
+    is_once = len(others) == 2 * len(contents)
+    if is_once and not has_answers and len(frames) < MAX_FRAMES:
         # `whole` may begin with covered messages. Only its end belongs to `text`.
         num_head = len(text) - len("".join(others))
-        frames[roles] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
+        frames[key] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
     return None
 
 
@@ -710,18 +713,6 @@ def _framed(contents: Iterable[str], frame: Frame) -> str:
     head, *others = frame
     return head + "".join(
         content + after for content, after in zip(contents, others, strict=True)
-    )
-
-
-def _marked(index: int, message: Message) -> Message:
-    content = message.get("content") or ""
-    return {**message, "content": f"{SENTINEL}{index}b{content}{SENTINEL}{index}e"}
-
-
-def _is_in(squeezed: str, message: Message) -> bool:
-    content = str(message.get("content") or "")
-    return message["role"] == "assistant" or any(
-        _squeezed(way(content)) in squeezed for way in WAYS
     )
 
 

@@ -158,11 +158,11 @@ class Reading:
     """`joint`: what the template writes between two texts. `functions`: tools by name."""
 
     joint: str
-    functions: Mapping[str, Mapping[str, Any]]
+    functions: Mapping[str, Mapping[str, object]]
     has_notes: bool = False
     """A tool has returned an image or a file."""
 
-    def result(self, part: Any) -> str:
+    def result(self, part: object) -> str:
         """Return the text of a part of a tool result.
 
         A tool's name becomes its definition, as Claude Code's ToolSearch announces it.
@@ -186,7 +186,7 @@ class Reading:
         return text_of(part)
 
 
-def joined(content: Any) -> Any:
+def joined(content: object) -> object:
     return text_of(content) if isinstance(content, list) else content
 
 
@@ -198,7 +198,7 @@ class OpenDict(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
 
 
-def repaired(arguments: Any) -> Any:
+def repaired(arguments: object) -> object:
     """Replace arguments that are not an object by `{}`, like vLLM: every later call has
     the same history.
     """
@@ -211,8 +211,8 @@ class _CalledFunction(OpenDict):
     name: str
     arguments: NotRequired[
         Annotated[
-            dict[str, Any],
-            BeforeValidator(repaired, json_schema_input_type=str | dict[str, Any]),
+            dict[str, object],
+            BeforeValidator(repaired, json_schema_input_type=str | dict[str, object]),
         ]
     ]
 
@@ -237,7 +237,11 @@ class _Message(OpenDict):
     tool_call_id: NotRequired[str]
 
 
-def _tidy(message: Any, info: ValidationInfo) -> Any:
+_UNREAD = ("function_call", "audio", "prefix", "partial", "tool_calls")
+"""Keys of messages that no template reads; tool_calls only of answers."""
+
+
+def _tidy(message: object, info: ValidationInfo) -> object:
     """Keep the keys that templates get, with all text parts in one `content`. The
     context is a Reading.
 
@@ -250,14 +254,12 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     kept = {
         key: value
         for key, value in message.items()
-        if value not in (None, "", [], {}) and key != "unjoined_content"
+        if value or isinstance(value, (int, float))
     }
+    kept.pop("unjoined_content", None)
     role = kept.get("role")
-    unread = {"function_call", "audio", "prefix", "partial"}
-    if role != "assistant":
-        unread.add("tool_calls")
-    for key in unread:
-        if kept.get(key):
+    for key in _UNREAD:
+        if kept.get(key) and (key != "tool_calls" or role != "assistant"):
             raise wrong(
                 f"{key} of a message of role {shown(role)} is refused: this model reads text "
                 "and begins each answer itself"
@@ -289,30 +291,30 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     return kept
 
 
-def present(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def present(given: Mapping[str, object], *names: str) -> dict[str, object]:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
 ChatMessage = Annotated[_Message, BeforeValidator(_tidy)]
 
 
-class _Function(OpenDict):
+class Function(OpenDict):
     name: Name
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[dict[str, object] | None]
     strict: NotRequired[bool | None]
 
 
 class GivenTool(OpenDict):
     type: Literal["function"]
-    function: _Function
+    function: Function
     defer_loading: NotRequired[bool | None]
 
 
 class _JsonSchema(OpenDict):
     name: Name
     description: NotRequired[str | None]
-    schema: dict[str, Any]
+    schema: dict[str, object]
     strict: NotRequired[bool | None]
 
 
@@ -386,7 +388,7 @@ OF_PROMPT = frozenset(
 )
 """Variables of a template that calls cannot set."""
 
-REFUSED: Mapping[str, tuple[str, list[Any]]] = {
+REFUSED: Mapping[str, tuple[str, list[object]]] = {
     name: (why, from_json(f"[{off}]"))
     for why, names in _REFUSED.items()
     for name, _, off in (each.partition("=") for each in names.split())
@@ -409,7 +411,7 @@ class CallRules:
     on_sampling_override: Literal["use_config", "honour"] = "use_config"
 
 
-_ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
+_ToolChoice = Literal["none", "auto", "required"] | dict[str, object]
 
 
 def _tool_choice(value: Any) -> str:
@@ -456,7 +458,7 @@ NumTops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Count = Annotated[int, Field(ge=1)]
 
 
-def chat_format(form: Any, **more: Any) -> Any:
+def chat_format(form: object, **more: object) -> object:
     """Convert a format of responses or messages to that of chats."""
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
@@ -482,7 +484,7 @@ class CallParameters(BaseModel):
     skip_special_tokens: bool | None = None
     """None: per task.special_tokens."""
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> dict[str, object]:
         """Return the parameters that a chat has too, but for its messages and tools."""
         names = ChatRequest.model_fields.keys() - {"messages", "tools"}
         return self.model_dump(include=set(names), exclude_unset=True)
@@ -495,17 +497,13 @@ class CallRequest(CallParameters):
 
     stop: Stops = []
     max_tokens: Count | None = None
-    stream_options: dict[str, Any] = {}
+    stream_options: dict[str, object] = {}
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, object]:
         """Return the parameters that differ from the run's."""
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def has_one_call(self) -> bool:
-        return False
 
 
 class ChatRequest(CallRequest):
@@ -534,6 +532,13 @@ class ChatRequest(CallRequest):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
+    def forced_name(self) -> str | None:
+        """Return the tool that a forced call must name; None: any."""
+        if self.tool_choice == "required":
+            return None
+        return self.tool_choice.removeprefix("function:")
+
+    @property
     def shown_tools(self) -> list[GivenTool]:
         """Return the tools of the prompt. A deferred one is described by a tool result
         that names it.
@@ -545,7 +550,7 @@ class ChatRequest(CallRequest):
         return bool(self.callable_tools) and not self.parallel_tool_calls
 
 
-def _one_prompt(prompt: Any) -> Any:
+def _one_prompt(prompt: object) -> object:
     """Return the prompt of a list of one, as some clients send it."""
     if (
         not isinstance(prompt, list)
@@ -572,9 +577,11 @@ class TextRequest(CallRequest):
     add_special_tokens: Literal[True] = True
     logprobs: ClassVar[bool] = False
     top_logprobs: ClassVar[int] = 0
+    tools: ClassVar[list[GivenTool]] = []
+    has_one_call: ClassVar[bool] = False
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, object]]:
         return [
             {
                 "role": "user",
@@ -594,7 +601,6 @@ class RequestReader:
         """`joint`: what the chat template writes between two texts of a message."""
         self._rules = rules
         self._joint = joint
-        self._is_honoured = rules.on_sampling_override == "honour"
         self._logged: set[str] = set()
         self.num_with_notes = 0
         """Calls with a note in place of an image or a file."""
@@ -602,7 +608,7 @@ class RequestReader:
     def chat(
         self,
         body: dict[str, Any],
-        functions: Mapping[str, Mapping[str, Any]] | None = None,
+        functions: Mapping[str, Mapping[str, object]] | None = None,
     ) -> ChatRequest:
         """Check the body of a chat. `functions`: the tools that a tool result may name.
         Raises ApiError.
@@ -642,7 +648,7 @@ class RequestReader:
             asked.chat_template_kwargs = settings | asked.chat_template_kwargs
         return asked
 
-    def text(self, body: Mapping[str, Any]) -> TextRequest:
+    def text(self, body: Mapping[str, object]) -> TextRequest:
         asked = self.checked(body, TextRequest)
         self._settle_sampling(asked)
         last = self._rules.vocab_size - 1
@@ -655,7 +661,7 @@ class RequestReader:
 
     def checked(
         self,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         shape: type[Shape],
         reading: Reading | None = None,
     ) -> Shape:
@@ -673,7 +679,7 @@ class RequestReader:
         except ValidationError as error:
             raise refused(error) from None
 
-    def _check_unread(self, name: str, value: Any) -> None:
+    def _check_unread(self, name: str, value: object) -> None:
         """Raise ApiError for a parameter with an effect. A falsy value can have one,
         too.
         """
@@ -699,10 +705,11 @@ class RequestReader:
             asked.top_k = 0
         if fault := bias_fault(asked.logit_bias or {}, self._rules.vocab_size):
             raise invalid(f"{fault.error}; {fault.rule}.", "logit_bias")
-        for name, fixed in self._rules.sampling.parameters.items():
-            value = getattr(asked, name)
-            if value not in (None, fixed):
-                if self._is_honoured:
+        own = self._rules.sampling.parameters
+        for name, value in asked.sampling.items():
+            fixed = own[name]
+            if value != fixed:
+                if self._rules.on_sampling_override == "honour":
                     continue
                 # A client forbids or forces tokens with it, and could not read other
                 # answers.
@@ -725,7 +732,7 @@ class RequestReader:
             log.warning("gateway: %s", text)
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes) -> dict[str, object]:
     """Return the JSON object of a body. Raises ApiError."""
     try:
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import (
+    MAIN_AGENT,
     RUN_RULES,
     Completion,
     Outcome,
@@ -117,6 +118,24 @@ class Retries:
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
 
 
+def _reward_of(
+    agent: str, rewards: Mapping[str, float], paid: Set[str]
+) -> float | None:
+    """Return an agent's reward: its own, or that of the nearest agent above it.
+
+    Example: the rewards are of main and searcher.
+        >>> rewards = {"main": 1.0, "searcher": 0.5}
+        >>> [
+        ...     _reward_of(agent, rewards, rewards.keys())
+        ...     for agent in ("", "searcher/reader", "writer")
+        ... ]
+        [1.0, 0.5, 1.0]
+    """
+    while agent and agent not in paid:
+        agent = agent.rpartition("/")[0]
+    return rewards.get(agent or MAIN_AGENT)
+
+
 def session_ended(reason: str) -> ApiError:
     return ApiError(
         410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY
@@ -193,8 +212,6 @@ class GatewaySession:
         self._open_requests = asyncio.Semaphore(OPEN_SHARE * MAX_CONCURRENT_CALLS)
         """Bounds bodies in memory."""
         self._scopes: set[asyncio.Timeout] = set()
-        self._speakers: dict[str, str] = {}
-        """Of the delivered answers that have one."""
         self._failure: RolloutFailure | None = None
         self.sessions.open[self.key] = self
 
@@ -274,10 +291,9 @@ class GatewaySession:
             call.name,
             is_trained=call.is_trained,
             begun_s=call.begun_s,
+            agent=call.agent,
         )
         call.is_delivered = True
-        if call.speaker is not None:
-            self._speakers[call.name] = call.speaker
         if continues is not None:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -333,29 +349,31 @@ class GatewaySession:
         by_turn: bool = False,
     ) -> Rollout:
         """Return all branches, truncated if a limit stopped them. `turn_rewards` are of
-        answers, or of speakers with all their answers. `by_turn`: see Capture.rollout.
-        Raises RolloutFailure.
+        answers, or of agents. `by_turn`: see Capture.rollout. Raises RolloutFailure.
         """
         if self._failure is not None:
             raise self._failure
         rewards = outcome.turn_rewards
-        # A client sets the header: the name of a completion is never a speaker's.
-        speakers = set(self._speakers.values()) - self.capture.names
-        if rewards.keys() & speakers:
+        agents = self.capture.agents
+        # A client sets the header: the name of a completion is never an agent's.
+        paid = (rewards.keys() & {MAIN_AGENT, *agents.values()}) - agents.keys()
+        if paid:
             # A turn earns what follows it, and what follows may be another agent's.
             if by_turn:
                 raise RolloutFailure(
-                    f"its rewards are of agents: {', '.join(sorted(speakers)[:5])}",
+                    f"its rewards are of agents: {', '.join(sorted(paid)[:5])}",
                     rule="algorithm.turn_discount adds the rewards of one agent's turns",
                     way_out="name completions in turn_rewards, or remove the setting.",
                     kind=FailureKind.CORRUPT_RESULT,
                 )
-            rewards = {
-                name: rewards[speaker]
-                for name, speaker in self._speakers.items()
-                if speaker in rewards
+            given = {
+                name: reward for name, reward in rewards.items() if name not in paid
             }
-            outcome = replace(outcome, turn_rewards=rewards)
+            for name, agent in agents.items():
+                reward_of = _reward_of(agent, rewards, paid)
+                if reward_of is not None:
+                    given.setdefault(name, reward_of)
+            outcome = replace(outcome, turn_rewards=given)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout

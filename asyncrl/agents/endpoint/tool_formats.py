@@ -150,7 +150,7 @@ def drop_marks(text: str, marks: Marks) -> str:
     return re.sub(rf"(?:{begin}|{end})\s*", "", text)
 
 
-def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
+def split_thought(message: Mapping[str, object], marks: Marks) -> tuple[str, str]:
     """Return (thought, rest of the content). The opening mark may be missing."""
     begin, end = marks
     content = str(message.get("content") or "")
@@ -385,7 +385,7 @@ _GEMMA = re.compile(
 )
 
 
-def from_gemma(text: str, *_: Any) -> Any:
+def from_gemma(text: str, *_: object) -> object:
     """Parse Gemma 4's values. Raises ValueError. Example: `{k:[1,null,<|"|>x<|"|>]}`."""
 
     def as_json(found: re.Match[str]) -> str:
@@ -395,7 +395,7 @@ def from_gemma(text: str, *_: Any) -> Any:
     return json.loads(_GEMMA.sub(as_json, text))
 
 
-def from_minimax(text: str, schema: Any, root: Any) -> Any:
+def from_minimax(text: str, schema: object, root: object) -> object:
     """Parse MiniMax-M3's nested tags. Example:
     `]<]minimax[>[<item>1]<]minimax[>[</item>` is [1].
     """
@@ -411,7 +411,7 @@ def from_minimax(text: str, schema: Any, root: Any) -> Any:
     }
 
 
-_CONVERT: Mapping[str, Callable[..., Any]] = {
+_CONVERT: Mapping[str, Callable[[str, object, object], object]] = {
     "typed": typed,
     "python": from_python,
     "gemma": from_gemma,
@@ -641,7 +641,7 @@ class TemplateProbe:
 
     def render(
         self,
-        *answer: Mapping[str, Any],
+        *answer: Mapping[str, object],
         tools: Tools | None = None,
         is_open: bool = False,
     ) -> str:
@@ -661,7 +661,7 @@ class TemplateProbe:
             self.why = f" (it fails with {type(error).__name__}: {error})"[:200]
             return ""
 
-    def answer(self, **message: Any) -> str:
+    def answer(self, **message: object) -> str:
         """Return what a model would have sampled, with the end of the turn."""
         whole = self.render({"role": "assistant", **message}, tools=_PROBE_TOOLS)
         prompt = self.render(tools=_PROBE_TOOLS, is_open=True)
@@ -719,10 +719,11 @@ def _find_readers(
     for number, way in itertools.product((2, 1), _WAYS):
         text = probe.called(number, **way)
         for tool_format in fitting:
-            calls = tool_format.parse(text, _PROBE_TOOLS).calls
-            if [(call.name, json.loads(call.arguments)) for call in calls] != list(
-                _CALLS[:number]
-            ):
+            calls = [
+                (call.name, json.loads(call.arguments))
+                for call in tool_format.parse(text, _PROBE_TOOLS).calls
+            ]
+            if calls != _CALLS[:number]:
                 continue
             # A forced call must begin as the model was trained to begin it.
             if (tool_format.prefill(_PROBED) or "") in text:
@@ -758,8 +759,8 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
     called = probe.called(1)
     # such templates leave the calls of an answer to the engine
     if tool_format is None and not called:
-        taught = [each for each in fitting if re.search(each.taught, prompt)]
-        tool_format = next(iter(taught), named.get(name))
+        taught = (each for each in fitting if re.search(each.taught, prompt))
+        tool_format = next(taught, named.get(name))
     refusal = ""
     if _PROBED not in prompt and name != "none":
         refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"

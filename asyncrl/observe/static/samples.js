@@ -147,7 +147,7 @@ function turnsBlock(sample) {
     context += part.num_tokens ?? 0;
     if (!part.is_sampled) return [];
     const back = next && !next.is_sampled && next.branch === branch ? short(next.text) : "the end";
-    return [[`${++turn}${branch ? `, branch ${branch}` : ""}`, isWhole ? `${plainNumber(asked)} tokens` : "–", part.num_tokens === undefined ? "–" : `${plainNumber(part.num_tokens)} tokens`,
+    return [[`${++turn}${branch ? `, branch ${branch}` : ""}${part.agent ? `, ${part.agent}` : ""}`, isWhole ? `${plainNumber(asked)} tokens` : "–", part.num_tokens === undefined ? "–" : `${plainNumber(part.num_tokens)} tokens`,
       versionsOf(part).map(version => `v${version}`).join(", ") || "–", ...(hasReward ? [part.reward === undefined ? "–" : plainNumber(part.reward)] : []), h("span", { class: "wrap" }, short(part.text)), h("span", { class: "wrap" }, back)]];
   });
   const title = isWhole ? `${turn} turns` : `The last ${turn} turns`;

@@ -30,7 +30,7 @@ function showWarnings(run) {
   byId("warnings").replaceChildren(...list("warn", "Warnings", run.warnings), ...list("bad", "Could not be read or believed", run.problems));
 }
 
-const SHARES = { training: "training", generation: "waiting for generation", rewards: "waiting for rewards", stragglers: "waiting for stragglers", publishing: "waiting for publishing", handovers: "handovers", other: "other" };
+const SHARES = { training: "training", generation: "waiting for generation", rewards: "waiting for rewards", teaching: "waiting for teaching", stragglers: "waiting for stragglers", publishing: "waiting for publishing", handovers: "handovers", other: "other" };
 
 function showShares(run) {
   const shares = Object.entries(run.verdict?.shares ?? {}).filter(([, fraction]) => fraction > 0).map(([name, fraction]) => ({ name: SHARES[name], fraction, seconds: fraction * run.verdict.wall_s }));

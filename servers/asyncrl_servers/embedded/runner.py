@@ -439,19 +439,34 @@ class Scorer(Runner):
                 self._waiting.popleft()
                 for _ in range(min(self.slots, len(self._waiting)))
             ]
-            for text, logprobs in zip(texts, self._read(texts), strict=True):
-                found = logprobs[text.request.start - 1 :]
-                if not np.isfinite(found).all():
+            for text, read in zip(texts, self._read(texts), strict=True):
+                logprobs, top_ids, top_logprobs = (
+                    array[text.request.start - 1 :] for array in read
+                )
+                if not np.isfinite(logprobs).all():
                     raise FloatingPointError(
                         "the model gives logprobs that are not finite"
                     )
-                text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
+                text.answer.set_result(
+                    ScoreResponse(
+                        logprobs=logprobs.tolist(),
+                        top_ids=top_ids.ravel().tolist(),
+                        top_logprobs=top_logprobs.ravel().tolist(),
+                    )
+                )
 
-    def _read(
-        self, texts: list[ScoredText]
-    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return float32 [T - 1] per text."""
-        found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
+    def _read(self, texts: list[ScoredText]) -> list[list[np.ndarray[Any, Any]]]:
+        """Return of each text the logprobs, float32 [T - 1], and the likeliest ids,
+        int64 [T - 1, K], with their logprobs, float32 [T - 1, K].
+        """
+        read = list[list[np.ndarray[Any, Any]]]()
+        for text in texts:
+            num_predicted = len(text.ids) - 1
+            shape = (num_predicted, text.request.top_k)
+            logprobs = np.zeros(num_predicted, np.float32)
+            read.append(
+                [logprobs, np.zeros(shape, np.int64), np.zeros(shape, np.float32)]
+            )
         # The last token predicts nothing that was asked for.
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
         for parts in cut_calls(jobs, self._query_chunk):
@@ -465,11 +480,12 @@ class Scorer(Runner):
                 )
                 row += end - start
                 targets = to_device(texts[slot].ids[start + 1 : end + 1], logits.device)
-                of_parts.append(
-                    torch.log_softmax(of_part, dim=-1).gather(1, targets[:, None])[:, 0]
-                )
-            for (slot, _, start, end), logprobs_T in zip(
-                parts, to_host(*of_parts), strict=True
-            ):
-                found[slot][start:end] = logprobs_T
-        return found
+                logprob_TV = torch.log_softmax(of_part, dim=-1)
+                top = logprob_TV.topk(texts[slot].request.top_k)
+                of_parts.append(logprob_TV.gather(1, targets[:, None])[:, 0])
+                of_parts += [top.indices, top.values]
+            on_host = iter(to_host(*of_parts))
+            for slot, _, start, end in parts:
+                for array in read[slot]:
+                    array[start:end] = next(on_host)
+        return read
