@@ -54,6 +54,20 @@ async def turn(server: VllmServer, version: int) -> None:
     await server.wake(["kv"])
 
 
+@pytest.mark.parametrize(("stays", "route"), [(False, "/sleep"), (True, "/pause")])
+@virtual
+async def test_failed_sleep_is_repeated(stays: bool, route: str) -> None:
+    fake, server = await ready_server()
+    server.needed = replace(server.needed, stays=stays)
+    fake.refused_routes[route] = (500, "planted")
+    with pytest.raises(EngineError, match="planted"):
+        await server.sleep()
+    fake.refused_routes.clear()
+    assert fake.pause is None
+    await server.sleep()
+    assert fake.pause is not None
+
+
 @pytest.mark.parametrize("stays", [False, True])
 @virtual
 async def test_chunked_push_is_checked_at_wake(stays: bool) -> None:

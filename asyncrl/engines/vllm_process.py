@@ -184,6 +184,9 @@ class VllmProcess(CallScope):
         self.digest = ""
         self.state: Literal["serving", "paused", "loading", "asleep"] = "serving"
         self.asleep: set[EnginePart] = set()
+        # False from the start of a sleep to its end: after a failed or cancelled one, the
+        # next sleep asks vLLM again.
+        self.is_sleep_sure = True
         self.model: str | None = None
         """Serving adapter; None: the base model."""
         self.vocab_size: float = math.inf

@@ -372,7 +372,8 @@ class VllmServer(EngineClient):
         # Before the first call: no segment is sent from now on.
         process.state = "asleep"
         self._unchecked = None
-        if process.asleep != asleep_before:
+        if process.asleep != asleep_before or not process.is_sleep_sure:
+            process.is_sleep_sure = False
             async with process.calls():
                 if self.needed.stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
@@ -382,6 +383,7 @@ class VllmServer(EngineClient):
                 # A request that reached vLLM after the sleep's own abort is ended too:
                 # none may stay in a server without weights.
                 await process.end(process.sent)
+            process.is_sleep_sure = True
         return api.TransferStats(
             num_bytes=0, seconds=asyncio.get_running_loop().time() - started
         )
