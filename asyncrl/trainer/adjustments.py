@@ -266,7 +266,7 @@ class ChangedEntries:
         return value_E.index_copy(0, self.place_A, value_A), slope_E
 
 
-class Entries(NamedTuple):
+class ChangedPlaces(NamedTuple):
     """Logits of a slice of the vocabulary that some stretches change. `number_A`: their
     stretch.
     """
@@ -332,7 +332,7 @@ class ChangedLogits:
             is_raised.append(is_raised_A)
         return ChangedSlice(self, part, is_raised)
 
-    def entries(self, part: slice) -> Iterator[Entries]:
+    def entries(self, part: slice) -> Iterator[ChangedPlaces]:
         """Return the changed logits of a slice of the vocabulary, in pieces."""
         first, last = np.searchsorted(self.ids, [part.start, part.stop]).tolist()
         while first < last:
@@ -342,7 +342,7 @@ class ChangedLogits:
             yield self._entries(first, end, part.start)
             first = end
 
-    def _entries(self, first: int, last: int, first_id: int) -> Entries:
+    def _entries(self, first: int, last: int, first_id: int) -> ChangedPlaces:
         device = self.row_K.device
         num_entries = int(self.before[last] - self.before[first])
         size_E = self.size_E[first:last]
@@ -354,7 +354,9 @@ class ChangedLogits:
         start_E = size_E.cumsum(0) - size_E
         offset_E = self.begin_E[first:last] - start_E
         place_A = torch.arange(num_entries, device=device) + offset_E[number_A - first]
-        return Entries(self.row_K[place_A], self.id_E[number_A] - first_id, number_A)
+        return ChangedPlaces(
+            self.row_K[place_A], self.id_E[number_A] - first_id, number_A
+        )
 
 
 @dataclass(frozen=True)
