@@ -11,14 +11,15 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
+from launch_cases import URLS, load
 from rollout_cases import virtual
 
 from asyncrl.agents.work_queue import RolloutQueue, WorkerRecord
-from asyncrl.base.errors import ComponentError, EngineError
+from asyncrl.base.errors import ComponentError, ConfigError, EngineError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
-from asyncrl.job.serve import UserKey
+from asyncrl.job.serve import UserKey, serve_engine
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.rollouts.rollout import RolloutRecorder
 
@@ -200,3 +201,10 @@ async def test_finished_run_waits_for_remote_workers(
     await AgentRuntime.aclose(parts)
     assert loop.time() == pytest.approx(waited_s)
     parts.gateway.aclose.assert_awaited_once()
+
+
+def test_served_engine_of_others_is_refused(tmp_path: Path) -> None:
+    """Its key is not this run's, which the command would print."""
+    config = load(*URLS)
+    with pytest.raises(ConfigError, match="others have started these engines"):
+        serve_engine(config, tmp_path / "run", name="engine")

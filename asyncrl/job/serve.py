@@ -91,6 +91,13 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
+    """Serve until Ctrl-C; return the exit code."""
+    if config.rollout.external_urls is not None:
+        raise ConfigError(
+            f"rollout.urls={config.rollout.external_urls}: others have started these engines",
+            rule="this command starts an engine, and tells its key",
+            way_out="remove rollout.urls.",
+        )
     with _opened_lifecycle(config, run_dir, name) as lifecycle:
         return run_loop(lifecycle.run(partial(_live_engine, lifecycle)))
 
