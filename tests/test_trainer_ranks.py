@@ -7,8 +7,11 @@ from __future__ import annotations
 import signal
 import socket
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import job_runs
 import numpy as np
@@ -27,7 +30,7 @@ from trainer_cases import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
-from asyncrl.base.http import CallRefused
+from asyncrl.base.http import CallRefused, Refused
 from asyncrl.messages.trainer_api import (
     BatchHeader,
     ExportChunkRequest,
@@ -39,6 +42,7 @@ from asyncrl.messages.trainer_api import (
 )
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.ranks import Ranks, meet
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.ipc import open_memory, views
@@ -402,3 +406,16 @@ def test_worker_is_bit_for_bit_a_step_in_process(
             2,
             2,
         ]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("another")])
+def test_beat_that_fails_is_told_by_the_health(error: Exception) -> None:
+    """Without a beat the other ranks would run into their timeout."""
+    service = object.__new__(TrainerService)
+    service._failure = None
+    service._spec = SimpleNamespace(trainer=SimpleNamespace(timeout_s=0.01))  # type: ignore[assignment]
+    service.rank = SimpleNamespace(ranks=SimpleNamespace(beat=Mock(side_effect=error)))  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as service._torch_thread:
+        service._beat()
+    with pytest.raises(Refused, match=f"between two calls: {error}"):
+        service.health()

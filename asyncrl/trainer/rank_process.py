@@ -46,7 +46,7 @@ from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.step_metrics import hold_record
-from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")
 Finish = Callable[[], api.ExportResponse]
@@ -160,8 +160,16 @@ class TrainerService:
             beating = self._torch_thread.submit(self.rank.ranks.beat)
             try:
                 beating.result()
-            except RuntimeError as error:
-                self._failure = loss_behind(error, self._spec)
+            # Any error: without a beat the other ranks would run into their timeout,
+            # while this one still calls itself well.
+            except Exception as error:
+                log.exception("the beat between two calls has failed")
+                lost = loss_behind(error, self._spec)
+                self._failure = lost or Refused(
+                    LOST_STATUS,
+                    f"the other ranks cannot be reached between two calls: {error!s:.500}",
+                    way_out="read the trainer's log.",
+                )
 
     def health(self) -> api.TrainerHealth:
         """Return version, device and offloaded parts. Raises Refused once other ranks are
