@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller
@@ -26,7 +25,7 @@ from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements
 from asyncrl.engines.vllm_server import CANARY_LIMITS, CANARY_TOKENS, VllmServer
 from asyncrl.messages.worker_api import ChatTokenizer
 
-Body = dict[str, Any]
+Body = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
@@ -62,7 +62,9 @@ class Text(Read):
     text: str = ""
 
     @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
+    def model_validate_json(
+        cls, json_data: str | bytes | bytearray, **_: object
+    ) -> Self:
         # Caller decodes every answer with this method, and routes like /metrics answer
         # plain text, or nothing.
         return cls(
@@ -70,6 +72,15 @@ class Text(Read):
             if isinstance(json_data, str)
             else json_data.decode(errors="replace")
         )
+
+
+class WorkerAnswer(TypedDict, total=False):
+    """Answer of our extension; a call fills what it returns."""
+
+    vocab_size: int
+    state: str
+    digest: str
+    folder: str
 
 
 class LabelSpan(Read):
@@ -126,8 +137,8 @@ def vllm_request(
     request_id: str,
     label: str,
     model: str | None,
-    **sampling: Any,
-) -> dict[str, Any]:
+    **sampling: object,
+) -> dict[str, object]:
     """Return the body of GENERATE. The salt contains the label, so cached prefixes
     never outlive their weights.
     """
@@ -278,7 +289,7 @@ class VllmProcess(CallScope):
     async def post(
         self,
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, object] | None,
         answer: type[Answer],
         timeout_s: float | None = None,
     ) -> Answer:
@@ -290,12 +301,12 @@ class VllmProcess(CallScope):
     async def tell(
         self,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, object] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         await self.post(path, body, Text, timeout_s)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Generated, None]:
+    async def stream(self, body: dict[str, object]) -> AsyncGenerator[Generated, None]:
         """Yield parts of GENERATE. Closing it ends the request."""
         with _vllm_errors():
             sent = Json(body | {"stream": True})
@@ -331,10 +342,13 @@ class VllmProcess(CallScope):
                 way_out=way_out,
             )
 
-    async def rpc(self, method: str, **argument: Any) -> list[dict[str, Any]]:
+    async def rpc(self, method: str, **argument: object) -> list[WorkerAnswer]:
         """Call our extension in each worker. Raises CallRefused."""
-        body = {"method": f"asyncrl_{method}", "args": [json.dumps(argument)]}
-        results: list[dict[str, Any]] = (await self.post(_RPC, body, Json)).root[
+        body: dict[str, object] = {
+            "method": f"asyncrl_{method}",
+            "args": [json.dumps(argument)],
+        }
+        results: list[WorkerAnswer] = (await self.post(_RPC, body, Json)).root[
             "results"
         ]
         # One worker that failed is enough: each holds a part of the model.
@@ -410,7 +424,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     model = config["model_config"]
     # These change tokens or logprobs: the run would train on wrong numbers without any
     # error. vLLM's default logprobs_mode is before temperature and top_p.
-    equal: dict[str, tuple[Any, Any]] = {
+    equal: dict[str, tuple[object, object]] = {
         "model": (
             os.path.realpath(model["model"]),
             os.path.realpath(needed.model_path),

@@ -10,7 +10,6 @@ import io
 import math
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +191,7 @@ class Segment:
             # vLLM sampled on until the abort arrived.
             self._cut(num_wanted, "stop")
 
-    def _body(self) -> dict[str, Any]:
+    def _body(self) -> dict[str, object]:
         """Return the body. vLLM restarts its random stream per request, so the seed (63
         bits) depends on the segment's position.
         """
@@ -203,7 +202,7 @@ class Segment:
         # vLLM would also stop inside a thought, so stop strings after a thought are
         # only watched for.
         stop = [text for text in request.stop if text and request.thinking is None]
-        sampling: dict[str, Any] = {
+        sampling: dict[str, object] = {
             **request.parameters,
             "max_tokens": request.max_tokens,
             "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,

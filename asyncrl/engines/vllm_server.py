@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -24,6 +23,7 @@ from asyncrl.engines.vllm_process import (
     Text,
     VllmProcess,
     VllmRequirements,
+    WorkerAnswer,
     make_ready,
     vllm_request,
 )
@@ -65,7 +65,7 @@ class Load:
         self.manifest = manifest
         self.version = manifest.version
         self.digest = manifest.digest
-        self.staged: dict[str, Any] = {}
+        self.staged = WorkerAnswer()
 
     async def stage(self) -> str:
         """Return the digest. Poll: a blocking call would stop generation."""

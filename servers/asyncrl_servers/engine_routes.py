@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,7 @@ class RunQueue(Generic[AnyRun]):
             listener.sampled(sampled)
 
 
-class ServedEngine(Protocol):
+class ServedEngine(Protocol[AnyRun]):
     """Engine interface of the routes.
 
     Futures may raise Refused; other errors become 500. `run` raises Refused (400).
@@ -116,10 +116,10 @@ class ServedEngine(Protocol):
     @property
     def weights(self) -> WeightState: ...
     def health(self) -> api.EngineHealth: ...
-    def run(self, asked: Asked, listener: Listener) -> Any: ...
-    def submit(self, runs: Sequence[Any]) -> None: ...
-    def resume(self, runs: Sequence[Any]) -> None: ...
-    def abort(self, runs: Sequence[Any]) -> None: ...
+    def run(self, asked: Asked, listener: Listener) -> AnyRun: ...
+    def submit(self, runs: Sequence[AnyRun]) -> None: ...
+    def resume(self, runs: Sequence[AnyRun]) -> None: ...
+    def abort(self, runs: Sequence[AnyRun]) -> None: ...
     def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]: ...
     def sleep(self) -> Future[api.TransferStats]: ...
     def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
@@ -161,7 +161,7 @@ def uniform_draws(
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class ServedLink:
+class ServedLink(Generic[AnyRun]):
     """Server end of one link.
 
     Life: open -> closed by the client or with its process, which aborts open requests.
@@ -171,7 +171,7 @@ class ServedLink:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: ServedEngine[AnyRun],
         link: web.WebSocketResponse,
         transport: asyncio.Transport,
     ) -> None:
@@ -179,7 +179,7 @@ class ServedLink:
         self._link = link
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, AnyRun] = {}
         self._sending = threading.Lock()
         # A duplicate stays valid until serve() ends. If the transport closed the only
         # one, the engine's thread could write into a new connection with the same
@@ -251,7 +251,7 @@ class ServedLink:
             self._engine.abort(runs)
 
     def _submit(self, asked: Sequence[Asked]) -> None:
-        runs = list[Run]()
+        runs = list[AnyRun]()
         for one in asked:
             try:
                 run = self._engine.run(one, self)
@@ -279,7 +279,9 @@ def _message(data: bytes) -> bytes:
     return struct.pack("!BBQ", kind, 127, size) + data
 
 
-def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Application:
+def engine_routes(
+    engine: ServedEngine[AnyRun], secret: str, *more: Act
+) -> web.Application:
     """`more`: additional POST routes."""
     app = make_app(secret)
 
@@ -318,5 +320,5 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
     return app
 
 
-def serve_engine(engine: ServedEngine, fd: int, *more: Act) -> None:
+def serve_engine(engine: ServedEngine[AnyRun], fd: int, *more: Act) -> None:
     serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd)

@@ -8,11 +8,16 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from asyncrl.base.errors import Message
 from asyncrl.base.http import (
@@ -51,7 +56,9 @@ class RewardModel:
         self._spec = spec
         self._device = torch.device(spec.device)
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(spec.model_path)
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                spec.model_path
+            )
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 spec.model_path,
                 dtype=getattr(torch, spec.dtype),
@@ -74,7 +81,8 @@ class RewardModel:
                 f"{spec.name}: {spec.model_path} has no chat template",
                 way_out=f"set {KEY}.reads=pair or {KEY}.reads=completion.",
             )
-        self._model: Any = model.to(self._device).eval().requires_grad_(False)
+        self._model: PreTrainedModel = model.to(self._device).eval()
+        self._model.requires_grad_(False)
         self._text_config = model.config.get_text_config()
         self._pad_id: int | None = self._text_config.pad_token_id
         self._max_length = _max_length(self.tokenizer, model)
@@ -149,10 +157,9 @@ class RewardModel:
         return logits_BL[:, self._spec.label].float().tolist()
 
 
-def _max_length(tokenizer: Any, model: nn.Module) -> int:
+def _max_length(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
     """Return the largest number of tokens that tokenizer and model allow."""
-    config: Any = model.config
-    limit = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     for name, module in model.named_modules():
         # RoBERTa's positions begin after the padding's.
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):

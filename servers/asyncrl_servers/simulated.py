@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Never
 
 import numpy as np
 from pydantic import Field
@@ -52,7 +53,7 @@ class SimulatedWeights(WeightState):
         super().__init__()
         self.push = BelievedPush()
 
-    def read(self, request: engine_api.PrepareRequest) -> dict[str, bytes]:
+    def read(self, request: engine_api.PrepareRequest) -> dict[str, Never]:
         return {}
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import engine_api as api
 from asyncrl.weights.tensor_files import RESEND, joint_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
@@ -116,7 +119,7 @@ class ChunkedPush:
 @dataclass(frozen=True, slots=True)
 class Staged:
     request: api.PrepareRequest
-    tensors: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
@@ -157,7 +160,7 @@ class WeightState:
         self._digest = ""
         self._asleep: set[api.EnginePart] = set()
 
-    def read(self, request: api.PrepareRequest) -> Mapping[str, Any]:
+    def read(self, request: api.PrepareRequest) -> Mapping[str, Tensor]:
         """Return the verified tensors to stage. Raises Refused (400, 409)."""
         raise NotImplementedError
 

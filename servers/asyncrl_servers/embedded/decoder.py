@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
@@ -108,7 +108,7 @@ class LoadedModel:
         has_tokenizer = any(
             (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
         )
-        self.tokenizer: Any | None = (
+        self.tokenizer: PreTrainedTokenizerFast | None = (
             PreTrainedTokenizerFast.from_pretrained(self.folder)
             if has_tokenizer
             else None
@@ -146,7 +146,7 @@ class LoadedModel:
             # glibc only
             trim(0)
 
-    def _load(self, spec: EmbeddedSpec) -> Any:
+    def _load(self, spec: EmbeddedSpec) -> PreTrainedModel:
         try:
             model = load_language_model(
                 self.folder, dtype=self.dtype, attn_implementation="eager"
@@ -171,7 +171,7 @@ class LoadedModel:
         """Shorten windows and chunks that probes do not reach, so that a check of few
         tokens crosses them.
         """
-        changed = list[tuple[Any, str, int]]()
+        changed = list[tuple[object, str, int]]()
         for one in (self.model.config.get_text_config(), *self.model.modules()):
             for name in ("sliding_window", "attention_chunk_size"):
                 size = getattr(one, name, None)
@@ -227,12 +227,12 @@ class LoadedModel:
         self.shape = CacheShape(tuple(probe.layers), num_routed, state)
 
 
-def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def pinned(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return pinned(array, device).to(device, non_blocking=True)
 
 
@@ -253,7 +253,9 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     ]
 
 
-def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
+def _eos_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None
+) -> frozenset[int]:
     """Return all end-of-sequence ids of the configs and the tokenizer."""
     found: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
@@ -268,7 +270,7 @@ class PlainDecoder:
     model's decode step.
     """
 
-    def __init__(self, model: Any, max_length: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
         self._model, self._layers = (
             model,
             [layer_of(one, separate) for one in model.model.layers],
@@ -284,7 +286,7 @@ class PlainDecoder:
         self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
 
     @classmethod
-    def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
+    def of(cls, model: PreTrainedModel, max_length: int) -> PlainDecoder | None:
         """Return None if the model's forward may differ."""
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
@@ -342,12 +344,15 @@ class Maps(NamedTuple):
         )
 
 
+Norm = tuple[torch.Size, Tensor, float]
+
+
 class Layer(NamedTuple):
     """Weights of a layer. Norms are (shape, weight, epsilon)."""
 
-    norm: tuple[Any, ...]
-    mlp_norm: tuple[Any, ...]
-    head_norms: list[tuple[Any, ...]]
+    norm: Norm
+    mlp_norm: Norm
+    head_norms: list[Norm]
     """Norms of queries and keys, if the model has any."""
     to_heads: Maps
     out: Maps
@@ -408,7 +413,7 @@ def separate(*maps: nn.Linear) -> Maps:
     )
 
 
-def norm_of(module: Any) -> tuple[Any, ...]:
+def norm_of(module: Any) -> Norm:
     return module.weight.shape, module.weight, module.variance_epsilon
 
 

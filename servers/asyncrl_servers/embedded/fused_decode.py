@@ -8,8 +8,6 @@ shapes, so one compilation serves all of them, for every number of rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -39,7 +37,7 @@ KERNEL_DEVICES = {"cuda"}
     "Tensor lengths, float scale) -> (Tensor, Tensor)",
     device_types="cuda",
 )
-def decode_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+def decode_attention(*inputs: Tensor | float) -> tuple[Tensor, Tensor]:
     """Write each row's new key and value [R, kv_heads, d] into its slot, at position
     length - 1, and attend from query [R, heads, d] over all its positions. Return means
     [R, heads, SPLITS, d] and log-sum-exps [R, heads, SPLITS] over parts of the
@@ -56,7 +54,7 @@ def decode_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @decode_attention.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *others: Tensor | float) -> tuple[Tensor, Tensor]:
     rows, heads, head_dim = query.shape
     parts = query.new_empty((rows, heads, SPLITS, head_dim), dtype=torch.float32)
     return parts, parts.new_empty((rows, heads, SPLITS))
@@ -67,7 +65,7 @@ def fused_layer(
     added_RH: Tensor,
     layer: Layer,
     rotation: list[Tensor],
-    *read: Any,
+    *read: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
     """Compute layer_step over the cache. `read`: keys, values, table, lengths and
     scale.
@@ -88,17 +86,16 @@ def merged(*maps: nn.Linear) -> Maps:
     sizes = [one.out_features for one in maps]
     if len(maps) == 1:
         return separate(*maps)
-    tensors = list[Any]()
+    tensors = list[Tensor]()
     for name in ("weight", "bias"):
         parts = [getattr(one, name) for one in maps]
         if parts[0] is None:
-            tensors.append(None)
             continue
         whole = torch.cat([part.data for part in parts])
         for part, view in zip(parts, whole.split_with_sizes(sizes), strict=True):
             part.data = view
         tensors.append(whole)
-    return Maps([(tensors[0], tensors[1])], sizes)
+    return Maps([(tensors[0], tensors[1] if len(tensors) > 1 else None)], sizes)
 
 
 def why_not_fused(runner: Runner) -> str:

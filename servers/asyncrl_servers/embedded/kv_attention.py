@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from asyncrl.models.attention_kinds import (
     AttentionKind,
@@ -80,7 +80,7 @@ class CacheShape:
 
     layers: tuple[LayerShape, ...]
     num_routed: int = 0
-    state: Any = None
+    state: DynamicCache | None = None
     """The cache of a text, with what recurrent layers keep."""
 
     @property
@@ -196,7 +196,10 @@ class SlotCache:
         return [one.flatten(0, 1)[:, :length] for one in slots]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        places: list[Any] = [slice(source, source + 1), slice(target, target + 1)]
+        places: list[slice | list[int]] = [
+            slice(source, source + 1),
+            slice(target, target + 1),
+        ]
         num_positions = length
         if self.is_paged:
             num_pages = self.pages_of(length)
@@ -237,7 +240,9 @@ class RoutedExperts:
         chosen, self._chosen = self._chosen, []
         return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
 
-    def _note(self, router: torch.nn.Module, inputs: Any, found: Any) -> None:
+    def _note(
+        self, router: torch.nn.Module, inputs: object, found: Sequence[Tensor]
+    ) -> None:
         if len(found) < 3 or found[2].is_floating_point():
             rule = "algorithm.router_replay needs a router that returns the experts it chooses"
             raise ValueError(f"{rule}, and {type(router).__name__} does not")
@@ -305,7 +310,7 @@ class Pass:
     cuts: Sequence[Cut] = ()
     """Rows with their states, if the model has any."""
     known: None = None
-    _biases: dict[Any, Tensor] = field(default_factory=dict)
+    _biases: dict[object, Tensor] = field(default_factory=dict)
     """Additive masks by stretch and kind: [slots * kv_heads, rows, length]; [1, rows,
     length] for one slot.
     """
@@ -491,7 +496,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **options: Any,
+    **options: Tensor | float | None,
 ) -> tuple[Tensor, None]:
     """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Raises
     UnknownAttentionError.

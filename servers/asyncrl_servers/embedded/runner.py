@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -309,7 +310,7 @@ class DecodeGraphs:
         self._replays.clear()
         self._num_steps.clear()
         self._logits: Tensor | None = None
-        self._capturing: tuple[Any, Any] | None = None
+        self._capturing: tuple[torch.cuda.Stream, Any] | None = None
         """Stream and memory of all graphs: a replay overwrites other graphs' results.
         """
 
@@ -455,11 +456,11 @@ class Scorer(Runner):
                     )
                 )
 
-    def _read(self, texts: list[ScoredText]) -> list[list[np.ndarray[Any, Any]]]:
+    def _read(self, texts: list[ScoredText]) -> list[list[npt.NDArray[np.generic]]]:
         """Return of each text the logprobs, float32 [T - 1], and the likeliest ids,
         int64 [T - 1, K], with their logprobs, float32 [T - 1, K].
         """
-        read = list[list[np.ndarray[Any, Any]]]()
+        read = list[list[npt.NDArray[np.generic]]]()
         for text in texts:
             num_predicted = len(text.ids) - 1
             shape = (num_predicted, text.request.top_k)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rows import RowCall, by_row, joined
@@ -44,12 +45,12 @@ class Cut(NamedTuple):
     """Rows `places` int64 [S, L] of a call, and the cache of these S texts."""
 
     places: Tensor
-    cache: Any
+    cache: DynamicCache | None
     is_first: bool
     """The texts start here."""
 
 
-def states_of(cache: Any) -> list[tuple[dict[int, Tensor], int]]:
+def states_of(cache: DynamicCache | None) -> list[tuple[dict[int, Tensor], int]]:
     """Return where a cache holds states, as (dictionary, key)."""
     layers = [
         layer
@@ -75,14 +76,14 @@ class SlotStates:
     Example: decoding slots 0..5 changes tensors[0][0:6] in place.
     """
 
-    def __init__(self, example: Any, slots: int) -> None:
+    def __init__(self, example: DynamicCache | None, slots: int) -> None:
         """`example`: the cache of one text, or None."""
         self._example = example
         self._originals = [states[key] for states, key in states_of(example)]
         self.tensors = [
             one.new_zeros((slots, *one.shape[1:])) for one in self._originals
         ]
-        self._views = dict[tuple[int, int], Any]()
+        self._views = dict[tuple[int, int], DynamicCache]()
 
     def cut(self, spans: Sequence[Span]) -> list[Cut]:
         """Return the rows and caches of spans, which follow each other in a call."""
@@ -96,7 +97,7 @@ class SlotStates:
             row = last
         return cuts
 
-    def _view(self, start: int, end: int, is_first: bool) -> Any:
+    def _view(self, start: int, end: int, is_first: bool) -> DynamicCache:
         if (start, end) not in self._views:
             # The memo of deepcopy: for these tensors it takes the views as copies that
             # exist already. So the modules write into the slots in place, and nothing
@@ -120,7 +121,7 @@ class SlotStates:
 class Mixer:
     """A module with a state, whose forward runs over the slots of this thread's pass."""
 
-    def __init__(self, name: str, module: Any) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         """Replace the module's forward by this object. Raises UnknownAttentionError."""
         self._name, self._forward = name, module.forward
         self._signature = inspect.signature(module.forward)
@@ -139,10 +140,10 @@ class Mixer:
                 limit_time_steps(part)
         module.forward = self
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> object:
         bound = self._signature.bind(*args, **options)
         calls = list[RowCall]()
-        outputs = list[Any]()
+        outputs = list[object]()
         running.mixer = self._name
         try:
             for place_SL, cache, is_first in running.pass_.cuts:
@@ -158,7 +159,12 @@ class Mixer:
             running.mixer = ""
         return joined(outputs, calls, ALL)
 
-    def _read(self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any) -> Any:
+    def _read(
+        self,
+        bound: inspect.BoundArguments,
+        place_SL: Tensor,
+        cache: DynamicCache | None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute rows of a call, and change their states."""
         num_rows = next(
             one.shape[1] for one in bound.arguments.values() if isinstance(one, Tensor)
@@ -167,10 +173,14 @@ class Mixer:
         call = inspect.BoundArguments(
             self._signature, arguments | {self._cache_name: cache}
         )
-        return self._forward(*call.args, **call.kwargs)
+        output: Tensor | tuple[Tensor, ...] = self._forward(*call.args, **call.kwargs)
+        return output
 
     def _probe(
-        self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any
+        self,
+        bound: inspect.BoundArguments,
+        place_SL: Tensor,
+        cache: DynamicCache | None,
     ) -> None:
         """Look whether later tokens depend on each state of a first text. NaN in a
         state reaches the output however small weights are. Raises
@@ -215,7 +225,7 @@ def limit_time_steps(module: Any) -> None:
     if (low, high) == (0.0, float("inf")):
         return
 
-    def limited(in_proj: nn.Module, inputs: Any, projected: Tensor) -> Tensor:
+    def limited(in_proj: nn.Module, inputs: object, projected: Tensor) -> Tensor:
         bias_H = module.dt_bias.float()
         # The inverse of softplus.
         limits = [

@@ -113,7 +113,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
                 way_out=way_out,
             )
     folder = Path(spec.model_path)
-    ours: dict[str, Any] = {
+    ours: dict[str, object] = {
         "model": spec.model_path,
         "served_model_name": "policy",
         "dtype": ("float32" if is_cpu else "bfloat16")
@@ -144,7 +144,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         )
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if has_own_head(folder):  # vLLM would tie it by config.json
-        untied: dict[str, Any] = {"tie_word_embeddings": False}
+        untied: dict[str, object] = {"tie_word_embeddings": False}
         given["hf_overrides"] = {**untied, **given.get("hf_overrides", {})}
     if len(sections_of(read_config(folder))) > 1:  # the trainer pushes the text part
         ours["language_model_only"] = True
@@ -154,7 +154,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         ours["return_sampling_mask"] = True
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         ours["skip_tokenizer_init"] = True
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, object] = {}
     if is_cpu:
         executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
         defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
@@ -164,14 +164,16 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     # By default vLLM takes 92 % of the machine's or device's memory.
     if (is_cpu or spec.fits_slots) and not given.keys() & KV_CACHE:
-        num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
+        num_bytes = kv_cache_bytes(
+            folder, str(ours["dtype"]), spec.slots, spec.max_length
+        )
         defaults["kv_cache_memory_bytes"] = num_bytes
     # The user may change our defaults, not what correctness depends on.
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     """Booleans become switches, dicts JSON, None nothing."""
     option = name.replace("_", "-")
     if value is None:

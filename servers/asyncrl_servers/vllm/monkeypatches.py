@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.structured_output import StructuredOutputManager
@@ -41,7 +42,7 @@ def patch_grammars() -> None:
     """
     create = StructuredOutputManager._create_grammar
 
-    def create_and_resume(manager: Any, request: Any) -> Any:
+    def create_and_resume(manager: Any, request: Any) -> object:
         grammar = create(manager, request)
         # Resumed tokens are part of the prompt for vLLM, but of the answer for the
         # grammar. From its start the grammar would ask for the beginning of the answer
@@ -55,8 +56,8 @@ def patch_grammars() -> None:
         return grammar
 
     def compile_within(
-        backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any
-    ) -> Any:
+        backend: Any, request_type: object, grammar_spec: str, *_: object, **__: object
+    ) -> object:
         text = serialize_guidance_grammar(request_type, grammar_spec)
         return GuidanceGrammar(
             ll_matcher=compile_grammar(backend.ll_tokenizer, text),
@@ -126,7 +127,7 @@ def patch_support_check() -> None:
 
     begin = InputProcessor.__init__
 
-    def begin_without_check(processor: Any, *args: Any, **named: Any) -> None:
+    def begin_without_check(processor: Any, *args: object, **named: object) -> None:
         begin(processor, *args, **named)
         # It only reads this setting to refuse calls. The engine has its own.
         processor.model_config = copy.copy(processor.model_config)
@@ -148,13 +149,13 @@ def patch_supports() -> None:
     draw = Sampler.sample
     sample = Runner.sample_tokens
 
-    def draw_and_keep(sampler: Any, *args: Any, **named: Any) -> Any:
+    def draw_and_keep(sampler: Any, *args: object, **named: object) -> object:
         sampled, logprobs = draw(sampler, *args, **named)
         # Log of 0 for all tokens that min_p, top_k, top_p or the grammar exclude.
         sampler.asyncrl_logprobs = logprobs
         return sampled, logprobs
 
-    def sample_and_tell(runner: Any, *args: Any, **named: Any) -> Any:
+    def sample_and_tell(runner: Any, *args: object, **named: object) -> object:
         is_wanted = runner.model_config.return_sampling_mask
         if runner.execute_model_state is None or not is_wanted:
             return sample(runner, *args, **named)
@@ -200,12 +201,12 @@ def patch_penalties() -> None:
     penalize = Sampler.apply_penalties
     resumed_of = dict[str, list[int]]()
 
-    def add_and_keep(batch: Any, request: Any) -> Any:
+    def add_and_keep(batch: object, request: Any) -> object:
         if num_resumed := _num_resumed(request.sampling_params):
             resumed_of[request.req_id] = request.prompt_token_ids[-num_resumed:]
         return add(batch, request)
 
-    def make_and_tell(batch: Any) -> Any:
+    def make_and_tell(batch: Any) -> object:
         metadata = make(batch)
         ids = batch.req_ids
         metadata.asyncrl_resumed = [resumed_of.get(each, []) for each in ids]
@@ -213,7 +214,9 @@ def patch_penalties() -> None:
             del resumed_of[ended]
         return metadata
 
-    def penalize_all(logits: Any, metadata: Any, output_token_ids: Any) -> Any:
+    def penalize_all(
+        logits: torch.Tensor, metadata: object, output_token_ids: list[list[int]]
+    ) -> object:
         resumed = getattr(metadata, "asyncrl_resumed", ())
         if any(resumed) and output_token_ids:
             output_token_ids = [
@@ -234,7 +237,7 @@ def patch_device_penalties() -> None:
     add = PenaltiesState.add_request
     write = PenaltiesState.apply_staged_writes
 
-    def add_and_keep(state: Any, req_idx: int, sampling_params: Any) -> Any:
+    def add_and_keep(state: Any, req_idx: int, sampling_params: object) -> object:
         if not hasattr(state, "asyncrl_resumed"):
             state.asyncrl_resumed = torch.zeros_like(state.req_states.prompt_len.gpu)
         state.asyncrl_resumed[req_idx] = _num_resumed(sampling_params)
@@ -259,7 +262,7 @@ def patch_device_penalties() -> None:
     PenaltiesState.apply_staged_writes = write_all
 
 
-def _num_resumed(sampling_params: Any) -> int:
+def _num_resumed(sampling_params: object) -> int:
     given = getattr(sampling_params, "extra_args", None) or {}
     num_resumed: int = given.get("num_resumed", 0)
     return num_resumed
@@ -279,7 +282,7 @@ def patch_routing() -> None:
     sample = Runner.sample_tokens
 
     def initialize_and_listen(
-        runner: Any, kv_cache_config: Any, *args: Any, **named: Any
+        runner: Any, kv_cache_config: object, *args: object, **named: object
     ) -> None:
         initialize(runner, kv_cache_config, *args, **named)
         if runner.vllm_config.aux_output_config.enabled:
@@ -287,12 +290,14 @@ def patch_routing() -> None:
                 runner.model, runner.vllm_config, runner.kv_cache_config
             )
 
-    def begin_and_execute(runner: Any, scheduled: Any, *args: Any, **named: Any) -> Any:
+    def begin_and_execute(
+        runner: Any, scheduled: Any, *args: object, **named: object
+    ) -> object:
         if hasattr(runner, "asyncrl_routing"):
             runner.asyncrl_routing.begin_step(scheduled.aux_output_connector_metadata)
         return execute(runner, scheduled, *args, **named)
 
-    def sample_and_tell(runner: Any, *args: Any, **named: Any) -> Any:
+    def sample_and_tell(runner: Any, *args: object, **named: object) -> object:
         if runner.execute_model_state is None or not hasattr(runner, "asyncrl_routing"):
             return sample(runner, *args, **named)
         batch = runner.input_batch
@@ -356,10 +361,10 @@ class BearerOnly:
     expected = b""
     """Required header; nothing passes while it is empty."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
         if scope["type"] == "lifespan" or may_pass:

@@ -107,7 +107,7 @@ class Loader:
         self._open_version: int | None = None
         self._owners: set[str] = set()
         """Layers with parameters of their own, while an update is open."""
-        self._cpu_experts: dict[Any, Any] = {}
+        self._cpu_experts: dict[Any, object] = {}
         """Kernels of expert layers, while an update is open."""
 
     @property
@@ -117,10 +117,10 @@ class Loader:
 
     # ---- calls of the client
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, int]:
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
-    def stage(self, *, is_new: bool, **fields: Any) -> dict[str, Any]:
+    def stage(self, *, is_new: bool, **fields: Any) -> dict[str, str]:
         """Begin to stage a PrepareRequest's file or memory, or report progress; call
         again until the state is `staged`. Raises Refused.
         """
@@ -198,7 +198,7 @@ class Loader:
         # Loaded once. `_checked` holds the tensors, and so the file, until the next stage.
         self._staged = None
 
-    def load_chunk(self, **fields: Any) -> dict[str, Any]:
+    def load_chunk(self, **fields: Any) -> dict[str, str]:
         """Load from a file or shared memory; chunk 0 opens an update. Raises Refused."""
         request = LoadChunkRequest(**fields)
         # A failure has closed the update. ChunkedPush then refuses this chunk, which
@@ -397,12 +397,12 @@ class Loader:
             raise
 
 
-def _rpc(name: str) -> Callable[..., dict[str, Any]]:
+def _rpc(name: str) -> Callable[..., dict[str, object]]:
     """Return a worker's method that calls a method of its Loader with the fields of a
     JSON text.
     """
 
-    def call(worker: WeightLoader, request: str) -> dict[str, Any]:
+    def call(worker: WeightLoader, request: str) -> dict[str, object]:
         try:
             return {
                 "ok": True,
