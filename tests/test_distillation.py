@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -42,6 +43,7 @@ from asyncrl.job.check import find_models
 from asyncrl.job.roles import extra_servers
 from asyncrl.job.run_export import export_run
 from asyncrl.journal.read import read_batch, reading
+from asyncrl.launch.plan import disk_sizes
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
     DISTILL_IDS,
@@ -371,6 +373,44 @@ def test_teacher_of_other_tokens_is_refused(
         ConfigError, match=r"teacher.path=.*: id \d+ is 'b' in the teacher, 'a' in"
     ):
         find_models(RunConfig.model_validate(config), ours)
+
+
+def test_teacher_with_few_positions_is_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(tiny_model_dir, short)
+    architecture = json.loads((short / "config.json").read_text())
+    architecture["max_position_embeddings"] = 32
+    (short / "config.json").write_text(json.dumps(architecture))
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(tiny_model_dir)},
+            "task": {"files": ["x"], "reward": "math"},
+            "algorithm": {"distill_weight": 1},
+            "teacher": {"path": str(short)},
+        }
+    )
+    with pytest.raises(ConfigError, match="has max_position_embeddings=32"):
+        find_models(config, HFChatTokenizer(tiny_model_dir))
+
+
+def test_likeliest_ids_take_space_in_the_journal() -> None:
+    sizes = [
+        disk_sizes(
+            RunConfig.model_validate(
+                {
+                    "model": {"path": "m"},
+                    "task": {"files": ["x"], "reward": "math"},
+                    "algorithm": {"distill_weight": 1} | more,
+                    "teacher": {"path": "t"},
+                }
+            ),
+            0,
+        )["journal"]
+        for more in ({}, {"distill_loss": "jsd", "distill_top_k": 16})
+    ]
+    assert sizes[1] == 9 * sizes[0], "16 bytes a token, and 8 for each id"
 
 
 def test_two_teachers_of_one_task_are_refused() -> None:

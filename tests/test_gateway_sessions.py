@@ -527,13 +527,13 @@ AGENTS = {
         ({"main": 1.0, "searcher": 0.5}, [1.0, 0.5, 0.5, 1.0]),
         ({"main": 1.0, "searcher/reader": 0.2}, [1.0, 1.0, 0.2, 1.0]),
         ({"chatcmpl-0": 0.0, "searcher": 0.5, "writer": 2.0}, [0.0, 0.5, 0.5, 2.0]),
-        ({"searcher": 0.5, "writer": 2.0}, None),
-        ({"main": 1.0, "sercher": 0.5}, None),
+        ({"searcher": 0.5, "writer": 2.0}, "every completion"),
+        ({"main": 1.0, "sercher": 0.5}, "made no call; its agents are"),
     ],
 )
 @in_loop
 async def test_sub_agents_share_or_split_the_reward(
-    rewards: dict[str, float], expected: list[float] | None
+    rewards: dict[str, float], expected: list[float] | str
 ) -> None:
     """An agent without a reward of its own earns that of the one above it."""
     async with gateway_world() as world:
@@ -542,9 +542,10 @@ async def test_sub_agents_share_or_split_the_reward(
             messages = [{"role": "user", "content": text}]
             assert (await world.post({"messages": messages}, headers=headers))[0] == 200
         outcome = Outcome(turn_rewards=rewards)
-        if expected is None:
-            with pytest.raises(RolloutFailure, match="its rewards name"):
+        if isinstance(expected, str):
+            with pytest.raises(RolloutFailure) as caught:
                 world.session.rollout(0, outcome, 0.5)
+            assert expected in str(caught.value)
             return
         rollout = world.session.rollout(0, outcome, 0.5)
         branches = [
@@ -594,3 +595,12 @@ async def test_child_of_a_session_calls_as_its_agent() -> None:
     for role in ("", "a/b", "Müller", "a\nb"):
         with pytest.raises(ConfigError, match="a role is printable ASCII"):
             session.child(role)
+
+
+@in_loop
+async def test_agent_that_only_delegates_may_have_the_reward() -> None:
+    async with gateway_world() as world:
+        await world.post({"messages": HI}, headers={"X-Session-ID": "searcher/reader"})
+        outcome = Outcome(turn_rewards={"main": 1.0, "searcher": 0.5})
+        (branch,) = world.session.rollout(0, outcome, 0.0)
+        assert branch.credits[0].reward == 0.5

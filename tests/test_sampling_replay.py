@@ -315,6 +315,21 @@ def test_memory_of_penalties_does_not_grow_with_the_length() -> None:
     assert 0.7 * planned < found <= planned
 
 
+def test_first_token_has_nothing_to_penalise(world: World) -> None:
+    """A batch of answers of one token: with supports there was an IndexError."""
+    penalty = {"frequency_penalty": 0.5, "top_k": 3, "max_tokens": 1}
+    join = SegmentJoin(make_request("one", (5, 6), **penalty))
+    (reply,) = ask(world.engine, [join.next_request()])
+    turn_until(world.engine, reply)
+    join.add(reply.result())
+    group = Group(
+        GroupId(0), Prompt("0/0", ()), (make_trajectory(0, join.completion(), 1.0),)
+    )
+    case = unpack_batch(pack_batch(*pack_groups(Batch(0, (group,), 0))))
+    found = train(world.rank(1.0, has_lora=False), *case)
+    assert found["policy/logprob_gap_max"] < LIMIT
+
+
 @pytest.mark.parametrize("token_id", [-1, VOCAB])
 def test_bias_of_a_token_that_the_model_does_not_know_is_refused(
     world: World, token_id: int

@@ -29,12 +29,13 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import ServedTeacher
+from asyncrl.job import roles
 from asyncrl.job.check import validate
 from asyncrl.job.roles import extra_servers, reach_servers
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import NO_DEVICE, place
 from asyncrl.messages.records import Rollout
-from asyncrl.messages.tokens import SUPPORT
+from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 MAX_LENGTH = 300
@@ -144,6 +145,9 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         is_known = request.headers["authorization"] == "Bearer sk-right"
+        if self.fault == "starts" and len(self.asked) < 2:
+            self.asked.append({})
+            return web.json_response({"error": {"message": "loads"}}, status=503)
         if self.fault == "key" or not is_known:
             return web.json_response({"error": {"message": "no"}}, status=401)
         length = 100 if self.fault == "length" else 10_000
@@ -194,12 +198,15 @@ def config_of(url: str, model: Path, **more: Any) -> RunConfig:
         ("length", r"max_model_len=100 for texts of \d+ tokens"),
         ("gone", "cannot be reached"),
         ("", ""),
+        ("starts", ""),
     ],
 )
 def test_server_that_cannot_score_is_refused_by_check(
     fault: str, words: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TEACHER_KEY", "sk-right")
+    if fault == "gone":
+        monkeypatch.setattr(roles, "REACH_S", 0.5)
 
     async def story() -> list[str]:
         endpoint = Endpoint(fault)
@@ -263,3 +270,45 @@ def test_setting_that_vllm_cannot_serve_is_refused(
     }
     with pytest.raises(ValidationError, match=words):
         RunConfig.model_validate(config | changes)
+
+
+def test_ids_of_a_padded_vocabulary_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trained model may have fewer rows than the teacher."""
+
+    async def story() -> Rollout:
+        endpoint = Endpoint("")
+        await endpoint.server.start_server()
+        url = f"http://127.0.0.1:{endpoint.server.port}"
+        caller = Caller("teacher", url, "sk-right")
+        teacher = ServedTeacher(
+            caller, temperature=1.0, top_k=4, num_ids=2, on_lost=None
+        )
+        try:
+            await teacher.ready(30.0)
+            return await teacher.judge(ROLLOUTS[0], "sums")
+        finally:
+            await caller.aclose()
+            await endpoint.server.close()
+
+    (branch,) = asyncio.run(story())
+    ids = branch.tokens.column(DISTILL_IDS)
+    assert ids.sizes.tolist() == [0, 0, 0, 2, 2, 2]
+    assert ids.values.tolist() == [0, 1] * 3
+    assert len(branch.tokens.column(DISTILL_LOGPROBS).values) == 6
+
+
+def test_python_of_vllm_may_serve_only_the_teacher(tiny_model_dir: Path) -> None:
+    config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
+    python = {"rollout": {"vllm_python": "/opt/vllm/bin/python"}}
+    served = {"teacher": {"path": str(tiny_model_dir), "engine": "vllm"}}
+    assert RunConfig.model_validate(config | python | served)
+    with pytest.raises(ValidationError, match="vllm_python is for vLLM"):
+        RunConfig.model_validate(config | python)
+
+
+def test_placement_of_a_teacher_of_others_is_refused(tiny_model_dir: Path) -> None:
+    config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
+    with pytest.raises(ValidationError, match="placement.teacher is for a teacher"):
+        RunConfig.model_validate(config | {"placement": {"teacher": "cpu"}})

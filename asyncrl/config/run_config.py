@@ -291,10 +291,11 @@ class RunConfig(FrozenConfig):
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
         kinds = [engine, *(judge.engine for judge in self.served_judges)]
+        kinds += [one.engine for one in self.teachers if one.base_url is None]
         if self.rollout.given("vllm_python") and "vllm" not in kinds:
             yield (
-                "rollout.vllm_python is for vLLM, and neither rollout.engine nor judge.engine of a judge in "
-                "a server of the run is vllm; remove it"
+                "rollout.vllm_python is for vLLM, and neither rollout.engine, judge.engine nor "
+                "teacher.engine of a server of the run is vllm; remove it"
             )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
@@ -406,6 +407,9 @@ class RunConfig(FrozenConfig):
         # its logprobs.
         if bool(self.teachers) != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
+        is_served = any(teacher.base_url is None for teacher in self.teachers)
+        if not is_served and self.placement.teacher != "auto":
+            yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
         known = ", ".join(filter(None, self.tasks))
         taught = Counter(
             name for teacher in self.teachers for name in teacher.tasks or self.tasks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -19,6 +19,8 @@ class TeacherConfig(FrozenConfig):
     """A second model for on-policy distillation (docs/algorithms.md), in a separate
     engine server. A list of sections gives several teachers.
     """
+
+    free_keys: ClassVar = ("base_url", "key_variable")
 
     path: str
     """Hugging Face folder or hub id of a model with the vocabulary of `model`. With

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost
-from asyncrl.base.http import Caller, CallGarbled, CallRefused
+from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
-from asyncrl.engines.vllm_process import Read, TokenLogprob, VllmProcess
+from asyncrl.engines.vllm_process import ASK_AGAIN_S, Read, VllmProcess
 from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.tokens import (
@@ -28,7 +30,9 @@ from asyncrl.messages.tokens import (
 
 
 class Teacher(RoleClient):
-    """`max_length`: tokens of the longest text. `scores`: whether it scores a task."""
+    """`max_length`: tokens of the longest text. `num_ids`: the tokenizer's ids are below
+    it. `scores`: whether it scores a task.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Teacher(RoleClient):
         temperature: float,
         max_length: int = 0,
         top_k: int = 0,
+        num_ids: int = 2**31,
         scores: Callable[[str], bool] = lambda _: True,
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
@@ -45,6 +50,7 @@ class Teacher(RoleClient):
         self._temperature = temperature
         self._max_length = max_length
         self._top_k = top_k
+        self._num_ids = num_ids
         self._scores = scores
         self._num_scored = 0
 
@@ -104,8 +110,11 @@ class Teacher(RoleClient):
         taught[has_term] = logprobs[is_kept]
         columns: dict[str, Values] = {TEACHER: taught}
         if self._top_k > 0:
-            sizes = np.where(has_term, self._top_k, 0).astype(np.int32)
-            of_kept = np.repeat(is_kept, self._top_k)
+            # A padded vocabulary has ids that no text has, and that the trained model
+            # may lack.
+            of_kept = np.repeat(is_kept, self._top_k) & (top_ids < self._num_ids)
+            sizes = np.zeros(len(has_term), np.int32)
+            sizes[start:end] = of_kept.reshape(-1, self._top_k).sum(axis=1)
             columns[DISTILL_IDS] = Ragged(top_ids[of_kept], sizes)
             columns[DISTILL_LOGPROBS] = Ragged(top_logprobs[of_kept], sizes)
         self._num_scored += len(places)
@@ -115,8 +124,16 @@ class Teacher(RoleClient):
         return await self.call("/score", request, ScoreResponse)
 
 
+class Scored(TypedDict):
+    """Not a model: a long text has a hundred thousand of them, and the controller would
+    stand still for seconds.
+    """
+
+    logprob: float
+
+
 class PromptScores(Read):
-    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Scored] | None] | None = None
 
 
 class Completions(Read):
@@ -155,22 +172,38 @@ class ServedTeacher(Teacher):
         )
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Try the server. Raises ConfigError if it reports no logprobs, or CallLost."""
-        try:
-            health = await self.health(timeout_s=timeout_s)
-            await self._post(ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k))
-        except (CallRefused, CallGarbled) as failure:
-            raise self._unusable(str(failure)) from failure
-        return health
+        """Try the server until it scores. Raises ConfigError if it reports no logprobs;
+        CallLost, or ConfigError for its own failure, after `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
+        while True:
+            is_last = loop.time() + ASK_AGAIN_S >= end_s
+            left_s = max(end_s - loop.time(), ASK_AGAIN_S)
+            try:
+                health = await self.health(timeout_s=left_s)
+                await self._post(request, left_s)
+                return health
+            except CallGarbled as failure:
+                raise self._unusable(str(failure)) from failure
+            except CallRefused as failure:
+                # A server that others start again, or a proxy before it.
+                if failure.status < 500 or is_last:
+                    raise self._unusable(str(failure)) from failure
+            except CallLost:
+                if is_last or loop.time() >= end_s:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         async def send() -> ScoreResponse:
             async with self._scope.calls():
-                return await self._post(request)
+                return await self._post(request, CALL_TIMEOUT_S)
 
         return await self.repeated("an answer to /v1/completions", send)
 
-    async def _post(self, request: ScoreRequest) -> ScoreResponse:
+    async def _post(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
         """Raises ConfigError for an answer without logprobs, CallRefused or CallLost."""
         body = {
             "model": self._model,
@@ -180,13 +213,13 @@ class ServedTeacher(Teacher):
             "temperature": 0.0,
         }
         answer = await self._process.post(
-            "/v1/completions", body, Completions, CALL_TIMEOUT_S
+            "/v1/completions", body, Completions, timeout_s
         )
         told = (answer.choices[0].prompt_logprobs or [])[request.start :]
         asked = request.token_ids[request.start :]
         logprobs, top = list[float](), list[tuple[int, float]]()
         for token, entry in zip(asked, told, strict=False):
-            by_id = {number: one.logprob for number, one in (entry or {}).items()}
+            by_id = {number: one["logprob"] for number, one in (entry or {}).items()}
             # The entry has the token itself, also if it is not a likely one.
             likeliest = sorted(by_id.items(), key=lambda item: -item[1])
             if token not in by_id or len(likeliest) < request.top_k:

@@ -602,4 +602,11 @@ def find_models(
                 rule=f"the {role} reads the sampled token ids, so both vocabularies must be equal",
                 way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
             )
+        positions = positions_of(model)
+        if positions is not None and positions < config.rollout.max_length:
+            raise ConfigError(
+                f"{key}={model.path} has max_position_embeddings={positions}",
+                rule=f"the {role} reads whole texts, of at most {config.rollout.max_length} tokens",
+                way_out=f"use another {role}, or lower rollout.max_prompt_tokens or rollout.max_tokens.",
+            )
     return found

@@ -199,7 +199,8 @@ def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
 def _order_teacher(
     teacher: TeacherConfig, order: ServerOrder, caller: Caller
 ) -> Teacher:
-    return _teacher_client(teacher, order.config, caller, order.on_lost)
+    num_ids = 1 + max(order.tokenizer.vocabulary.values())
+    return _teacher_client(teacher, order.config, caller, order.on_lost, num_ids)
 
 
 def _teacher_client(
@@ -207,6 +208,7 @@ def _teacher_client(
     config: RunConfig,
     caller: Caller,
     on_lost: Callable[[EngineLost], None] | None = None,
+    num_ids: int = 2**31,
 ) -> Teacher:
     make = Teacher if teacher.is_embedded else ServedTeacher
     return make(
@@ -214,6 +216,7 @@ def _teacher_client(
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_length,
         top_k=config.algorithm.num_distill_ids,
+        num_ids=num_ids,
         scores=teacher.scores,
         on_lost=on_lost,
     )

@@ -53,7 +53,7 @@ EXPORT_FILES = 3
 oldest is removed.
 """
 JOURNAL_BYTES = 16
-"""Per token of a batch, at most."""
+"""Per token of a batch, at most, without a teacher's likeliest ids."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -265,7 +265,11 @@ def held_besides(
     rows.
     """
     first, *others = placement.trainer
-    servers = [*placement.engine_devices, *placement.extra.values()]
+    servers = [
+        device
+        for device in (*placement.engine_devices, *placement.extra.values())
+        if device.name != NO_DEVICE
+    ]
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
@@ -330,9 +334,11 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
         * config.rollout.group_size
         * config.rollout.max_length
     )
+    # What a teacher's likeliest ids take does not compress.
+    token_bytes = JOURNAL_BYTES + 8 * config.algorithm.num_distill_ids
     return {
         f"{num_kept} checkpoints": num_kept * checkpoint_bytes,
-        "journal": JOURNAL_BYTES * tokens,
+        "journal": token_bytes * tokens,
     }
 
 

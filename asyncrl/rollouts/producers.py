@@ -300,7 +300,8 @@ class Producers:
         group.phases[index] = phase
         phases = {group.phases.get(other) for other in group.to_run}
         if is_running and None not in phases:
-            self.sink.sampled_nowait(group_id, has_rewards=phases == {"teaching"})
+            has_rewards = phases == {"teaching"} and not group.is_unscored
+            self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]

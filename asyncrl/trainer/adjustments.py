@@ -177,6 +177,8 @@ class PairChanges:
             end_E=np.searchsorted(place_K, joined.end_E),
         )
         joined = joined.where(joined.begin_E < joined.end_E)
+        if not len(joined.id_E):
+            return None  # such as first tokens: no penalty has anything to count
         return cls(pair_K, joined.where(np.lexsort((joined.begin_E, joined.id_E))))
 
     def of_plain(self, num_plain: int, device: torch.device) -> ChangedLogits | None:

@@ -56,11 +56,11 @@ from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.worker_api import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
+"""Size of the largest call; a larger one gets 413."""
 AGENT_HEADER = "x-session-id"
 """Of a call: which agent of its rollout made it."""
 MAX_AGENT = 256
 """Characters of it."""
-"""Size of the largest call; a larger one gets 413."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -131,9 +131,17 @@ def _reward_of(
         ... ]
         [1.0, 0.5, 1.0]
     """
-    while agent and agent not in paid:
+    for above in _above(agent):
+        if above in paid:
+            return rewards[above]
+    return rewards.get(MAIN_AGENT)
+
+
+def _above(agent: str) -> Iterator[str]:
+    """Yield an agent and those above it, but main."""
+    while agent:
+        yield agent
         agent = agent.rpartition("/")[0]
-    return rewards.get(agent or MAIN_AGENT)
 
 
 def session_ended(reason: str) -> ApiError:
@@ -356,8 +364,20 @@ class GatewaySession:
         rewards = outcome.turn_rewards
         agents = self.capture.agents
         # A client sets the header: the name of a completion is never an agent's.
-        paid = (rewards.keys() & {MAIN_AGENT, *agents.values()}) - agents.keys()
+        known = {
+            MAIN_AGENT,
+            *(above for each in agents.values() for above in _above(each)),
+        }
+        paid = (rewards.keys() & known) - agents.keys()
         if paid:
+            if unknown := rewards.keys() - paid - agents.keys():
+                raise RolloutFailure(
+                    f"its rewards name {sorted(unknown)[:5]}, which made no call; its agents are "
+                    f"{sorted(known)[:5]}",
+                    rule="turn_rewards name agents that called the model, and completions",
+                    way_out="leave out agents without a call.",
+                    kind=FailureKind.CORRUPT_RESULT,
+                )
             # A turn earns what follows it, and what follows may be another agent's.
             if by_turn:
                 raise RolloutFailure(
