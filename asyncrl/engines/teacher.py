@@ -179,7 +179,6 @@ class ServedTeacher(Teacher):
         end_s = loop.time() + timeout_s
         request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
         while True:
-            is_last = loop.time() + ASK_AGAIN_S >= end_s
             left_s = max(end_s - loop.time(), ASK_AGAIN_S)
             try:
                 health = await self.health(timeout_s=left_s)
@@ -189,10 +188,10 @@ class ServedTeacher(Teacher):
                 raise self._unusable(str(failure)) from failure
             except CallRefused as failure:
                 # A server that others start again, or a proxy before it.
-                if failure.status < 500 or is_last:
+                if failure.status < 500 or loop.time() >= end_s:
                     raise self._unusable(str(failure)) from failure
             except CallLost:
-                if is_last or loop.time() >= end_s:
+                if loop.time() >= end_s:
                     raise
             await asyncio.sleep(ASK_AGAIN_S)
 

@@ -118,6 +118,40 @@ class Retries:
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
 
 
+def _by_completion(
+    rewards: Mapping[str, float], agents: Mapping[str, str], *, by_turn: bool
+) -> Mapping[str, float]:
+    """Return rewards by completion from rewards of completions and agents. `agents`: of
+    each completion. Raises RolloutFailure.
+    """
+    # A client sets the header: the name of a completion is never an agent's.
+    known = {MAIN_AGENT}.union(*map(_above, agents.values()))
+    paid = (rewards.keys() & known) - agents.keys()
+    if not paid:
+        return rewards
+    if unknown := rewards.keys() - paid - agents.keys():
+        raise RolloutFailure(
+            f"its rewards name {sorted(unknown)[:5]}, which made no call; its agents are "
+            f"{sorted(known)[:5]}",
+            rule="turn_rewards name agents that called the model, and completions",
+            way_out="leave out agents without a call.",
+            kind=FailureKind.CORRUPT_RESULT,
+        )
+    # A turn earns what follows it, and what follows may be another agent's.
+    if by_turn:
+        raise RolloutFailure(
+            f"its rewards are of agents: {', '.join(sorted(paid)[:5])}",
+            rule="algorithm.turn_discount adds the rewards of one agent's turns",
+            way_out="name completions in turn_rewards, or remove the setting.",
+            kind=FailureKind.CORRUPT_RESULT,
+        )
+    found = {
+        name: rewards.get(name, _reward_of(agent, rewards, paid))
+        for name, agent in agents.items()
+    }
+    return {name: reward for name, reward in found.items() if reward is not None}
+
+
 def _reward_of(
     agent: str, rewards: Mapping[str, float], paid: Set[str]
 ) -> float | None:
@@ -361,39 +395,10 @@ class GatewaySession:
         """
         if self._failure is not None:
             raise self._failure
-        rewards = outcome.turn_rewards
-        agents = self.capture.agents
-        # A client sets the header: the name of a completion is never an agent's.
-        known = {
-            MAIN_AGENT,
-            *(above for each in agents.values() for above in _above(each)),
-        }
-        paid = (rewards.keys() & known) - agents.keys()
-        if paid:
-            if unknown := rewards.keys() - paid - agents.keys():
-                raise RolloutFailure(
-                    f"its rewards name {sorted(unknown)[:5]}, which made no call; its agents are "
-                    f"{sorted(known)[:5]}",
-                    rule="turn_rewards name agents that called the model, and completions",
-                    way_out="leave out agents without a call.",
-                    kind=FailureKind.CORRUPT_RESULT,
-                )
-            # A turn earns what follows it, and what follows may be another agent's.
-            if by_turn:
-                raise RolloutFailure(
-                    f"its rewards are of agents: {', '.join(sorted(paid)[:5])}",
-                    rule="algorithm.turn_discount adds the rewards of one agent's turns",
-                    way_out="name completions in turn_rewards, or remove the setting.",
-                    kind=FailureKind.CORRUPT_RESULT,
-                )
-            given = {
-                name: reward for name, reward in rewards.items() if name not in paid
-            }
-            for name, agent in agents.items():
-                reward_of = _reward_of(agent, rewards, paid)
-                if reward_of is not None:
-                    given.setdefault(name, reward_of)
-            outcome = replace(outcome, turn_rewards=given)
+        rewards = _by_completion(
+            outcome.turn_rewards, self.capture.agents, by_turn=by_turn
+        )
+        outcome = replace(outcome, turn_rewards=rewards)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout
