@@ -18,6 +18,7 @@ from job_runs import environment, write_config
 
 import asyncrl
 from asyncrl.base.errors import CallbackError, ConfigError
+from asyncrl.job.lifecycle import SentSignals
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -110,3 +111,13 @@ def test_invalid_callback_is_refused_before_the_start(
             ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", on_step=function
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_after_the_run_s_loop_has_closed_is_ignored() -> None:
+    signals = SentSignals()
+
+    async def run() -> None:
+        signals.follow(lambda _: None)
+
+    asyncio.run(run())
+    signals.send(signal.SIGINT)

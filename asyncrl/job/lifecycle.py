@@ -66,8 +66,12 @@ class SentSignals:
         # Before the test: follow() sets `_wake` before it takes the signals, so that
         # this one is heard in any case.
         self._numbers.append(number)
-        if self._wake is not None:
-            self._wake()
+        # Read once: unfollow() may empty it meanwhile, in the thread of the run.
+        wake = self._wake
+        if wake is not None:
+            # The loop may have closed since: nothing is left to stop.
+            with contextlib.suppress(RuntimeError):
+                wake()
 
     def follow(self, hear: Callable[[int], None]) -> None:
         """Call `hear` in this thread's loop for each signal, also for earlier ones."""
