@@ -1,4 +1,4 @@
-"""A critic on ranks of its own: the numbers of a critic on the policy's ranks, refusals
+"""A critic on its own ranks: the numbers of a critic on the policy's ranks, refusals
 that leave no rank behind, and one checkpoint for both layouts.
 """
 
@@ -7,12 +7,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import job_runs
 import numpy as np
 import pytest
+from crash_fuzz import Crashes, differences, fuzz_config, never_killed, new_seed
 from rank_processes import Group, running, save_state
-from test_trainer_critic import PPO, assert_equal, critic_weights
+from test_trainer_critic import (
+    PPO,
+    assert_equal,
+    critic_of,
+    critic_weights,
+    run_config,
+)
 from trainer_cases import changed, halves_of, learned, make_batch, make_spec
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import CallRefused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import (
@@ -83,7 +92,7 @@ def test_refusals_leave_policy_and_critic_together(
             group.optimizer_step()
         with pytest.raises(CallRefused, match="batch"):
             group.train(*make_batch(version=3))
-        # The gap is measured after the passes, by the policy's ranks alone.
+        # The gap is measured after the passes, and only by the policy's ranks.
         header, arrays = good
         wrong = np.where(arrays.is_sampled, np.float32(-50), np.float32(0))
         far = changed(arrays, behaviour_logprobs=wrong)
@@ -177,3 +186,59 @@ def test_two_ranks_of_each_model_train_as_one(
         batch = make_batch(version=2, seed=2)
         expected, found = alone.train(*batch), other.train(*batch).metrics
         assert learned(found) == pytest.approx(learned(expected), rel=1e-3, abs=1e-4)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"critic": None, "algorithm": {}}, "placement.critic=cpu is for a critic, and"),
+        ({"placement": {"critic": "gpu0"}}, "give auto, cpu, a device number"),
+        ({"placement": {"critic": "all"}}, "give auto, cpu, a device number"),
+        ({"placement": {}, "critic": {"world_size": 2}}, "which is auto: the trainer's"),
+        ({"critic": {"world_size": 99}}, "critic.world_size=99 is above the"),
+    ],
+)  # fmt: skip
+def test_placement_without_its_critic_is_refused(
+    sections: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_config(**{"placement": {"critic": "cpu"}, **sections})
+
+
+# ---- runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_run_ends_with_the_same_critic_apart(tmp_path: Path) -> None:
+    configs = {}
+    for where in ("auto", "cpu"):
+        (tmp_path / where).mkdir()
+        configs[where] = fuzz_config(
+            tmp_path / where,
+            # Their number decides the order of sums, and the critic's processes leave
+            # the trainer fewer cores.
+            trainer={"num_steps": 12, "mini_batches": 2, "threads": 1},
+            algorithm={"advantage": "gae"},
+            critic={"learning_rate": 0.003, "warmup_steps": 2, "value_clip": 0.5},
+            placement={"critic": where},
+        )
+    both = never_killed(configs["auto"], tmp_path / "auto" / "whole")
+    whole = never_killed(configs["cpu"], tmp_path / "cpu" / "whole")
+    assert differences(both, whole) == []
+    assert_equal(critic_of(both), critic_of(whole))
+    crashes = Crashes(
+        configs["cpu"],
+        tmp_path / "cpu" / "run",
+        seed=new_seed(),
+        victims=["critic", "policy", "controller", "critic"],
+    )
+    kills = crashes.live()
+    assert kills["critic"] > 0
+    assert differences(whole, tmp_path / "cpu" / "run") == []
+    assert_equal(critic_of(tmp_path / "cpu" / "run"), critic_of(whole))
+    steps = job_runs.read_lines(whole / "metrics.jsonl")
+    assert steps[-1]["critic/value_mean"] > 0, "it has learned of rewards"

@@ -535,7 +535,7 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device, never the trainer's CUDA device. A device is free if it is not
+    """Choose a device, never a CUDA device of trainer or critic. A device is free if it is not
     `taken`.
     """
     form = server.written
@@ -556,8 +556,9 @@ def _extra_device(
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
     if device != CPU and device in placement.ranks:
+        side = "critic" if device in placement.critic else "trainer"
         raise ConfigError(
-            f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
+            f"placement.{server.key}={form} is {placement.label(device)}, which the {side} uses",
             way_out=f"set placement.{server.key}=cpu or another CUDA device"
             + (f", or {server.way_out}." if server.way_out else "."),
         )

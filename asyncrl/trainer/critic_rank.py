@@ -1,4 +1,4 @@
-"""One rank of a critic on its own devices (placement.critic)."""
+"""The ranks of a critic on its own devices (placement.critic)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Ranks:
             dist.all_reduce(torch.from_numpy(array), group=self.group)
 
     def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
-        """Replace the array by that of rank `source`. Collective."""
+        """Replace the array by the array of rank `source`. Collective."""
         if self.size > 1:
             dist.broadcast(torch.from_numpy(array), group_src=source, group=self.group)
 
@@ -192,7 +192,7 @@ def join_ranks(
     spec: TrainerSpec, device: torch.device, dtype: torch.dtype
 ) -> tuple[Ranks, Ranks]:
     """Connect to the other ranks within spec.meet_s. Return the ranks of this rank's
-    model, and all ranks: with a critic on ranks of its own these are more. Raises
+    model, and all ranks: a critic may have its own ranks (placement.critic). Raises
     ConfigError.
     """
     is_cuda = device.type == "cuda"
@@ -239,7 +239,7 @@ def join_ranks(
         ranks = replace(everyone, mesh=mesh)
         return ranks, ranks
     num_policy = spec.trainer.world_size
-    # Each rank makes both groups, as torch demands, and is in one of them.
+    # torch demands that each rank makes both groups. It is a member of one.
     of_policy = dist.new_group([*range(num_policy)], timeout=timeout)
     of_critic = dist.new_group([*range(num_policy, spec.num_ranks)], timeout=timeout)
     group = of_critic if spec.is_of_critic else of_policy
