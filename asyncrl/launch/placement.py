@@ -535,8 +535,8 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device, never a CUDA device of trainer or critic. A device is free if it is not
-    `taken`.
+    """Choose a device, never a CUDA device of trainer or critic. A device is free if it
+    is not `taken`.
     """
     form = server.written
     engines = [
