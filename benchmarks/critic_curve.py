@@ -2,7 +2,7 @@
 
     python benchmarks/critic_curve.py [--seeds 3] [--work DIR]
 
-The tasks are the quickstart's letters, and words of three letters backwards
+The tasks are the quickstart's letters, and words of two letters backwards
 (examples/my_task.py). Both start from random weights, with the settings of
 configs/ppo.yaml. Writes benchmarks/results/critic_curve.json and
 docs/results/critic_curve.png. --work keeps finished runs, so an ended benchmark
@@ -34,10 +34,10 @@ TASKS = {
     "letters": [],
     "reverse": [
         "task.python=examples.my_task:Reverse",
-        "task.args={length: 3}",
+        "task.args={length: 2}",
         'model.scratch.characters="abcdefghijklmnoprstwW: "',
         "rollout.max_prompt_tokens=40",
-        "rollout.max_tokens=4",
+        "rollout.max_tokens=3",
     ],
 }
 LEVELS = (0.4, 0.6)
