@@ -188,6 +188,10 @@ COLOURS = {
     "supports": "#2166ac",
     "wrong": "#d95f02",
     "whole": "#1b9e77",
+    "letters-gae": "#2166ac",
+    "letters-grpo": "#92c5de",
+    "reverse-gae": "#d95f02",
+    "reverse-grpo": "#fdb863",
 }
 NUM_PLACES = 400
 """Points of the axis of seconds."""

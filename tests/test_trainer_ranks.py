@@ -414,7 +414,9 @@ def test_beat_that_fails_is_told_by_the_health(error: Exception) -> None:
     service = object.__new__(TrainerService)
     service._failure = None
     service._spec = SimpleNamespace(trainer=SimpleNamespace(timeout_s=0.01))  # type: ignore[assignment]
-    service.rank = SimpleNamespace(ranks=SimpleNamespace(beat=Mock(side_effect=error)))  # type: ignore[assignment]
+    service.rank = SimpleNamespace(
+        everyone=SimpleNamespace(beat=Mock(side_effect=error))
+    )  # type: ignore[assignment]
     with ThreadPoolExecutor(1) as service._torch_thread:
         service._beat()
     with pytest.raises(Refused, match=f"between two calls: {error}"):

@@ -70,6 +70,13 @@ class PlacementConfig(FrozenConfig):
     (colocated). auto = the devices that the trainer does not use; without any,
     colocated at buffer.max_staleness=0, else refused.
     """
+    critic: Literal["auto", "cpu"] | NonNegativeInt | str | list[NonNegativeInt] = (
+        "auto"
+    )
+    """Devices of a critic: cpu, a CUDA device number, a list [0, 1] or a range 0-3, one
+    per process of critic.world_size. They work at the same time as the trainer's (auto =
+    the trainer's ranks, one model after the other).
+    """
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA
     device; with eval.engine=own else an engine's device.
@@ -93,6 +100,16 @@ class PlacementConfig(FrozenConfig):
     """auto = start CUDA MPS for trainer and engines that work at once on a CUDA device,
     if it can; without it they take time slices (never).
     """
+
+    @field_validator("critic", mode="before")
+    @classmethod
+    def _is_critics_form(cls, value: Any) -> Any:
+        if device_numbers(value) is None and value not in ("auto", "cpu"):
+            raise ValueError(
+                "give auto, cpu, a device number, a list like [0, 1] that names each once, or a range "
+                "like 0-3"
+            )
+        return value
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

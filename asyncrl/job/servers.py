@@ -47,7 +47,7 @@ from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.mps import Mps, why_time_slices
-from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
+from asyncrl.launch.placement import NodeDevice, Placement, Side, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 from asyncrl.launch.supervise import (
@@ -151,14 +151,14 @@ class Servers:
     def trainers(self, staging_dir: Path) -> list[Server]:
         """Return the trainer's ranks; the first takes requests."""
         servers = list[Server]()
-        for rank, place in enumerate(self.placement.trainer):
+        for rank, place in enumerate(self.placement.ranks):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            # Each rank gets all of the trainer's devices on its node, and takes the one
+            side, number = self._side_of(rank)
+            # Each rank gets all of its model's devices on its node, and takes the one
             # with the number local_rank.
-            of_node = [
-                other for other in self.placement.trainer if other.node == place.node
-            ]
-            caller = Caller(f"trainer-{rank}", "", self.secret)
+            of_node = [other for other in side if other.node == place.node]
+            kind = "critic" if side is self.placement.critic else "trainer"
+            caller = Caller(f"{kind}-{number}", "", self.secret)
             child = self._process(
                 caller.name, "asyncrl.trainer.rank_process", spec, of_node
             )
@@ -172,11 +172,20 @@ class Servers:
             )
         return servers
 
+    def _side_of(self, rank: int) -> tuple[Side, int]:
+        """Return the devices of a rank's model, and the rank's number among these."""
+        of_policy = self.placement.trainer
+        if rank < len(of_policy):
+            return of_policy, rank
+        return self.placement.critic, rank - len(of_policy)
+
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         config = self.config
         placement = self.placement
-        node = placement.trainer[rank].node
-        fraction = placement.memory_fraction
+        side, number = self._side_of(rank)
+        node = side[number].node
+        # A critic on its own devices shares none.
+        fraction = None if side is placement.critic else placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
         is_far = bool(self.rank_store or self.weights_store)
@@ -188,7 +197,7 @@ class Servers:
             seed=config.seed,
             threads=threads_on(config, placement, node)[1],
             rank=rank,
-            local_rank=[other.node for other in placement.trainer[:rank]].count(node),
+            local_rank=[other.node for other in side[:number]].count(node),
             address=self.launcher.nodes[node].address if is_far else LOOPBACK,
             store=self.rank_store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
@@ -201,6 +210,7 @@ class Servers:
             },
             critic=config.critic,
             critic_path=str(self.role_models.get("critic", "")),
+            critic_ranks=len(placement.critic),
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
             transport=config.weight_sync.settled,
@@ -366,7 +376,7 @@ class Servers:
         first = placement.trainer[0].node
         # The staging folder is on the controller's node. Ranks elsewhere cannot meet in
         # a file there, so they need an address.
-        if {device.node for device in placement.trainer} != {0}:
+        if {device.node for device in placement.ranks} != {0}:
             self.rank_store = await self._free_address(first)
         if placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective:
             self.weights_store = await self._free_address(first)

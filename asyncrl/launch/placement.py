@@ -87,9 +87,12 @@ class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
     trainer: Side
+    """Of the policy's ranks."""
     engines: tuple[Side, ...]
     is_colocated: bool
     """Both sides time-share the same devices."""
+    critic: Side = ()
+    """Of the critic's own ranks; empty: it is on the policy's."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
     extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
@@ -104,6 +107,11 @@ class Placement:
     @property
     def is_on_cuda(self) -> bool:
         return self.trainer[0].name != "cpu"
+
+    @property
+    def ranks(self) -> Side:
+        """Return the device of each process of the trainer."""
+        return (*self.trainer, *self.critic)
 
     @property
     def engine_devices(self) -> Side:
@@ -127,7 +135,7 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        used = [*self.trainer, *self.engine_devices, *self.weight_readers.values()]
+        used = [*self.ranks, *self.engine_devices, *self.weight_readers.values()]
         return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
 
     @property
@@ -172,7 +180,7 @@ class Placement:
             else []
         )
         if not serves_only:
-            used += [*self.trainer, *self.extra.values()]
+            used += [*self.ranks, *self.extra.values()]
         for node, name in used:
             parts[node].append(name)
         return parts
@@ -186,7 +194,8 @@ def place(
     """The controller's node is first. Extra servers choose in their order. Raises
     ConfigError.
     """
-    trainer, rollout = _select_sides(config, nodes)
+    critic = _critic_side(config, nodes)
+    trainer, rollout = _select_sides(config, nodes, critic)
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
@@ -199,6 +208,7 @@ def place(
         config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns
     )
     _refuse_counts(config, trainer, rollout)
+    _refuse_critic(config, critic, trainer, rollout)
     size = config.trainer.world_size
     split = config.rollout.devices_per_engine
     # Round robin: with more engines than devices, each device gets the same number, or
@@ -219,6 +229,7 @@ def place(
         trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
         engines=engines,
         is_colocated=takes_turns,
+        critic=critic,
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
@@ -292,6 +303,30 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
         )
 
 
+def _refuse_critic(
+    config: RunConfig, critic: Side, trainer: Side, rollout: Side
+) -> None:
+    if not critic:
+        return
+    written = f"placement.critic={config.placement.critic}"
+    auto = "set placement.critic=auto, for the trainer's ranks"
+    on_cuda = {device for device in critic if device != CPU}
+    for side, devices in (("trainer", trainer), ("rollout", rollout)):
+        if shared := on_cuda.intersection(devices):
+            names = ", ".join(sorted(device.name for device in shared))
+            raise ConfigError(
+                f"{written} and placement.{side}={getattr(config.placement, side)} share {names}",
+                rule="a critic on its own devices works at the same time as the trainer",
+                way_out=f"{auto}, or name devices that no other side uses.",
+            )
+    if bool(on_cuda) != (trainer[0].name != "cpu"):
+        raise ConfigError(
+            f"{written} is {critic[0].name}, and the trainer is on {trainer[0].name}",
+            rule="policy and critic are both on CUDA devices, or both on CPUs",
+            way_out=f"{auto}, or change one of the two.",
+        )
+
+
 def _written(config: RunConfig) -> str:
     return f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
 
@@ -357,8 +392,28 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 # ---- selection
 
 
-def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
-    """The side with the more definite form chooses first."""
+def _critic_side(config: RunConfig, nodes: Sequence[Node]) -> Side:
+    """Return the device of each of the critic's own ranks."""
+    form = config.placement.critic
+    if config.critic is None or form == "auto":
+        return ()
+    size = config.critic.world_size
+    if form == "cpu":
+        return (CPU,) * size
+    devices = _numbered("critic", form, nodes)
+    if len(devices) != size:
+        raise ConfigError(
+            f"placement.critic={form} is {len(devices)} devices for critic.world_size={size}",
+            rule="each process has its own CUDA device",
+            way_out=f"set critic.world_size={len(devices)}, or change placement.critic.",
+        )
+    return devices
+
+
+def _select_sides(
+    config: RunConfig, nodes: Sequence[Node], critic: Side
+) -> tuple[Side, Side]:
+    """The side with the more definite form chooses first, never among the critic's."""
     written = config.placement
     split = config.rollout.devices_per_engine
     num_ranks = config.trainer.world_size
@@ -373,12 +428,13 @@ def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]
     # A side that names its devices leaves the others to the side that takes free ones.
     # `rollout: trainer` refers to the trainer's choice, so it is the most open form.
     if _openness(forms["trainer"]) <= _openness(forms["rollout"]):
-        trainer = _select("trainer", forms["trainer"], nodes, (), num_ranks, 1)
+        trainer = _select("trainer", forms["trainer"], nodes, (), critic, num_ranks, 1)
         return trainer, _select(
-            "rollout", forms["rollout"], nodes, trainer, num_parts, split
+            "rollout", forms["rollout"], nodes, trainer, critic, num_parts, split
         )
-    rollout = _select("rollout", forms["rollout"], nodes, (), num_parts, split)
-    return _select("trainer", forms["trainer"], nodes, rollout, num_ranks, 1), rollout
+    rollout = _select("rollout", forms["rollout"], nodes, (), critic, num_parts, split)
+    trainer = _select("trainer", forms["trainer"], nodes, rollout, critic, num_ranks, 1)
+    return trainer, rollout
 
 
 def _openness(form: Devices) -> int:
@@ -388,9 +444,17 @@ def _openness(form: Devices) -> int:
 
 
 def _select(
-    side: str, form: Devices, nodes: Sequence[Node], taken: Side, num: int, split: int
+    side: str,
+    form: Devices,
+    nodes: Sequence[Node],
+    taken: Side,
+    critic: Side,
+    num: int,
+    split: int,
 ) -> Side:
-    """Return devices for `num` parts of processes with `split` parts each."""
+    """Return devices for `num` parts of processes with `split` parts each. `taken`: by
+    the other side.
+    """
     cuda = cuda_devices(nodes)
     match form:
         case "trainer":
@@ -399,9 +463,9 @@ def _select(
             return (CPU,)
         case "auto":
             # Nothing is free: both sides share the devices.
-            return _free(cuda, taken, num, split) or taken
+            return _free(cuda, (*taken, *critic), num, split) or taken
         case NodesConfig():
-            return _of_nodes(side, form, nodes, taken)
+            return _of_nodes(side, form, nodes, (*taken, *critic))
         case "all" if any(cuda):
             return tuple(device for devices in cuda for device in devices)
     return _numbered(side, form, nodes)
@@ -471,8 +535,8 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device, never the trainer's CUDA device. A device is free if it is not
-    `taken`.
+    """Choose a device, never a CUDA device of trainer or critic. A device is free if it
+    is not `taken`.
     """
     form = server.written
     engines = [
@@ -484,16 +548,17 @@ def _extra_device(
     ):
         return CPU
     if form == "auto":
-        used = (*placement.trainer, *engines, *taken)
+        used = (*placement.ranks, *engines, *taken)
         free = [device for device in cuda if device not in used]
         if server.is_optional and not free:
             return None
         device = [*free, *reversed(engines), CPU][0]
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
-    if device != CPU and device in placement.trainer:
+    if device != CPU and device in placement.ranks:
+        side = "critic" if device in placement.critic else "trainer"
         raise ConfigError(
-            f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
+            f"placement.{server.key}={form} is {placement.label(device)}, which the {side} uses",
             way_out=f"set placement.{server.key}=cpu or another CUDA device"
             + (f", or {server.way_out}." if server.way_out else "."),
         )

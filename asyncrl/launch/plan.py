@@ -94,7 +94,7 @@ class ProcessPlan:
     """
 
     name: str
-    side: HostSide | Literal["controller", "trainer", "engine", "eval"]
+    side: HostSide | Literal["controller", "trainer", "critic", "engine", "eval"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -150,7 +150,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
     if config.trainer.threads != "auto":
         return of_engine, config.trainer.threads
     num_engines = sum(devices[0].node == node for devices in placement.engines)
-    num_ranks = sum(device.node == node for device in placement.trainer)
+    num_ranks = sum(device.node == node for device in placement.ranks)
     return of_engine, max(1, (cores - num_engines * of_engine) // max(1, num_ranks))
 
 
@@ -192,30 +192,32 @@ def lay_out(
 
     def add(
         name: str,
-        side: Literal["trainer", "engine", "eval"],
+        side: Literal["trainer", "critic", "engine", "eval"],
         devices: Side,
         memory: Memory,
     ) -> None:
         for part, device in enumerate(devices):
             own = f"{name}/{part}" if part else name
-            threads = threads_on(config, placement, device.node)[side == "trainer"]
+            is_rank = side in ("trainer", "critic")
+            threads = threads_on(config, placement, device.node)[is_rank]
             plans.append(
                 ProcessPlan(own, side, placement.label(device), threads, memory)
             )
 
     sync = config.weight_sync.facts
-    for rank, device in enumerate(placement.trainer):
-        memory = trainer_memory(config, shape, device.name)
+    for name, side, device, memory in _rank_memories(config, shape, placement):
         host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
             memory = Memory(micro_batch=memory.micro_batch)
-        if rank == 0 and sync.holds_exports(is_turns=placement.is_colocated):
+        is_export = sync.holds_exports(is_turns=placement.is_colocated)
+        if name == "trainer-0" and is_export:
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
             memory = replace(memory, copies=memory.copies + held)
-        add(f"trainer-{rank}", "trainer", (device,), memory)
-        if config.trainer.cpu_offload or (placement.moves and placement.is_on_cuda):
+        add(name, side, (device,), memory)
+        moves = placement.moves and placement.is_on_cuda and side == "trainer"
+        if config.trainer.cpu_offload or moves:
             where = placement.label(NodeDevice(device.node, "cpu"))
-            plans.append(ProcessPlan(f"trainer-{rank}/host", "host", where, 0, host))
+            plans.append(ProcessPlan(f"{name}/host", "host", where, 0, host))
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
@@ -234,6 +236,20 @@ def lay_out(
             _extra_memory(config, shape, placement.extra_servers[name], device),
         )
     return (*plans, *held_besides(config, shape, placement))
+
+
+def _rank_memories(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> Iterator[tuple[str, Literal["trainer", "critic"], NodeDevice, Memory]]:
+    """Yield name, side, device and memory of each rank."""
+    critic = critic_run(config) if placement.critic else None
+    memory_of = trainer_memory if critic is None else model_memory
+    for rank, device in enumerate(placement.trainer):
+        memory = memory_of(config, shape, device.name)
+        yield f"trainer-{rank}", "trainer", device, memory
+    for rank, device in enumerate(placement.critic):
+        assert critic is not None
+        yield f"critic-{rank}", "critic", device, model_memory(*critic, device.name)
 
 
 def _extra_memory(
@@ -274,18 +290,20 @@ def held_besides(
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
     held = Counter[tuple[int, HostSide]]({(0, "host"): OWN_BYTES})  # the controller's
-    for device in (*placement.trainer, *servers):
+    for device in (*placement.ranks, *servers):
         held[device.node, "host"] += OWN_BYTES
     # the copy of a checkpoint, which is written during training
-    for rank in placement.trainer:
-        held[rank.node, "saving"] += saved // config.trainer.world_size
+    for rank in placement.ranks:
+        held[rank.node, "saving"] += saved // len(placement.ranks)
     held[first.node, "saving"] += whole  # final/
-    if others or first.name != "cpu":  # else the loaded model is the trained one
-        # The critic is loaded once the policy is on its device.
-        runs = [(config, shape), critic_run(config) or (config, shape)]
-        held[first.node, "loading"] += max(
-            loaded_bytes(*run, item_bytes=item) for run in runs
-        )
+    is_copied = len(placement.critic) > 1 or bool(others) or first.name != "cpu"
+    if is_copied:  # else the loaded model is the trained one
+        runs = [(config, shape)]
+        if (of_critic := critic_run(config)) is not None:
+            runs.append(of_critic)
+        # On the policy's ranks, the critic is loaded once the policy is on its device.
+        sizes = [loaded_bytes(*run, item_bytes=item) for run in runs]
+        held[first.node, "loading"] += sum(sizes) if placement.critic else max(sizes)
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
             held[server.node, "loading"] += whole
@@ -364,13 +382,16 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         model = ModelConfig(
             path=critic.path, revision=critic.revision, dtype=config.model.dtype
         )
+    trainer = config.trainer.model_copy(update={"lora": None})
+    if config.placement.critic != "auto":
+        trainer = trainer.model_copy(update={"world_size": critic.world_size})
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
     update: dict[str, object] = {
         "critic": None,
         "model": model,
         "algorithm": AlgorithmConfig(),
-        "trainer": config.trainer.model_copy(update={"lora": None}),
+        "trainer": trainer,
     }
     without_head = replace(
         shape,

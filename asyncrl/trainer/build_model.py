@@ -85,7 +85,7 @@ def meta_model(
         conversions = getattr(whole, CONVERSIONS, None)
         facts = [(whole.config.tie_word_embeddings, ties_of(whole), conversions)]
     if ranks.size > 1:
-        dist.broadcast_object_list(facts, 0, group=ranks.group)
+        dist.broadcast_object_list(facts, group_src=0, group=ranks.group)
     declared, ties, conversions = facts[0]
     folder = Path(spec.model_path)
     with (
@@ -129,7 +129,12 @@ def make_models(
 
 
 @torch.no_grad()
-def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
+def scatter(
+    policy: nn.Module,
+    whole: nn.Module | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Fill `policy.model`, sharded on `meta`, from rank 0's `whole` model. Collective."""
     sources = {} if whole is None else whole.state_dict(keep_vars=True)
     made = dict[int, nn.Parameter]()
@@ -155,7 +160,7 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
         if not isinstance(tensor, nn.Parameter):
             if whole is not None:
                 tensor.copy_(sources[name.removeprefix("model.")])
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, group_src=0, group=group)
     policy.load_state_dict(state, strict=False, assign=True)
 
 
@@ -200,9 +205,8 @@ def shard_policy(
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
-    scatter(
-        policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type)
-    )
+    device = torch.device("cpu" if is_offloaded else ranks.mesh.device_type)
+    scatter(policy, whole, device, ranks.group)
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:
@@ -263,6 +267,15 @@ def should_compile(
     if reason:
         log.warning("layers run uncompiled, at about half the speed: %s", reason)
     return not reason
+
+
+def set_up_torch(spec: TrainerSpec) -> None:
+    """Set threads, seed and determinism of this process, before its first tensor: later
+    they would not cover the building of the model.
+    """
+    torch.set_num_threads(spec.threads)
+    torch.manual_seed(spec.seed)
+    use_deterministic(is_on=spec.trainer.deterministic)
 
 
 def use_deterministic(*, is_on: bool) -> None:

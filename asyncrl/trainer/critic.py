@@ -1,4 +1,4 @@
-"""The critic: a value model with its own optimizer, on the trainer's ranks
+"""The critic: a value model with its own optimizer, on the policy's ranks or on its own
 (docs/critic.md).
 """
 
@@ -90,11 +90,7 @@ class Critic:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, meter: StepMeter) -> None:
         assert spec.critic is not None
         self.settings = spec.critic
-        # Adapters are the policy's: the new head needs a backbone that follows it.
-        rate = spec.critic.learning_rate
-        self._loop = spec.trainer.model_copy(
-            update={"learning_rate": rate, "lora": None}
-        )
+        self._loop = spec.critic_loop
         own_spec = spec.model_copy(
             update={
                 "model_path": spec.critic_path or spec.model_path,
@@ -109,6 +105,7 @@ class Critic:
             own_spec, ranks, needs_reference=False, kind=ValueModel
         )
         self.model = self._built.policy
+        self.device = self._built.device
         optimizer = make_optimizer(self._built.masters, self._loop)
         self.trained = Trained(self._built.masters, optimizer)
         self._sums = ValueSums()
@@ -213,7 +210,7 @@ class Critic:
             batch.arrays,
             chosen,
             rules,
-            self._built.device,
+            self.device,
             self._ranks,
             self.model.costs,
         )

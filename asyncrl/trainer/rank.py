@@ -29,7 +29,7 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.adjustments import find_adjusted
-from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
+from asyncrl.trainer.build_model import TrainedModel, reshard, set_up_torch
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.exports import Exports
 from asyncrl.trainer.fused import compilations
@@ -39,7 +39,7 @@ from asyncrl.trainer.optimizer import Trained, make_optimizer
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
-from asyncrl.trainer.state import Progress, TrainerState
+from asyncrl.trainer.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.step_metrics import Fresh
 from asyncrl.trainer.sums import (
     MicroLoss,
@@ -77,14 +77,14 @@ class TrainerRank(TrainedModel):
         optimizer_step()                           Refused: call forward_backward() with both halves again
     """
 
-    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
-        # Threads, seed and determinism come before any tensor: later they would not
-        # cover the work of super().__init__().
-        torch.set_num_threads(spec.threads)
-        torch.manual_seed(spec.seed)
-        use_deterministic(is_on=spec.trainer.deterministic)
+    def __init__(
+        self, spec: TrainerSpec, ranks: Ranks = ONE_RANK, everyone: Ranks | None = None
+    ) -> None:
+        """`everyone`: all ranks, if a critic has further ones (CriticRank)."""
+        set_up_torch(spec)
         self.spec = spec
         self.ranks = ranks
+        self.everyone = everyone or ranks
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
@@ -96,14 +96,12 @@ class TrainerRank(TrainedModel):
         self._optimizer = make_optimizer(self.masters, spec.trainer)
         self._trained = Trained(self.masters, self._optimizer)
         self._meter = self._make_meter()
-        self.critic = None if spec.critic is None else Critic(spec, ranks, self._meter)
-        self._state = TrainerState(
-            self._trained,
-            None if self.critic is None else self.critic.trained,
-            ranks,
-            spec,
-            self.device,
-        )
+        models = {POLICY: self._trained}
+        self.critic = None
+        if spec.critic is not None and not spec.critic_ranks:
+            self.critic = Critic(spec, ranks, self._meter)
+            models[CRITIC] = self.critic.trained
+        self._state = TrainerState(models, self.everyone, spec, self.device)
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self.exports = Exports(self, spec, ranks)
         self._profiler = StepProfiler(
@@ -119,7 +117,7 @@ class TrainerRank(TrainedModel):
         cuda = torch.cuda if self.device.type == "cuda" else None
         dtype_name = str(self.dtype).removeprefix("torch.")
         made = compilations if self.policy.is_compiled else None
-        return step_metrics.StepMeter(self.ranks, dtype_name, cuda, made)
+        return step_metrics.StepMeter(self.everyone, dtype_name, cuda, made)
 
     # ---- training
 
@@ -134,18 +132,20 @@ class TrainerRank(TrainedModel):
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
-        self._refuse_open_gradient("train")
+        # Whatever the policy's ranks refuse, the ranks of a critic apart refuse too: they
+        # are in the same call, and would wait.
+        shown = self.everyone.agree(lambda: self._read_shown(demonstrations))
         batch = self._begin(header, arrays)
         loop = self.spec.trainer
         # Proximal and reference logprobs and advantages are computed once, in _begin(),
         # by the weights before the first step. All epochs and mini-batches compare with
         # these.
         parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
-        version = VersionSums(num_epochs=loop.epochs, batches=[batch])
+        version = VersionSums(
+            num_epochs=loop.epochs, batches=[batch], demonstrations=shown
+        )
         shown_parts = list[BoolN]()
-        # A version that trains only the critic learns no demonstrations either.
-        if demonstrations is not None and not self._is_warming_up:
-            shown = version.demonstrations = self._read(*demonstrations)
+        if shown is not None:
             shown_parts = packing.mini_batches(
                 shown.header, shown.has_loss, loop.mini_batches
             )
@@ -153,9 +153,9 @@ class TrainerRank(TrainedModel):
             for epoch in range(loop.epochs):
                 for number, chosen in enumerate(parts):
                     self._add_gradient(version, batch, chosen)
-                    if version.demonstrations is not None:
+                    if shown is not None:
                         part = shown_parts[number % len(shown_parts)]
-                        self._add_demonstrations(version, version.demonstrations, part)
+                        self._add_demonstrations(version, shown, part)
                     # Masked parts and skipped steps count too, so that the schedule
                     # ends.
                     index = epoch * loop.mini_batches + number
@@ -196,6 +196,12 @@ class TrainerRank(TrainedModel):
         Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row
         without a finite one.
         """
+        version = self.everyone.agree(self._open_version)
+        with self._dropped_on_error(version):
+            self._take_step(version, 0)
+            return self._end_version(version)
+
+    def _open_version(self) -> VersionSums:
         self._offload.need("take an optimizer step", "weights", "optimizer")
         if self._version is None:
             raise Refused(
@@ -205,10 +211,7 @@ class TrainerRank(TrainedModel):
                 "same process",
                 way_out="call forward_backward with every part of the batch, then optimizer_step.",
             )
-        version = self._version
-        with self._dropped_on_error(version):
-            self._take_step(version, 0)
-            return self._end_version(version)
+        return self._version
 
     def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Return the mean negative log-likelihood of the loss tokens in nats, and their
@@ -261,6 +264,23 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
+        batch = self.everyone.agree(lambda: self._read(header, arrays))
+        if self.spec.critic_ranks:
+            self.everyone.broadcast(batch.has_loss.view(np.uint8), 0)
+        self._numbers(batch)
+        # The answer to the controller carries the rollouts of a whole version, so only
+        # its first batch clears them, and only after its checks have passed.
+        if self._version is None:
+            self.rollout_gaps = []
+            self.rollout_advantages = []
+        advantages = step_metrics.means_of_rollouts(
+            header, batch.has_loss, batch.advantage_N
+        )
+        self.rollout_advantages += advantages
+        return batch
+
+    def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
+        """Check a batch, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         if self._version is None:
             self._meter.start()
@@ -272,7 +292,7 @@ class TrainerRank(TrainedModel):
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
         supports = find_supports(arrays, has_loss)
-        batch = BatchNumbers(
+        return BatchNumbers(
             header,
             arrays,
             has_loss,
@@ -280,15 +300,6 @@ class TrainerRank(TrainedModel):
             adjusted=find_adjusted(header, arrays, has_loss),
             supports=supports,
         )
-        self._numbers(batch)
-        # The answer to the controller carries the rollouts of a whole version, so only
-        # its first batch clears them, and only after its checks have passed.
-        if self._version is None:
-            self.rollout_gaps = []
-            self.rollout_advantages = []
-        advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
-        self.rollout_advantages += advantages
-        return batch
 
     @cached_property
     def _grammars(self) -> TokenGrammars:
@@ -312,6 +323,9 @@ class TrainerRank(TrainedModel):
         # old, are of one function, and need not travel.
         if self.critic is not None:
             batch.value_N = self.critic.values(batch)
+        elif self.spec.critic_ranks:
+            batch.value_N = np.zeros(len(batch.has_loss), np.float32)
+            self.everyone.broadcast(batch.value_N, self.spec.trainer.world_size)
         batch.advantage_N = self._objective.advantages(batch)
         if self.critic is not None:
             self.critic.begin_version(batch, is_first=self._version is None)
@@ -365,6 +379,14 @@ class TrainerRank(TrainedModel):
         """Add the gradient of the chosen tokens' loss to that of the open step. Raises
         Refused.
         """
+        part = self.everyone.agree(lambda: self._add_policys(version, batch, chosen))
+        if self.critic is not None:
+            self.critic.add_gradient(batch, chosen)
+        return part
+
+    def _add_policys(
+        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
+    ) -> PartSums:
         step = version.open_step
         numbers = self._objective.step_numbers(batch, chosen)
         # The loss weights divide by the size of this part, and nobody knows yet whether
@@ -416,12 +438,19 @@ class TrainerRank(TrainedModel):
         if self.spec.measures_gap and not version.steps:
             part.fresh = self._measure_gap(batch, chosen, logprobs_N)
         step.add(part, numbers.size)
-        if self.critic is not None:
-            self.critic.add_gradient(batch, chosen)
         return part
 
-    def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
-        """Check demonstrations, and return them with their loss tokens. Raises Refused."""
+    def _read_shown(
+        self, demonstrations: tuple[api.BatchHeader, Tokens] | None
+    ) -> BatchNumbers | None:
+        """Check the demonstrations of train(), and return them with their loss tokens.
+        Raises Refused.
+        """
+        self._refuse_open_gradient("train")
+        # A version that trains only the critic learns no demonstrations either.
+        if demonstrations is None or self._is_warming_up:
+            return None
+        header, arrays = demonstrations
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         return BatchNumbers(header, arrays, objective.loss_tokens(header, arrays))
 
@@ -467,6 +496,7 @@ class TrainerRank(TrainedModel):
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
             needed |= self.critic.clip(number)
+        needed = self.everyone.merge(needed)
         if all(map(math.isfinite, needed.values())):
             self._meter.enter("blocked")
             # Only here, after both passes: the export and the copy of a checkpoint have
@@ -482,7 +512,8 @@ class TrainerRank(TrainedModel):
             step.grad_norm = grad_norm
         else:
             numbers = [f"{name} {value}" for name, value in needed.items()]
-            self._skip(version.batches, " and ".join(numbers))
+            reason = " and ".join(numbers)
+            self.everyone.agree(lambda: self._skip(version.batches, reason))
         self._trained.drop_gradient()
         if self.critic is not None:
             self.critic.drop_gradient()
@@ -560,11 +591,12 @@ class TrainerRank(TrainedModel):
         self._version = None
         metrics = {
             **version.metrics(),
-            **({} if self.critic is None else self.critic.metrics()),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             **self._meter.numbers(),
             **self.kernels,
         }
+        of_critic = {} if self.critic is None else self.critic.metrics()
+        metrics |= self.everyone.merge(of_critic)
         # Rank 0 has the numbers of all ranks. A second line from another rank would look
         # like a batch that was trained twice.
         if self.ranks.is_first:
@@ -614,7 +646,9 @@ class TrainerRank(TrainedModel):
 
     def load_state(self, path: Path) -> None:
         """Restore a saved state, and drop an open gradient. Raises Refused."""
-        self._offload.need("load a state", "weights", "optimizer")
+        self.everyone.agree(
+            lambda: self._offload.need("load a state", "weights", "optimizer")
+        )
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.

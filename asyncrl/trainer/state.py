@@ -76,6 +76,7 @@ from asyncrl.weights.tensor_files import (
 )
 
 STATE = "state.json"
+POLICY, CRITIC = "", "critic."
 
 
 class Progress(BaseModel, frozen=True):
@@ -98,15 +99,15 @@ class TrainerState:
 
     def __init__(
         self,
-        policy: Trained,
-        critic: Trained | None,
+        models: dict[str, Trained],
         ranks: Ranks,
         spec: TrainerSpec,
         device: torch.device,
     ) -> None:
-        self._models = {"": policy}
-        if critic is not None:
-            self._models["critic."] = critic
+        """`models`: of this rank, by the beginning of their names in a checkpoint: POLICY
+        or CRITIC. `ranks`: of all models.
+        """
+        self._models = models
         self._device = device
         self._spec = spec
         # The writing thread makes collective calls while the torch thread makes others.
@@ -147,7 +148,7 @@ class TrainerState:
         saved = SavedState(
             lora=self._spec.trainer.lora,
             progress=progress,
-            has_critic=len(self._models) > 1,
+            has_critic=self._spec.critic is not None,
         )
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
@@ -172,8 +173,9 @@ class TrainerState:
         self.wait_written()
         saved = read_state(path)
         index = _read_index(path)
-        _refuse_other_models(path, saved, has_critic=len(self._models) > 1)
-        self._refuse_foreign(path, index)
+        _refuse_other_models(path, saved, has_critic=self._spec.critic is not None)
+        # Each rank knows the weights of its own models.
+        self._ranks.agree(lambda: self._refuse_foreign(path, index))
         # A new optimizer has no state, and DCP loads only into tensors that exist. The
         # index says which to make.
         for prefix, model in self._models.items():
