@@ -18,6 +18,8 @@ class FrozenConfig(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        # Only a whole config is built: a section is part of it.
+        defer_build=True,
         # JSON has no infinite numbers: a child process would read null.
         allow_inf_nan=False,
     )
