@@ -5,12 +5,16 @@ write instead.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import load_config, run_config_yaml
+from asyncrl.config import RunConfig, SftConfig, load_config, run_config_yaml
+from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import place
@@ -296,3 +300,49 @@ def test_local_transport_is_refused_on_two_nodes(path: Path) -> None:
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())
 def test_what_can_work_is_taken(path: Path, line: str) -> None:
     load_config(path, settings(line))
+
+
+def numbers_of(form: type[BaseModel], seen: set[type]) -> Iterator[tuple[type, str]]:
+    """Yield (section, key) of every setting that takes numbers and no boolean."""
+    if form in seen:
+        return
+    seen.add(form)
+    for name, info in form.model_fields.items():
+        types = {*types_in(info.annotation)}
+        if types & {int, float} and bool not in types:
+            yield form, name
+        for kind in types:
+            if isinstance(kind, type) and issubclass(kind, FrozenConfig):
+                yield from numbers_of(kind, seen)
+
+
+def types_in(annotation: object) -> Iterator[object]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from types_in(part)
+
+
+NUMBERS = [
+    pytest.param(form, name, id=f"{form.__name__}.{name}")
+    for root in (RunConfig, SftConfig)
+    for form, name in numbers_of(root, set())
+]
+
+
+@pytest.mark.parametrize(("form", "name"), NUMBERS)
+@pytest.mark.parametrize("value", [True, [True], [0.5, False], {"7": True}])
+def test_a_boolean_is_not_a_number(
+    form: type[BaseModel], name: str, value: object
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        form.model_validate({name: value})
+    assert name in [error["loc"][0] for error in caught.value.errors()]
+
+
+def test_a_boolean_for_a_number_is_named_with_its_key(good: Path) -> None:
+    assert len(NUMBERS) > 150
+    message = refusal(good, "trainer.num_steps=true", "trainer.betas=[0.9, yes]")
+    assert "trainer.num_steps='true' in" in message
+    assert "trainer.betas.1='true' in" in message
+    latency = ["rollout.engine=simulated", "rollout.simulated.sigma=true"]
+    assert "rollout.simulated.sigma='true' in" in refusal(good, *latency)

@@ -48,6 +48,7 @@ from asyncrl.job.resume import ResumePoint
 from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.observe.run_dir import read_status
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -459,3 +460,15 @@ def test_settings_of_prompts_reach_the_tokenizer_of_a_run(
         assert tokenizer.decode(ids, skip_special_tokens=False).startswith("2001")
         num_tokens.append(len(ids))
     assert num_tokens[0] < num_tokens[1], "the name of a special token is text"
+
+
+def test_unwritable_status_is_a_warning_and_ends_no_run(tmp_path: Path) -> None:
+    reporter = Reporter(make_config(tmp_path), tmp_path, "test")
+    unfinished = tmp_path / ".status.json.new"
+    unfinished.mkdir()
+    reporter.write_status(1, {})
+    assert reporter.log.warnings == ["status.json is out of date: Is a directory"]
+    unfinished.rmdir()
+    reporter.write_status(2, {})
+    assert read_status(tmp_path, [])["step"] == 2
+    reporter.finish("interrupted")

@@ -32,6 +32,7 @@ from asyncrl.launch.processes import (
     start_process,
 )
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 GUARDED = """
 import os, select, signal
 from pathlib import Path
@@ -179,6 +180,27 @@ def test_cancelled_start_does_not_wait_for_a_hung_fork_server(
         assert child.returncode == -signal.SIGKILL
 
     asyncio.run(story())
+
+
+def test_a_start_imports_neither_torch_twice_nor_what_it_does_not_use() -> None:
+    controller = f"""
+import sys
+import asyncrl.job.loop
+from asyncrl.config import load_config
+from asyncrl.job.check import validate
+validate(load_config({str(CONFIGS / "quickstart.yaml")!r}))
+unused = {{"torch", "transformers.models", "peft", "fastapi"}} & {{*sys.modules}}
+assert not unused, unused
+"""
+    children = f"""
+import importlib, sys
+for name in {PRELOADED!r}:
+    importlib.import_module(name)
+unused = {{"peft", "tensorboard", "matplotlib", "datasets"}} & {{*sys.modules}}
+assert not unused, unused
+"""
+    for script in (controller, children):
+        subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.xdist_group("forks")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,16 @@ from asyncrl.base.files import lines_from_end, run_lock
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId
-from asyncrl.observe.run_dir import Recorder, judge_state
+from asyncrl.observe.run_dir import Recorder, append_lines, judge_state
 from asyncrl.observe.show import render_inspect, render_status
-from asyncrl.trainer.step_metrics import append_line, note_restored, trained_line
+from asyncrl.trainer.step_metrics import RecordWriter, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
 NUM_GROUPS = 2
+
+
+def append_record(path: Path, line: Mapping[str, Any]) -> None:
+    append_lines(path, [line])
 
 
 def make_run(
@@ -46,7 +50,7 @@ def make_run(
         run_dir, num_steps, state=state, buffer={"max_staleness": max_staleness}
     )
     for version in range(num_steps):
-        append_line(run_dir / "trained.jsonl", record_line(version))
+        append_record(run_dir / "trained.jsonl", record_line(version))
     waits = {"train loop waits in TrainerClient.train for optimizer step 4": 12.25}
     Recorder(run_dir).write_status(
         {"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]}
@@ -172,12 +176,12 @@ def test_inspect_recomputes_the_staleness_from_the_spans(tmp_path: Path) -> None
 def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
     make_run(tmp_path, num_steps=2)
     # a resume with another bound
-    append_line(tmp_path / "trained.jsonl", record_line(2, bound=1))
+    append_record(tmp_path / "trained.jsonl", record_line(2, bound=1))
     again = record_line(0, (0, 0)) | {"version": 3, "min_version": 2}
     future = record_line(4, (0, 0))
     future["trajectories"][1]["spans"] = [[3, 7, 5]]
     for line in (again, future, record_line(6, (0, 0))):
-        append_line(tmp_path / "trained.jsonl", line)
+        append_record(tmp_path / "trained.jsonl", line)
     plain = inspected(tmp_path)
     assert plain["bound_kept"] is False
     assert plain["violations"] == [
@@ -196,8 +200,10 @@ def test_steps_trained_again_after_a_restore_count_once(tmp_path: Path) -> None:
     path = tmp_path / "trained.jsonl"
     with path.open("a") as file:
         file.write('{"version": 3, "min_')
-    note_restored(path, 1)
-    append_line(path, record_line(1))
+    record = RecordWriter(path)
+    record.note_restored(1)
+    record.note(record_line(1))
+    record.write()
     plain = inspected(tmp_path)
     assert (plain["violations"], plain["restored_from"], plain["num_steps"]) == (
         [],
@@ -210,7 +216,7 @@ def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> Non
     make_run(tmp_path)
     forked = record_line(3)
     forked["trajectories"].insert(1, {**forked["trajectories"][0], "branch": 1})
-    append_line(tmp_path / "trained.jsonl", forked)
+    append_record(tmp_path / "trained.jsonl", forked)
     plain = inspected(tmp_path, step=4)
     (step,) = plain["steps"]
     assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (
@@ -298,12 +304,12 @@ async def live(run_dir: Path) -> Journal:
     (run_dir / "config.yaml").write_text(
         run_config_yaml(RunConfig.model_validate(config))
     )
-    append_line(
+    append_record(
         run_dir / "metrics.jsonl",
         {"step": 1, "tokens/sampled": 40, "tokens/trained": 33},
     )
     header, arrays = pack_groups(make_batch(0, 0, 1))
-    append_line(
+    append_record(
         run_dir / "trained.jsonl", trained_line(header, arrays, arrays.is_sampled, 0.5)
     )
     journal = journal_cases.open_journal(run_dir / "journal.sqlite")

@@ -167,6 +167,17 @@ def test_a_destructive_learning_rate_is_named() -> None:
     assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
 
 
+def test_a_step_without_a_gradient_has_not_moved_the_model() -> None:
+    found = judged(
+        100,
+        reward_mean=flat,
+        policy_grad_norm=lambda step: (
+            1.0 if step == 1 else math.nan if step == 90 else 0.0
+        ),
+    )
+    assert "the gradient is 0 since step 2 although rewards differ" in found.headline
+
+
 @pytest.mark.parametrize(
     ("columns", "flag"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,27 @@ def test_failed_save_is_an_error_and_the_next_succeeds(
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):
         step.load_state(folder)
+
+
+def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(
+    make_step: MakeStep, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = make_step()
+    record = step.spec.record_path
+    train(step, 0, 1)
+    written = record.read_bytes()
+    whole = make_step()
+    train(whole, 0, 3)
+    expected = whole.weights_digest()
+    record.write_bytes(written)  # both have this file
+    with full_disk(limit=len(written) + 100):
+        train(step, 1, 3)
+        assert record.read_bytes() == written, "no part of a line is left"
+        with pytest.raises(Refused, match="lacks trained steps: File too large"):
+            step.begin_save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+    assert "lacks step 2 for now" in caplog.text
+    step.begin_save_state(tmp_path / "state").result()
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [line["version"] for line in lines] == [0, 1, 2]
+    assert (step.policy_version, step.weights_digest()) == (3, expected)

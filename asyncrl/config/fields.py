@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +18,8 @@ class FrozenConfig(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        # Only a whole config is built: a section is part of it.
+        defer_build=True,
         # JSON has no infinite numbers: a child process would read null.
         allow_inf_nan=False,
     )
@@ -26,20 +28,25 @@ class FrozenConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _none_is_the_off_word(cls, values: object) -> object:
-        """Read `none` as null if the field allows null."""
+    def _read_words(cls, values: object) -> object:
+        """Read `none` as null if the field allows null, and booleans only if it allows
+        booleans.
+        """
         if not isinstance(values, dict):
             return values
-        # The docs write `none`, which YAML reads as text. Only where null is allowed:
-        # in `console: none` it is a word.
-        fields = cls.model_fields.items()
-        nullable = {
-            name for name, info in fields if type(None) in get_args(info.annotation)
-        }
-        return {
-            key: None if value == "none" and key in nullable else value
-            for key, value in values.items()
-        }
+        read = dict[object, object]()
+        for key, value in values.items():
+            info = cls.model_fields.get(key)
+            allowed = set() if info is None else {*_types(info.annotation)}
+            read[key] = value
+            # The docs write `none`, which YAML reads as text. Only where null is
+            # allowed: in `console: none` it is a word.
+            if value == "none" and type(None) in allowed:
+                read[key] = None
+            # Pydantic takes true for the number 1, and refuses this text for a number.
+            elif not allowed & {bool, str, object, Any}:
+                read[key] = _without_booleans(value, is_section=_has_section(allowed))
+        return read
 
     def conflicts(self) -> Iterator[str]:
         """Yield why settings do not go together. Only the first sentence is shown: the
@@ -59,6 +66,33 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+def _types(annotation: object) -> Iterator[object]:
+    """Yield a type, those it is a union of, and those of its items."""
+    yield annotation
+    if get_origin(annotation) is not Literal:
+        for part in get_args(annotation):
+            yield from _types(part)
+
+
+def _has_section(types: Collection[object]) -> bool:
+    return any(
+        isinstance(kind, type) and issubclass(kind, FrozenConfig) for kind in types
+    )
+
+
+def _without_booleans(value: object, *, is_section: bool) -> object:
+    """Replace booleans by text, also among several numbers. A section reads its own."""
+    if is_section or not isinstance(value, list | tuple | dict):
+        return _as_text(value)
+    if isinstance(value, dict):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value]
+
+
+def _as_text(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def tag_of(value: object) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 
@@ -26,7 +26,7 @@ class RewardModelConfig(FrozenConfig):
     """chat: prompt and completion as a chat, by the template of the reward model. pair:
     both as a pair of texts. completion: only the completion.
     """
-    label: str | int | None = None
+    label: str | Annotated[int, Field(strict=True)] | None = None
     """Name or number of the label whose logit counts (none = the only label)."""
     mean: float = 0.0
     """The reward is (logit - mean) / std."""

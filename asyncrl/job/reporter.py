@@ -37,6 +37,7 @@ from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total, rollouts_of
 from asyncrl.observe.run_dir import (
+    STATUS_FILE,
     SUMMARY_FILE,
     Recorder,
     evaluation_metrics,
@@ -406,18 +407,22 @@ class Reporter:
     ) -> None:
         """Write status.json. `parts`: sections of a run with engines."""
         self._timeline.flush()
-        self._recorder.write_status(
-            {
-                "state": "running",
-                "activity": self.log.current_activity,
-                "status_url": self._status_url or None,
-                "step": step,
-                "num_steps": self.config.trainer.num_steps,
-                "warnings": self.log.warnings or None,
-                "waits": waits,
-                **(parts or {}),
-            }
-        )
+        status = {
+            "state": "running",
+            "activity": self.log.current_activity,
+            "status_url": self._status_url or None,
+            "step": step,
+            "num_steps": self.config.trainer.num_steps,
+            "warnings": self.log.warnings or None,
+            "waits": waits,
+            **(parts or {}),
+        }
+        try:
+            self._recorder.write_status(status)
+        # Nothing of the run depends on the file, and the next second writes it again.
+        except OSError as error:
+            text = f"{STATUS_FILE} is out of date: {error.strerror}"
+            self.log.warn_once("status", text)
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
         """Write verdict and summary.json. `state`: done, interrupted or failed. Raises

@@ -305,13 +305,19 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "metrics": {
             str(name): float(value) for name, value in trajectory.metrics.items()
         },
-        "credits": [astuple(credit) for credit in trajectory.credits],
-        "calls": [astuple(call) for call in trajectory.calls],
+        "credits": [_row(credit) for credit in trajectory.credits],
+        "calls": [_row(call) for call in trajectory.calls],
         "unscored": trajectory.unscored,
         "awaits": trajectory.awaits,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)
+
+
+def _row(record: Credit | PolicyCall) -> list[object]:
+    """Return the values of the fields, in order."""
+    # astuple() copies each value, which was a fifth of the journal's time.
+    return [getattr(record, name) for name in type(record).__slots__]
 
 
 def decode_trajectory(

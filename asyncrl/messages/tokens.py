@@ -215,6 +215,8 @@ class Tokens:
             for name, values in self.columns.items()
             if is_kept(COLUMNS[name])
         }
+        if len(columns) == len(self.columns):
+            return self
         return replace(self, columns=columns)
 
     def as_context(self) -> Tokens:

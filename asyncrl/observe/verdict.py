@@ -252,7 +252,8 @@ def _gradient_findings(
         )
     if not has_gradient and not is_constant and equal < 1:
         gradients = steps.by_step("policy/grad_norm")
-        moved = [step for step, gradient in gradients if gradient != 0]
+        # NaN, of a step without a gradient, is not above 0
+        moved = [step for step, gradient in gradients if abs(gradient) > 0]
         yield _Finding(
             f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ",
             "no step since then has changed the weights",

@@ -279,15 +279,19 @@ class TaskScorer:
             # What an endpoint answers is as unknown as what user code does.
             with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
                 return await self.judge(prompt, given)
+        result: object = None
+        # Before the wait is declared: most inline rewards have none.
+        if self._is_inline:
+            result = self._timed(prompt, given, asked)
+            if not isinstance(result, Awaitable):
+                return result
         with waiting("their rewards", on="the reward function"):
             if self._processes is not None:
                 sent = _sent(asked["sampled"]) if asked else NO_COMPLETION
                 async with self._free:
                     with self._busy():
                         return await self._processes.run(prompt, given, sent)
-            if self._is_inline:
-                result = self._timed(prompt, given, asked)
-            else:
+            if not self._is_inline:
                 result = await self._call_in_thread(prompt, given, asked)
             # The call of an async function only made its coroutine. It runs in this
             # loop, so its waits occupy no reward worker.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
 from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
 from asyncrl.trainer.fused import layers_of, why_not_compiled
-from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.optimizer import MasterWeights, cast_model
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import Ranks
@@ -44,6 +43,9 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.lora import Adapters
 
 log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
@@ -352,9 +354,14 @@ class TrainedModel:
         lora = spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype
         model, whole = make_models(spec, dtype, ranks, self.device, kind)
-        self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
-        if lora is not None and is_sharded and whole is not None:
-            Adapters(whole, lora, self.dtype)
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            # It imports peft, for half a second.
+            from asyncrl.trainer.lora import Adapters
+
+            self.adapters = Adapters(model, lora, self.dtype)
+            if is_sharded and whole is not None:
+                Adapters(whole, lora, self.dtype)
         plan = plan_of(spec, model, self.device)
         compiles = should_compile(spec, model, plan, self.device)
         self.kernels = choose_kernels(self.device, is_compiled=compiles)

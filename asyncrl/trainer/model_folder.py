@@ -19,6 +19,7 @@ from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import settle_folder, write_whole
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import check_quantization, quantization_of
+from asyncrl.models.support import find_support
 
 MAKE_TIMEOUT_S = 300.0
 MODEL_PIN = "model.json"
@@ -180,6 +181,9 @@ def load_limit_s(folder: Path) -> float:
 
 def check_model_type(model_type: object, source: str) -> None:
     """Raise ConfigError for an unknown architecture."""
+    # The next import reads the folders of all models, for half a second.
+    if find_support(str(model_type)):
+        return
     from transformers.models.auto import auto_mappings
 
     if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:

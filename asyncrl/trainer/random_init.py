@@ -1,5 +1,5 @@
 """Write a random model of model.scratch with a character-level tokenizer, in a process
-with torch.
+with torch. The tokenizer needs none: the controller checks it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError
@@ -25,6 +25,9 @@ from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import fail
 from asyncrl.config import ScratchConfig
 from asyncrl.models.loading import loading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # imports torch
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -89,6 +89,7 @@ class TrainerRank(TrainedModel):
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self.rollout_advantages: list[tuple[int, int, float]] = []
+        self._record = step_metrics.RecordWriter(spec.record_path)
         self._has_recorded = False
         self._objective = Objective(spec)
         needs_reference = self._objective.needs_reference
@@ -609,15 +610,34 @@ class TrainerRank(TrainedModel):
                 )
                 for batch in version.batches
             ]
-            line = step_metrics.joined_line(lines)
-            step_metrics.append_line(self.spec.record_path, line)
+            self._record.note(step_metrics.joined_line(lines))
+            try:
+                self._record.write()
+            # The weights have moved, so the step cannot be refused any more. No
+            # checkpoint is made before the line is written (begin_save_state).
+            except OSError as error:
+                step = first_version + 1
+                path = self.spec.record_path
+                log.warning("%s lacks step %d for now: %s", path, step, error)
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
     def _note_restored(self, version: int) -> None:
         if self.ranks.is_first:
-            step_metrics.note_restored(self.spec.record_path, version)
+            self._record.note_restored(version)
             self._has_recorded = True
+
+    def _write_record(self) -> None:
+        """Write the lines of all steps, which rank 0 has. Raises Refused."""
+        try:
+            self._record.write()
+        except OSError as error:
+            raise Refused(
+                507,
+                f"{self.spec.record_path} lacks trained steps: {error.strerror}",
+                rule="a checkpoint is never newer than the record of trained tokens",
+                way_out="free space on the disk of the run directory; the next checkpoint tries again.",
+            ) from error
 
     def before_change(self) -> None:
         """Wait for exports and copies that read the weights."""
@@ -630,7 +650,10 @@ class TrainerRank(TrainedModel):
     # ---- checkpoints and exports
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Begin to write the state to the new folder `path`, without an open gradient."""
+        """Begin to write the state to the new folder `path`, without an open gradient.
+        Raises Refused.
+        """
+        self.ranks.agree(self._write_record)
         # Read on the torch thread, between two steps. The writing thread would see
         # later counts.
         progress = Progress(

@@ -52,7 +52,6 @@ from asyncrl.models.loading import (
     sections_of,
     ties_of,
 )
-from asyncrl.trainer.lora import ADAPTER, save_adapter
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import Trained
@@ -554,6 +553,8 @@ def save_peft(
     chat_template: str | None,
 ) -> None:
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
+    from asyncrl.trainer.lora import save_adapter
+
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
     with loading(base):
@@ -602,6 +603,8 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    from asyncrl.trainer.lora import ADAPTER
+
     adapters = {
         name: torch.empty(size, dtype=dtype)
         for name, size in _stored_sizes(_read_index(path), "weights.").items()

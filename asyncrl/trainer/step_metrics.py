@@ -11,6 +11,7 @@ A line {"restored": v} voids earlier lines of version v and above.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -379,18 +380,42 @@ def hold_record(path: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def note_restored(path: Path, version: int) -> None:
-    """Record that batches from `version` on are trained again. Cuts an incomplete line."""
-    if path.is_file() and path.stat().st_size:
-        # A process that was killed in append_line() leaves half a line. The batch is
-        # trained again, so the half is cut rather than completed.
-        start, line = next(lines_from_end(path))
-        if not line.endswith(b"\n"):
-            cut_at(path, start)
-        append_line(path, {"restored": version})
+class RecordWriter:
+    """Writes trained.jsonl.
 
+    Life: note() -> write(), which a full disk refuses -> the lines wait -> write().
+    Invariant: a refused write leaves no part of a line.
+    """
 
-def append_line(path: Path, line: Mapping[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting = list[str]()
+
+    def note(self, line: Mapping[str, object]) -> None:
+        self._waiting.append(json.dumps(line) + "\n")
+
+    def note_restored(self, version: int) -> None:
+        """Note that batches from `version` on are trained again. Cuts an incomplete line."""
+        if self._path.is_file() and self._path.stat().st_size:
+            # A process that was killed in write() leaves half a line. The batch is
+            # trained again, so the half is cut rather than completed.
+            start, line = next(lines_from_end(self._path))
+            if not line.endswith(b"\n"):
+                cut_at(self._path, start)
+            self.note({"restored": version})
+
+    def write(self) -> None:
+        """Append the noted lines. Raises OSError; then they wait for the next call."""
+        if not self._waiting:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        end = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(self._waiting)
+        except OSError:
+            # Cutting needs no space.
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, end)
+            raise
+        self._waiting.clear()

@@ -718,6 +718,9 @@ def _find_readers(
     # some templates write only one call, or fail
     for number, way in itertools.product((2, 1), _WAYS):
         text = probe.called(number, **way)
+        # A template without tools: no format is compiled, which takes half a second.
+        if not text:
+            continue
         for tool_format in fitting:
             calls = [
                 (call.name, json.loads(call.arguments))
