@@ -92,7 +92,8 @@ class CriticRank:
             self._end_version()
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Begin to write this rank's part of the state."""
+        """Begin to write this rank's part of the state. Raises Refused."""
+        self._follow()
         progress = Progress(policy_version=self.policy_version)
         return self._state.begin_save(progress, path, _unmoved)
 

@@ -653,7 +653,7 @@ class TrainerRank(TrainedModel):
         """Begin to write the state to the new folder `path`, without an open gradient.
         Raises Refused.
         """
-        self.ranks.agree(self._write_record)
+        self.everyone.agree(self._write_record)
         # Read on the torch thread, between two steps. The writing thread would see
         # later counts.
         progress = Progress(
