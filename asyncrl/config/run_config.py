@@ -23,6 +23,7 @@ from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
+from asyncrl.config.offload_config import ModelPart, Rule, offload_rules
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
 from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
@@ -208,6 +209,17 @@ class RunConfig(FrozenConfig):
         )
 
     @property
+    def has_reference(self) -> bool:
+        """Return whether the trainer holds the initial weights as a second model."""
+        return self.algorithm.kl_coefficient > 0 and self.trainer.lora is None
+
+    @property
+    def offload_rules(self) -> dict[ModelPart, Rule]:
+        """Return the rule of each part of the models on the trainer's ranks."""
+        critic = None if self.critic is None else self.critic.offload
+        return offload_rules(self.trainer.offload, critic)
+
+    @property
     def interrupt(self) -> Interrupt:
         asked = self.weight_sync.interrupt
         return "abort" if asked == "auto" else asked
@@ -301,8 +313,9 @@ class RunConfig(FrozenConfig):
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
             yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
-        if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
-            yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
+        if self.trainer.offload.by_layer and is_cpu(self.placement.trainer):
+            where = self.placement.trainer
+            yield f"trainer.offload.by_layer needs a CUDA device; placement.trainer={where}"
         for key, written in (
             ("trainer", self.placement.trainer),
             ("rollout", self.placement.rollout),

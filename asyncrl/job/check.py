@@ -37,6 +37,7 @@ from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import (
     DISK,
     find_architecture,
+    offload_text,
     plan_run,
     plan_text,
     read_architecture,
@@ -126,6 +127,8 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from _try_model(config)
     plan, messages = plan_run(config, nodes, extra)
     yield plan_text(plan, config)
+    if offloads := offload_text(plan, config, nodes, extra):
+        yield f"\n{offloads}"
     yield from messages
     if not plan.shape.num_parameters:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"

@@ -176,7 +176,8 @@ class Servers:
         config = self.config
         placement = self.placement
         node = placement.trainer[rank].node
-        fraction = placement.memory_fraction
+        # A trainer that takes turns has the device to itself in its own.
+        fraction = None if placement.moves else placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
         is_far = bool(self.rank_store or self.weights_store)
