@@ -212,6 +212,10 @@ algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect
 HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
+placement.actor=all -> trainer, rollout, eval, teacher, judge, reward; actor is placement.trainer here
+placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
+placement.trainer=0-999999999 -> a range has at most 1024 devices
+placement.reward=[0,0] -> give auto, cpu, a device number, a list like [4, 5], or a range like 4-7
 rollout.num_engines={min: 3, max: 2} -> min=3 is above max=2
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> String should match pattern

@@ -75,6 +75,7 @@ checkpoint.keep_last: save_total_limit max_ckpt_to_keep
 observe.trackers: report_to logger wandb use_wandb
 observe.tracker_args: project_name
 placement.trainer: n_gpus_per_node nnodes num_gpus device devices
+placement.trainer: actor
 placement.rollout: colocate
 rollout.num_engines: num_rollout_workers
 """)

@@ -20,7 +20,12 @@ from asyncrl.config.offload_config import (
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
 )
-from asyncrl.config.placement_config import Devices, NodesConfig, device_numbers
+from asyncrl.config.placement_config import (
+    Devices,
+    NodesConfig,
+    ServerDevices,
+    device_numbers,
+)
 from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import CudaDevice, Node
 
@@ -62,8 +67,8 @@ class ExtraServer:
 
     key: str
     """placement.KEY has its device."""
-    written: Devices = "auto"
-    """The value of that key."""
+    written: ServerDevices = "auto"
+    """The value of that key; of a copy, its device."""
     is_optional: bool = False
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
@@ -486,7 +491,7 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     )
 
 
-def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
+def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -> Side:
     numbers = device_numbers(form) or []
     num_cuda = len(nodes[0].machine.cuda)
     if not numbers or max(numbers) >= num_cuda:
