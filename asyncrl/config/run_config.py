@@ -424,8 +424,12 @@ class RunConfig(FrozenConfig):
         if not is_served and self.placement.teacher != "auto":
             yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
         known = ", ".join(filter(None, self.tasks))
+        # A single task is '' here, and may have a name.
+        named = {task.called: name for name, task in self.tasks.items()}
         taught = Counter(
-            name for teacher in self.teachers for name in teacher.tasks or self.tasks
+            named.get(name, name)
+            for teacher in self.teachers
+            for name in teacher.tasks or named
         )
         for name in [*taught, *self.tasks] if self.teachers else ():
             key = key_of("task", name)

@@ -171,7 +171,11 @@ def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer
         written=config.placement.teacher,
         engine=teacher.engine,
         slots=TEACHER_SLOTS + 1,
-        model=replace(own, is_remote=teacher.base_url is not None),
+        model=replace(
+            own,
+            is_remote=teacher.base_url is not None,
+            num_sampled=0 if teacher.is_embedded else 1,
+        ),
     )
 
 

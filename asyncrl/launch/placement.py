@@ -57,6 +57,8 @@ class OwnModel:
     """It needs the vocabulary of the run's."""
     is_remote: bool = False
     """Others serve it: only its tokenizer is read."""
+    num_sampled: int = 0
+    """Tokens that it samples behind each text."""
 
 
 @dataclass(frozen=True, slots=True)
