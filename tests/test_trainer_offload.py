@@ -13,7 +13,14 @@ import pytest
 import torch
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
-from trainer_cases import MakeStep, halves_of, learned, make_batch
+from trainer_cases import (
+    MakeStep,
+    halves_of,
+    learned,
+    make_batch,
+    make_spec,
+    mesh_of_one,
+)
 
 from asyncrl.base.http import Refused
 from asyncrl.config.offload_config import (
@@ -24,6 +31,7 @@ from asyncrl.config.offload_config import (
     ModelPart,
 )
 from asyncrl.messages.engine_api import TrainerPart
+from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
@@ -144,6 +152,37 @@ def test_models_that_take_turns_take_the_same_steps(
     assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
     assert step.weights_digest() == plain.weights_digest()
     assert seen == {model: {model in leaving} for model in TURNS}
+
+
+def test_shards_that_take_turns_take_the_same_steps(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
+    """As on CUDA, where weights are shards also on a single device."""
+    trainer = {"mini_batches": 2, "offload": TURNS["policy"] | TURNS["reference"]}
+    critic = PPO["critic"] | {"offload": TURNS["critic"]}
+    values = {**PPO, "dtype": "bfloat16"}
+    with mesh_of_one(tmp_path) as ranks:
+        specs = [
+            make_spec(paged_model_dir, tmp_path, **values, trainer={"mini_batches": 2}),
+            make_spec(
+                paged_model_dir,
+                tmp_path,
+                **values | {"critic": critic},
+                trainer=trainer,
+            ),
+        ]
+        plain, step = (TrainerRank(spec, ranks) for spec in specs)
+        for version in range(3):
+            found = learned(train_once(step, version))
+            assert found == learned(train_once(plain, version))
+        step.begin_save_state(tmp_path / "state").result()
+        step.load_state(tmp_path / "state")
+        assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
+        assert step.weights_digest() == plain.weights_digest()
+        step._use("hold nothing")
+        for part in (*POLICY_STEP, *CRITIC_STEP, REFERENCE_WEIGHTS):
+            held = [local_of(tensor) for tensor in step._tensors_of(part)]
+            assert are_gone(held)
 
 
 def watch(
