@@ -105,6 +105,15 @@ def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
     assert "cannot read the config" in refusal(good)
 
 
+def test_critic_in_one_key_with_the_trainer_is_on_its_ranks(good: Path) -> None:
+    gae = ["algorithm.advantage=gae", "critic={}"]
+    apart = load_config(good, [*gae, "placement={trainer: 0, critic: 1}"])
+    together = load_config(good, [*gae, "placement={'trainer,critic': 0}"])
+    assert apart.shared_critic is None
+    assert together.shared_critic == together.critic
+    assert together.placement.trainer == 0
+
+
 def test_several_tasks_have_names_shares_and_overrides_of_their_own(
     good: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +225,11 @@ algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect
 HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
+placement.actor=all -> trainer, rollout, critic, eval, teacher, judge, reward; actor is placement.trainer here
+algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
+placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
+placement.trainer=0-999999999 -> a range has at most 1024 devices
+placement.reward=[0,0] -> give auto, cpu, a device number, a list like [4, 5], or a range like 4-7
 rollout.num_engines={min: 3, max: 2} -> min=3 is above max=2
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> String should match pattern

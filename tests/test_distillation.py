@@ -37,7 +37,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
-from asyncrl.config import AlgorithmConfig, RunConfig, ScratchConfig
+from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
+from asyncrl.config.teacher_config import TeacherConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import find_models
 from asyncrl.job.roles import extra_servers
@@ -393,6 +394,28 @@ def test_teacher_with_few_positions_is_refused(
     )
     with pytest.raises(ConfigError, match="has max_position_embeddings=32"):
         find_models(config, HFChatTokenizer(tiny_model_dir))
+    lengths = {"max_prompt_tokens": 16, "max_tokens": 16}
+    exact = config.model_copy(update={"rollout": RolloutConfig(**lengths)})
+    assert find_models(exact, HFChatTokenizer(tiny_model_dir)) == {"teacher": short}
+    by_vllm = TeacherConfig(path=str(short), engine="vllm")
+    served = exact.model_copy(update={"teacher": by_vllm})
+    with pytest.raises(ConfigError, match="of at most 32 tokens, and vLLM samples one"):
+        find_models(served, HFChatTokenizer(tiny_model_dir))
+
+
+def test_teacher_may_name_the_only_task() -> None:
+    task = {"name": "sums", "files": ["x"], "reward": "math"}
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": task,
+            "algorithm": {"distill_weight": 1},
+            "teacher": {"path": "m", "tasks": ["sums"]},
+        }
+    )
+    (teacher,) = config.teachers
+    (only,) = config.tasks
+    assert teacher.scores(only)
 
 
 def test_likeliest_ids_take_space_in_the_journal() -> None:

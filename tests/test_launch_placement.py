@@ -21,7 +21,7 @@ from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, VLLM, ZERO, load, nodes,
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
-from asyncrl.job.roles import EVAL_ENGINE, extra_servers
+from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers, roles_of
 from asyncrl.launch import machine
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import (
@@ -177,6 +177,28 @@ def test_eval_engine_and_teacher_take_free_devices_first(
     devices = [placement.extra.get(name) for name in (EVAL_ENGINE, "teacher")]
     found = [where([device] if device else []) for device in devices]
     assert found == [evaluation, teacher]
+
+
+def test_each_device_of_a_server_has_a_copy() -> None:
+    several = [*APART, *TAUGHT, "placement.teacher=[3, cpu, 2]"]
+    extra = placed(4, *several).extra
+    assert [*extra] == ["teacher-0", "teacher-1", "teacher-2"]
+    assert [device.name for device in extra.values()] == ["cuda:3", "cpu", "cuda:2"]
+    roles = roles_of(load(*several))
+    assert {roles[name].shared_name for name in extra} == {"teacher"}
+    assert [*extra_models(load(*several))] == ["teacher"], "its files are read once"
+    ranged = placed(4, *APART, *TAUGHT, "placement.teacher=2-3").extra
+    assert [device.name for device in ranged.values()] == ["cuda:2", "cuda:3"]
+    alone = placed(4, *APART, *TAUGHT, "placement.teacher=[3]").extra
+    assert [*alone] == ["teacher"]
+    with pytest.raises(ConfigError, match="which the trainer uses"):
+        placed(4, *APART, *TAUGHT, "placement.teacher=[2, 0]")
+
+
+def test_one_key_places_several_components() -> None:
+    placement = placed(2, ZERO, *sizes(2, 2), "placement={'trainer, rollout': all}")
+    assert placement.is_colocated
+    assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
 
 
 # ---- any placement keeps the rules

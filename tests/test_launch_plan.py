@@ -21,10 +21,12 @@ from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
 from asyncrl.launch.machine import find_python, single_node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
+    DISK,
     Memory,
     Plan,
     make_plan,
     model_shape,
+    offload_text,
     plan_run,
     plan_text,
     refuse_over_capacity,
@@ -126,9 +128,112 @@ def test_both_sides_stay_resident_if_they_fit(
     here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free)
     plan, _ = plan_run(load(*overrides), single_node(here))
     assert plan.placement.resident == stays
-    moves_out = not stays and num_cuda > 0
-    assert ("trainer-0/host" in {one.name for one in plan.processes}) == moves_out
+    host = {one.device for one in plan.processes if one.name == "trainer-0/host"}
+    assert host == (set() if stays else {"cpu" if num_cuda else DISK})
     assert (plan.placement.memory_fraction is not None) == (num_cuda == 1 and stays)
+
+
+# ---- parts that leave the trainer's device
+
+GAE = ["algorithm.advantage=gae", "rollout.group_size=1", "critic={}"]
+ONE_TOKEN = "trainer.micro_batch_tokens=1"
+
+
+def test_part_that_leaves_is_counted_where_it_works() -> None:
+    plain, gone = (
+        memory(planned(2, ONE_TOKEN, *more), "trainer-0")
+        for more in ([], ["trainer.offload.optimizer=always"])
+    )
+    num = planned(2).shape.num_parameters
+    # Two moments; on CUDA the float32 shards are the optimizer's weights, too.
+    assert plain.total - gone.total == min(8 * num, plain.micro_batch)
+    gone_plan = planned(2, ONE_TOKEN, "trainer.offload.optimizer=always")
+    assert memory(gone_plan, "trainer-0/host").copies == 8 * num
+
+
+ALL_LEAVE = "{weights: always, gradients: always, optimizer: always}"
+
+
+@pytest.mark.parametrize(
+    ("models", "saved"),
+    [
+        ([], 0),
+        # A micro-batch of the critic needs its weights and gradient, and all of the
+        # policy is there.
+        (["critic"], 8),
+        (["critic", "trainer"], 24),
+    ],
+)
+def test_models_that_take_turns_need_the_largest(models: list[str], saved: int) -> None:
+    rules = [f"{model}.offload={ALL_LEAVE}" for model in models]
+    plain, gone = (
+        memory(planned(2, *GAE, *more), "trainer-0").total for more in ([], rules)
+    )
+    # The head of the quickstart's model is tied: the critic has as many weights.
+    assert plain - gone == saved * planned(2).shape.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("rules", "stays"),
+    [
+        ([], 0),
+        (["trainer.offload.optimizer=never", "trainer.offload.weights=always"], 8),
+        (["trainer.offload.optimizer=never", "trainer.offload.weights=never"], 12),
+    ],
+)
+def test_part_that_never_leaves_is_beside_the_engines(
+    rules: list[str], stays: int
+) -> None:
+    slots = "rollout.slots=100000"
+    apart, config = planned(1, ZERO, slots), load(ZERO, slots, *rules)
+    assert memory(apart, "engine-0").total > memory(apart, "trainer-0").total
+    plan = make_plan(config, single_node(machine(1)))
+    num = plan.shape.num_parameters
+    held = plan.needed_bytes("cuda:0") - apart.needed_bytes("cuda:0")
+    assert held == stays * num
+    # vLLM gets what is left of the device; the trainer keeps all of it in its turn.
+    vllm = [VLLM, "placement.share=none", ZERO, *rules]
+    placement = plan_run(load(*vllm), single_node(machine(1)))[0].placement
+    assert (placement.memory_fraction is None) == (not rules)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["trainer.offload.optimizer=never"], "no engines take its device"),
+        ([ZERO, "trainer.offload.gradients=never"], "a gradient is dropped"),
+        (["trainer.offload.weights=always"], "nothing else takes turns"),
+        ([ZERO, "trainer.offload.gradients=always"], "no other model works between"),
+        ([ZERO, "trainer.offload.reference=always"], "holds no reference model"),
+        ([*GAE, "critic.offload.weights=never"], "no engines take its device"),
+    ],
+)
+def test_offload_without_a_use_is_refused(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        planned(2 if ZERO not in overrides else 1, *overrides)
+    assert "set trainer.offload." in str(caught.value) or "set critic" in str(
+        caught.value
+    )
+
+
+def test_check_prints_what_each_rule_saves() -> None:
+    config = load(ZERO, "placement.share=none", *GAE)
+    here = single_node(machine(1))
+    text = offload_text(make_plan(config, here), config, here)
+    title, *rows = text.splitlines()
+    assert title.split() == "offload: cuda:0 needs size auto always never".split()
+    assert len(rows) == 6
+    for row in rows:
+        key, *numbers = row.split()
+        value, *_ = [float(number) for number in numbers[:1]]
+        assert key.partition(".offload.")[2] in ("weights", "gradients", "optimizer")
+        assert value > 0
+    (row,) = [row for row in rows if row.startswith("critic.offload.optimizer")]
+    forms = [f"critic.offload.optimizer={rule}" for rule in ("auto", "always", "never")]
+    needed = [
+        make_plan(load(ZERO, *GAE, form), here).needed_bytes("cuda:0") for form in forms
+    ]
+    assert row.split()[3::2] == [f"{one / 2**20:.1f}" for one in needed]
 
 
 # ---- what cannot fit

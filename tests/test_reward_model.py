@@ -39,9 +39,10 @@ from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.load import config_from
 from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.engines.reward_client import RewardModelClient, find_label
+from asyncrl.engines.role_client import RoleClient, judge_by
 from asyncrl.job.check import check_lines, validate
 from asyncrl.launch.machine import single_node
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl_servers.reward_model import cut_batches
 
@@ -277,6 +278,38 @@ async def test_reward_model_of_the_page(tmp_path: Path) -> None:
     assert reward == pytest.approx((logit - model.mean) / model.std, abs=1e-5)
 
 
+class OpenCalls(RoleClient):
+    """Answers its calls when the test says so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Caller(name, "", ""), places=8)
+        self.may_answer = asyncio.Event()
+
+    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+        await self.repeated("an answer", self.may_answer.wait)
+        return rollout
+
+
+@pytest.mark.asyncio
+async def test_copies_share_the_calls() -> None:
+    copies = [OpenCalls("reward-0"), OpenCalls("reward-1")]
+    judge = judge_by(copies)
+    async with asyncio.TaskGroup() as calls:
+        for _ in range(6):
+            calls.create_task(judge((), ""))
+            await asyncio.sleep(0)
+        assert [copy.num_calls for copy in copies] == [3, 3]
+        # Calls go to the other while one restarts.
+        copies[0].disconnect_nowait()
+        for _ in range(2):
+            calls.create_task(judge((), ""))
+            await asyncio.sleep(0)
+        assert [copy.num_calls for copy in copies] == [3, 5]
+        for copy in copies:
+            copy.may_answer.set()
+    assert [copy.num_calls for copy in copies] == [0, 0]
+
+
 # ---- the config
 
 SCRATCH = job_runs.CONFIG["model"]["scratch"]
@@ -399,11 +432,13 @@ def test_rollouts_get_the_same_rewards_despite_kills(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(config))
     quiet, run_dir = tmp_path / "quiet", tmp_path / "run"
     assert job_runs.run(path, quiet).returncode == 0
+    config["placement"] = config.get("placement", {}) | {"reward": ["cpu", "cpu"]}
+    path.write_text(yaml.safe_dump(config))
 
     def without_its_reward_model() -> subprocess.Popen[str]:
         process = job_runs.start(path, run_dir)
         job_runs.wait_for_steps(run_dir, 1, process)
-        (server,) = job_runs.children_of(process, "reward")
+        (server,) = job_runs.children_of(process, "reward-1")
         server.kill()
         return process
 
@@ -417,3 +452,5 @@ def test_rollouts_get_the_same_rewards_despite_kills(tmp_path: Path) -> None:
     assert len(set(rewards_of(run_dir))) > 8
     last = job_runs.read_lines(quiet / "metrics.jsonl")[-1]
     assert last["reward/texts"] == 16 * 16, "each rollout is scored once"
+    for copy in range(2):
+        assert (run_dir / "logs" / f"reward-{copy}.log").is_file()

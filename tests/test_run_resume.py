@@ -72,6 +72,22 @@ def test_failed_start_may_change_settings(run_dir: Path, tmp_path: Path) -> None
         find_resume(run_dir, corrected, "auto")
 
 
+def test_address_of_one_of_several_teachers_may_change(tmp_path: Path) -> None:
+    def taught(folder: str, port: int, path: str = "m") -> RunConfig:
+        teachers = [{"path": path, "base_url": f"http://h:{port}", "tasks": ["a", "b"]}]
+        tasks = [{"name": name, "files": ["x"], "reward": "math"} for name in "ab"]
+        plain = make_config(tmp_path / folder).model_dump(exclude_unset=True)
+        changes = {"task": tasks, "teacher": teachers}
+        algorithm = {"distill_weight": 1.0}
+        return RunConfig.model_validate(plain | changes | {"algorithm": algorithm})
+
+    run_dir = killed_run(tmp_path / "run", taught("first", 1))
+    assert found(run_dir, taught("moved", 2)).notes == ()
+    with pytest.raises(ConfigError, match=r"teacher\.0\.path"):
+        found(run_dir, taught("other", 1, "n"))
+    assert found(run_dir, taught("other2", 1, "n"), "auto", "teacher").notes
+
+
 def test_run_with_steps_and_an_empty_journal_has_begun(
     run_dir: Path, tmp_path: Path
 ) -> None:

@@ -45,8 +45,11 @@ def sft_config(**sections: Any) -> SftConfig:
         ({"placement": {"rollout": "cpu"}}, "placement.rollout has no effect"),
         ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best has no effect"),
         (
-            {"trainer": {"cpu_offload": True}, "placement": {"trainer": "cpu"}},
-            "trainer.cpu_offload needs a CUDA device",
+            {
+                "trainer": {"offload": {"by_layer": True}},
+                "placement": {"trainer": "cpu"},
+            },
+            "trainer.offload.by_layer needs a CUDA device",
         ),
         (
             {"trainer": {"world_size": 9, "num_groups": 4}},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,42 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import make_tiny_model
-from torch import Tensor
-from trainer_cases import MakeStep, learned, make_batch
+from torch import Tensor, nn
+from trainer_cases import (
+    MakeStep,
+    halves_of,
+    learned,
+    make_batch,
+    make_spec,
+    mesh_of_one,
+)
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.trainer_api import TrainerPart
+from asyncrl.config.offload_config import (
+    CRITIC_STEP,
+    POLICY_STEP,
+    POLICY_WEIGHTS,
+    REFERENCE_WEIGHTS,
+    ModelPart,
+)
+from asyncrl.messages.engine_api import TrainerPart
+from asyncrl.trainer.offload import local_of
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
+POLICY_OPTIMIZER = ModelPart("policy", "optimizer")
+PPO: dict[str, Any] = {
+    "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
+    "critic": {"learning_rate": 1e-2},
+}
+GONE = "always"
+TURNS: dict[str, Any] = {
+    "policy": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
+    "reference": {"reference": GONE},
+    "critic": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
+}
+"""Rules by whose parts leave while the others work."""
 PAGED = {"hidden_size": 64, "intermediate_size": 256}
 """Weights of several pages."""
 
@@ -83,6 +114,127 @@ def test_offloaded_trainer_takes_the_same_steps(
     assert plain.weights_digest() == step.weights_digest(), "saved while it was away"
 
 
+def train_once(step: TrainerRank, version: int) -> dict[str, float]:
+    """Make a version from two parts of a batch, or at once."""
+    batch = make_batch(version=version, seed=version)
+    if version % 2:
+        return step.train(*batch)
+    for half in halves_of(*batch):
+        step.forward_backward(*half)
+    return step.optimizer_step()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "leaving", [("policy",), ("critic", "reference"), ("policy", "critic", "reference")]
+)
+def test_models_that_take_turns_take_the_same_steps(
+    make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
+) -> None:
+    trainer: dict[str, Any] = {"mini_batches": 2, "offload": {}}
+    for model in {"policy", "reference"} & {*leaving}:
+        trainer["offload"] |= TURNS[model]
+    critic = PPO["critic"]
+    if "critic" in leaving:
+        critic = critic | {"offload": TURNS["critic"]}
+    plain = make_step(**PPO, dtype=dtype, trainer={"mini_batches": 2})
+    step = make_step(**PPO | {"critic": critic}, dtype=dtype, trainer=trainer)
+    assert step.critic is not None
+    seen = dict[str, set[bool]]()
+    watch(step, step.policy, ("critic", CRITIC_STEP), seen)
+    watch(step, step.critic.model, ("policy", POLICY_STEP), seen)
+    watch(step, step.critic.model, ("reference", (REFERENCE_WEIGHTS,)), seen)
+    for version in range(3):
+        assert learned(train_once(step, version)) == learned(train_once(plain, version))
+    assert step.export(tmp_path / "a").digest == plain.export(tmp_path / "b").digest
+    step.begin_save_state(tmp_path / "state").result()
+    step.load_state(tmp_path / "state")
+    assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
+    assert step.weights_digest() == plain.weights_digest()
+    assert seen == {model: {model in leaving} for model in TURNS}
+
+
+def test_shards_that_take_turns_take_the_same_steps(
+    paged_model_dir: Path, tmp_path: Path
+) -> None:
+    """As on CUDA, where weights are shards also on a single device."""
+    trainer = {"mini_batches": 2, "offload": TURNS["policy"] | TURNS["reference"]}
+    critic = PPO["critic"] | {"offload": TURNS["critic"]}
+    values = {**PPO, "dtype": "bfloat16"}
+    with mesh_of_one(tmp_path) as ranks:
+        specs = [
+            make_spec(paged_model_dir, tmp_path, **values, trainer={"mini_batches": 2}),
+            make_spec(
+                paged_model_dir,
+                tmp_path,
+                **values | {"critic": critic},
+                trainer=trainer,
+            ),
+        ]
+        plain, step = (TrainerRank(spec, ranks) for spec in specs)
+        for version in range(3):
+            found = learned(train_once(step, version))
+            assert found == learned(train_once(plain, version))
+        step.begin_save_state(tmp_path / "state").result()
+        step.load_state(tmp_path / "state")
+        assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
+        assert step.weights_digest() == plain.weights_digest()
+        step._use("hold nothing")
+        for part in (*POLICY_STEP, *CRITIC_STEP, REFERENCE_WEIGHTS):
+            held = [local_of(tensor) for tensor in step._tensors_of(part)]
+            assert are_gone(held)
+
+
+def watch(
+    step: TrainerRank,
+    working: nn.Module,
+    other: tuple[str, Sequence[ModelPart]],
+    seen: dict[str, set[bool]],
+) -> None:
+    """Note at each pass of a model whether the parts of another are off the device."""
+    name, parts = other
+
+    def note(*_: object) -> None:
+        tensors = [tensor for part in parts for tensor in step._tensors_of(part)]
+        seen.setdefault(name, set()).add(are_gone(tensors))
+
+    working.register_forward_pre_hook(note)
+
+
+def test_engines_turn_leaves_parts_that_never_leave(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    rules = {"optimizer": "never", "weights": "always"}
+    plain, step = make_step(), make_step(trainer={"offload": rules})
+    for version in range(3):
+        assert learned(train_once(step, version)) == learned(train_once(plain, version))
+        # As a handover to the engines and back, with the push between.
+        step.offload(("gradients", "optimizer"))
+        path = tmp_path / f"v{version}"
+        assert step.export(path).digest == plain.export(path).digest
+        step.offload(("weights",))
+        assert are_gone(step._tensors_of(POLICY_WEIGHTS))
+        assert not are_gone(step._tensors_of(POLICY_OPTIMIZER))
+        with pytest.raises(Refused, match="cannot train: weights and optimizer"):
+            step.train(*make_batch(version=version + 1))
+        step.onload(("weights", "optimizer"))
+        assert are_gone(step._tensors_of(POLICY_WEIGHTS)), "not before it is used"
+    assert step.weights_digest() == plain.weights_digest()
+
+
+def test_each_part_has_its_planned_memory(tmp_path: Path) -> None:
+    """Measured in a process of its own: the allocator of this one has free pages."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    model_dir = make_tiny_model(tmp_path / "model", **sizes)
+    script = Path(__file__).parent / "offload_bytes.py"
+    command = [sys.executable, script, model_dir, tmp_path, "bfloat16"]
+    printed = subprocess.run(command, check=True, capture_output=True).stdout
+    found = json.loads(printed)
+    assert len(found) == 7
+    for planned, measured in found.values():
+        assert measured == pytest.approx(planned, rel=0.1)
+
+
 class OtherRankFails(Ranks):
     def agree(self, work: Callable[[], Any]) -> Any:
         work()
@@ -95,20 +247,24 @@ def test_move_that_fails_on_another_rank_moves_nothing(make_step: MakeStep) -> N
     step._offload._ranks = OtherRankFails()
     with pytest.raises(Refused, match="on rank 1"):
         step.offload(ALL)
-    assert (step.offloaded, are_gone(step._tensors_of("weights"))) == ([], False)
+    assert (step.offloaded, are_gone(step._tensors_of(POLICY_WEIGHTS))) == ([], False)
     step._offload._ranks = ONE_RANK
     step.offload(ALL)
     step._offload._ranks = OtherRankFails()
     with pytest.raises(Refused, match="on rank 1"):
         step.onload(ALL)
     assert len(step.offloaded) == 3
-    assert are_gone(step._tensors_of("weights"))
+    assert are_gone(step._tensors_of(POLICY_WEIGHTS))
 
 
 def test_offloaded_parts_have_no_memory(make_step: MakeStep) -> None:
     step = make_step(dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
     step.train(*make_batch())
-    weights, optimizer = step._tensors_of("weights"), step._tensors_of("optimizer")
+    weights = [
+        *step._tensors_of(POLICY_WEIGHTS),
+        *step._tensors_of(REFERENCE_WEIGHTS),
+    ]
+    optimizer = step._tensors_of(POLICY_OPTIMIZER)
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     moved = step.offload(("optimizer",))
     assert moved.num_bytes / (num_parameters * 12) >= 0.8, (

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.http import CallRefused, Refused
+from asyncrl.config.offload_config import POLICY_STEP
 from asyncrl.messages.trainer_api import (
     BatchHeader,
     ExportChunkRequest,
@@ -160,7 +161,7 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
 
 
 def held_bytes(step: TrainerRank) -> int:
-    tensors = [*step._tensors_of("weights"), *step._tensors_of("optimizer")]
+    tensors = [tensor for part in POLICY_STEP for tensor in step._tensors_of(part)]
     storages = (local_of(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

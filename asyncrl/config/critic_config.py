@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import NonNegativeInt, PositiveFloat
 
 from asyncrl.config.fields import Count, FrozenConfig
+from asyncrl.config.offload_config import OffloadConfig
 
 
 class CriticConfig(FrozenConfig):
@@ -14,7 +15,7 @@ class CriticConfig(FrozenConfig):
     placement.critic (docs/critic.md).
     """
 
-    free_keys: ClassVar = ("world_size",)
+    free_keys: ClassVar = ("offload", "world_size")
 
     path: str | None = None
     """Hugging Face folder or hub id of a model with the vocabulary of `model` (none =
@@ -33,3 +34,5 @@ class CriticConfig(FrozenConfig):
     """Clip a value to this distance from its value before the batch, as PPO does (none
     = off).
     """
+    offload: OffloadConfig = OffloadConfig()
+    """Parts of the critic that leave the device between uses."""

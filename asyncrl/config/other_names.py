@@ -39,7 +39,10 @@ trainer.warmup_steps: warmup_ratio lr_warmup_steps
 trainer.max_grad_norm: grad_clip gradient_clipping
 trainer.betas: adam_beta1 adam_beta2
 trainer.lora: lora_rank lora_r peft_config
-trainer.cpu_offload: param_offload optimizer_offload
+trainer.offload.by_layer: cpu_offload offload_policy fsdp_cpu_offload
+trainer.offload.gradients: grad_offload
+trainer.offload.optimizer: optimizer_offload offload_optimizer adam_offload
+trainer.offload.weights: param_offload offload_param offload_params offload_train
 rollout.group_size: num_generations n n_samples n_samples_per_prompt rollouts_per_example
 rollout.max_tokens: max_completion_length max_response_length max_new_tokens generate_max_len
 rollout.max_tokens: response_length
@@ -72,6 +75,7 @@ checkpoint.keep_last: save_total_limit max_ckpt_to_keep
 observe.trackers: report_to logger wandb use_wandb
 observe.tracker_args: project_name
 placement.trainer: n_gpus_per_node nnodes num_gpus device devices
+placement.trainer: actor
 placement.rollout: colocate
 rollout.num_engines: num_rollout_workers
 """)

@@ -6,9 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.other_names import KEYS
 
 
 class NodesConfig(FrozenConfig):
@@ -36,17 +44,47 @@ Devices = (
 number of nodes.
 """
 
+ServerDevices = (
+    Literal["auto", "cpu"]
+    | NonNegativeInt
+    | str
+    | list[Literal["cpu"] | NonNegativeInt]
+)
+"""auto, cpu, a CUDA device number, or a list or range with one device for each copy of
+the server.
+"""
+
 DEVICE_WORDS = ("auto", "cpu", "all")
+SETTINGS = ("share", "mps")
+"""Keys of the section that are not a component."""
+MAX_DEVICES = 1024
+"""Devices in a range: more are a mistake in writing."""
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, if the text has this form."""
+    """Return the listed device numbers, if the text has this form. Raises ValueError
+    for a range of more than MAX_DEVICES.
+    """
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
-        devices = [*range(int(match[1]), int(match[2]) + 1)]
+        first, last = int(match[1]), int(match[2])
+        if last - first >= MAX_DEVICES:
+            raise ValueError(f"a range has at most {MAX_DEVICES} devices")
+        devices = [*range(first, last + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
     # type() and not isinstance(): YAML's true is an int as well.
     is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
     return numbers if is_form and len(set(numbers)) == len(numbers) else None
+
+
+def server_devices(devices: Any) -> list[Any] | None:
+    """Return the device of each copy of a server, if the value has such a form."""
+    if devices in ("auto", "cpu"):
+        return [devices]
+    if not isinstance(devices, list):
+        return device_numbers(devices)
+    numbers = [one for one in devices if one != "cpu"]
+    is_form = devices and (not numbers or device_numbers(numbers) is not None)
+    return devices if is_form else None
 
 
 def is_cpu(devices: Devices) -> bool:
@@ -81,13 +119,14 @@ class PlacementConfig(FrozenConfig):
     """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA
     device; with eval.engine=own else an engine's device.
     """
-    teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    teacher: ServerDevices = "auto"
     """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else
-    an engine's).
+    an engine's). A list like [4, 5] or a range like 4-7 has a copy on each of its
+    devices, which share the calls.
     """
-    judge: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    judge: ServerDevices = "auto"
     """Device of a judge without base_url, in the forms of placement.teacher."""
-    reward: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    reward: ServerDevices = "auto"
     """Device of the reward model (task.reward.model), in the forms of
     placement.teacher.
     """
@@ -108,6 +147,39 @@ class PlacementConfig(FrozenConfig):
             raise ValueError(
                 "give auto, cpu, a device number, a list like [0, 1] that names each once, or a range "
                 "like 0-3"
+            )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_components(cls, values: object) -> object:
+        """Read a key like `trainer,rollout` as a key for each component."""
+        if not isinstance(values, dict):
+            return values
+        found = dict[str, object]()
+        for key, value in values.items():
+            names = re.split(r"\s*,\s*", str(key))
+            for name in names:
+                if name not in cls.model_fields:
+                    known = [one for one in cls.model_fields if one not in SETTINGS]
+                    ours = KEYS.get(name, "")
+                    hint = f"; {name} is {ours} here" if ours else ""
+                    raise ValueError(
+                        f"{name} is not a component, which are {', '.join(known)}{hint}"
+                    )
+                if name in found:
+                    raise ValueError(f"{name} is placed twice; name it in one key")
+                # In one key with the trainer, the critic is on the trainer's ranks.
+                is_shared = name == "critic" and "trainer" in names
+                found[name] = "auto" if is_shared else value
+        return found
+
+    @field_validator("teacher", "judge", "reward", mode="before")
+    @classmethod
+    def _is_a_servers_form(cls, value: Any) -> Any:
+        if server_devices(value) is None:
+            raise ValueError(
+                "give auto, cpu, a device number, a list like [4, 5], or a range like 4-7"
             )
         return value
 

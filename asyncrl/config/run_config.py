@@ -23,6 +23,12 @@ from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
+from asyncrl.config.offload_config import (
+    ModelPart,
+    OffloadConfig,
+    Rule,
+    offload_rules,
+)
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
 from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
@@ -208,6 +214,23 @@ class RunConfig(FrozenConfig):
         )
 
     @property
+    def has_reference(self) -> bool:
+        """Return whether the trainer holds the initial weights as a second model."""
+        return self.algorithm.kl_coefficient > 0 and self.trainer.lora is None
+
+    @property
+    def shared_critic(self) -> CriticConfig | None:
+        """Return the critic, if it is on the trainer's ranks."""
+        return self.critic if self.placement.critic == "auto" else None
+
+    @property
+    def offload_rules(self) -> dict[ModelPart, Rule]:
+        """Return the rule of each part of the models on the trainer's ranks."""
+        shared = self.shared_critic
+        critic = None if shared is None else shared.offload
+        return offload_rules(self.trainer.offload, critic)
+
+    @property
     def interrupt(self) -> Interrupt:
         asked = self.weight_sync.interrupt
         return "abort" if asked == "auto" else asked
@@ -307,8 +330,9 @@ class RunConfig(FrozenConfig):
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
             yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
-        if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
-            yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
+        if self.trainer.offload.by_layer and is_cpu(self.placement.trainer):
+            where = self.placement.trainer
+            yield f"trainer.offload.by_layer needs a CUDA device; placement.trainer={where}"
         for key, written in (
             ("trainer", self.placement.trainer),
             ("rollout", self.placement.rollout),
@@ -396,6 +420,11 @@ class RunConfig(FrozenConfig):
                 f"critic.world_size={size} counts the processes of placement.critic, which is auto: the "
                 "trainer's; set critic.world_size=1, or placement.critic"
             )
+        if where != "auto" and self.critic.offload != OffloadConfig():
+            yield (
+                f"critic.offload is for a critic on the trainer's devices, and placement.critic={where}; "
+                "remove it"
+            )
         if size > (sequences := self._step_sequences):
             yield f"critic.world_size={size} is above the {sequences} sequences of an optimizer step"
         if not self.algorithm.needs_critic:
@@ -428,8 +457,12 @@ class RunConfig(FrozenConfig):
         if not is_served and self.placement.teacher != "auto":
             yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
         known = ", ".join(filter(None, self.tasks))
+        # A single task is '' here, and may have a name.
+        named = {task.called: name for name, task in self.tasks.items()}
         taught = Counter(
-            name for teacher in self.teachers for name in teacher.tasks or self.tasks
+            named.get(name, name)
+            for teacher in self.teachers
+            for name in teacher.tasks or named
         )
         for name in [*taught, *self.tasks] if self.teachers else ():
             key = key_of("task", name)

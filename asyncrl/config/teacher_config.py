@@ -50,7 +50,8 @@ class TeacherConfig(FrozenConfig):
             yield f"{needless} has no effect with base_url={self.base_url}; remove it"
 
     def scores(self, task: str) -> bool:
-        return self.tasks is None or task in self.tasks
+        """Return whether it scores a task; the only task of a run may be ''."""
+        return self.tasks is None or not task or task in self.tasks
 
 
 Teachers = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import Count, Fraction, FrozenConfig
+from asyncrl.config.offload_config import TrainerOffloadConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
 # The head is computed in slices of the vocabulary: all logits of 16,384 tokens and
@@ -49,7 +50,7 @@ class TrainerConfig(FrozenConfig):
         "world_size",
         "micro_batch_tokens",
         "gradient_checkpointing",
-        "cpu_offload",
+        "offload",
         "compile",
         "timeout_s",
         "logprob_gap_limit",
@@ -85,10 +86,8 @@ class TrainerConfig(FrozenConfig):
     gradient_checkpointing: bool | Fraction = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
     the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory between uses (CUDA
-    only).
-    """
+    offload: TrainerOffloadConfig = TrainerOffloadConfig()
+    """Parts of the policy and the reference that leave the device between uses."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse layers around attention with torch.compile (auto = on CUDA, for models that
     take packed tokens, if a C compiler, Triton and Python's headers are installed).
@@ -123,10 +122,8 @@ class TrainerConfig(FrozenConfig):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the bytes per trained parameter of its gradient and of AdamW's two
-        moments, in float32.
-        """
-        return 12
+        """Return the bytes per trained parameter of AdamW's two moments, in float32."""
+        return 8
 
     @property
     def kept_activations(self) -> float:
@@ -138,7 +135,9 @@ class TrainerConfig(FrozenConfig):
 
     @property
     def keeps_merged(self) -> bool:
-        return self.lora is not None and self.world_size == 1 and not self.cpu_offload
+        return (
+            self.lora is not None and self.world_size == 1 and not self.offload.by_layer
+        )
 
     def is_sharded(self, device: str, dtype: str) -> bool:
         """Return whether the weights are float32 FSDP2 shards, which also save memory
@@ -147,4 +146,4 @@ class TrainerConfig(FrozenConfig):
         casts_all = (
             device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         )
-        return self.world_size > 1 or self.cpu_offload or casts_all
+        return self.world_size > 1 or self.offload.by_layer or casts_all

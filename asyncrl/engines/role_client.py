@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from asyncrl.messages.records import Rollout
 
 CALL_TIMEOUT_S = 120.0
 T = TypeVar("T")
+Copy = TypeVar("Copy", bound="RoleClient")
 
 
 class RoleClient(ServerClient):
@@ -47,11 +48,17 @@ class RoleClient(ServerClient):
         self._scope = self._open_scope()
         self._up = asyncio.Event()
         self._up.set()
+        self.num_calls = 0
+        """Calls that are open, also those that wait for a place or a restart."""
         self.wait_s = 0.0
         """Time of all calls together, with restarts and queues."""
 
     def _open_scope(self) -> CallScope:
         return CallScope(self._caller)
+
+    @property
+    def is_up(self) -> bool:
+        return self._up.is_set()
 
     def disconnect_nowait(self) -> None:
         self._up.clear()
@@ -92,9 +99,11 @@ class RoleClient(ServerClient):
         `what` names the wait. Raises RequestRefused (data) or EngineError.
         """
         start_s = time.perf_counter()
+        self.num_calls += 1
         try:
             return await self._until_answered(what, send)
         finally:
+            self.num_calls -= 1
             self.wait_s += time.perf_counter() - start_s
 
     async def _until_answered(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
@@ -120,3 +129,21 @@ class RoleClient(ServerClient):
                 raise RequestRefused(
                     error.what, rule=error.rule, way_out=error.way_out
                 ) from refusal
+
+
+def least_busy(copies: Sequence[Copy]) -> Copy:
+    """Return the client of the copy of a server that the next call goes to: an up one,
+    with the fewest open calls.
+    """
+    return min(copies, key=lambda client: (not client.is_up, client.num_calls))
+
+
+def judge_by(
+    copies: Sequence[RoleClient],
+) -> Callable[[Rollout, str], Awaitable[Rollout]]:
+    """Return the judge() of a server with copies."""
+
+    async def judge(rollout: Rollout, task: str) -> Rollout:
+        return await least_busy(copies).judge(rollout, task)
+
+    return judge

@@ -160,8 +160,8 @@ async def build(
             lifecycle, fleet.engines, tokenizer, fleet.supervision, late
         )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
-    for client in fleet.judges:
-        generator = JudgedGenerator(generator, client.judge)
+    for judge in fleet.judges:
+        generator = JudgedGenerator(generator, judge)
     producers = Producers(
         sink=buffer,
         source=feed,

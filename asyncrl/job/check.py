@@ -37,6 +37,7 @@ from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import (
     DISK,
     find_architecture,
+    offload_text,
     plan_run,
     plan_text,
     read_architecture,
@@ -126,6 +127,8 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from _try_model(config)
     plan, messages = plan_run(config, nodes, extra)
     yield plan_text(plan, config)
+    if offloads := offload_text(plan, config, nodes, extra):
+        yield f"\n{offloads}"
     yield from messages
     if not plan.shape.num_parameters:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"
@@ -603,10 +606,12 @@ def find_models(
                 way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
             )
         positions = positions_of(model)
-        if positions is not None and positions < config.rollout.max_length:
+        needed = config.rollout.max_length + extra.num_sampled
+        if positions is not None and positions < needed:
+            more = ", and vLLM samples one more" if extra.num_sampled else ""
             raise ConfigError(
                 f"{key}={model.path} has max_position_embeddings={positions}",
-                rule=f"the {role} reads whole texts, of at most {config.rollout.max_length} tokens",
+                rule=f"the {role} reads whole texts, of at most {config.rollout.max_length} tokens{more}",
                 way_out=f"use another {role}, or lower rollout.max_prompt_tokens or rollout.max_tokens.",
             )
     return found

@@ -33,6 +33,7 @@ from asyncrl.base.errors import ConfigError, EngineLost
 from asyncrl.base.http import Caller, CallLost
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
+from asyncrl.config.placement_config import ServerDevices, server_devices
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
 from asyncrl.config.teacher_config import TEACHER_SLOTS, TeacherConfig
 from asyncrl.engines.engine import EngineClient, ServerClient
@@ -82,10 +83,17 @@ class Role:
     client: Callable[[ServerOrder, Caller], ServerClient]
     placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
     order: Callable[[ServerOrder], ServerOrder] = lambda order: order
+    copy_of: str = ""
+    """Role of which this server is one of several copies; their calls are shared out."""
     is_dispensable: bool = False
     """The run continues without a lost server; else it restarts, within
     supervision.max_restarts.
     """
+
+    @property
+    def shared_name(self) -> str:
+        """Return the name that copies have in common."""
+        return self.copy_of or self.name
 
 
 def _own_model(
@@ -163,7 +171,11 @@ def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer
         written=config.placement.teacher,
         engine=teacher.engine,
         slots=TEACHER_SLOTS + 1,
-        model=replace(own, is_remote=teacher.base_url is not None),
+        model=replace(
+            own,
+            is_remote=teacher.base_url is not None,
+            num_sampled=0 if teacher.is_embedded else 1,
+        ),
     )
 
 
@@ -376,7 +388,30 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
     """Return the roles of a run by name, in the order in which they choose devices."""
     rows = [*ROLES.values()]
     rows[2:2] = _teacher_roles(config)
-    return {role.name: role for role in rows}
+    return {copy.name: copy for role in rows for copy in _copies(role, config)}
+
+
+def _copies(role: Role, config: RunConfig) -> list[Role]:
+    """Return a row for each device of a role, whose copies share its calls."""
+    server = role.placement(config)
+    devices = None if server is None else server_devices(server.written)
+    if server is None or server.is_remote or devices is None:
+        return [role]
+
+    def on(device: ServerDevices) -> Callable[[RunConfig], ExtraServer]:
+        return lambda _: replace(server, written=device)
+
+    if len(devices) == 1:
+        return [replace(role, placement=on(devices[0]))]
+    return [
+        replace(
+            role,
+            name=f"{role.name}-{number}",
+            copy_of=role.name,
+            placement=on(device),
+        )
+        for number, device in enumerate(devices)
+    ]
 
 
 def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
@@ -389,8 +424,9 @@ def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
 
 def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     """Return the models of roles that do not serve the trained one, and the critic's."""
+    roles = roles_of(config)
     found = {
-        name: server.model
+        roles[name].shared_name: server.model
         for name, server in extra_servers(config).items()
         if server.model is not None
     }

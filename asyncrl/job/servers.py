@@ -26,7 +26,7 @@ from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, ServerOrder
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.reward_client import RewardModelClient
-from asyncrl.engines.role_client import RoleClient
+from asyncrl.engines.role_client import RoleClient, judge_by, least_busy
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import (
@@ -58,6 +58,8 @@ from asyncrl.launch.supervise import (
     all_or_none,
     health_over,
 )
+from asyncrl.messages.engine_api import JudgeResponse
+from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
@@ -184,8 +186,10 @@ class Servers:
         placement = self.placement
         side, number = self._side_of(rank)
         node = side[number].node
-        # A critic on its own devices shares none.
-        fraction = None if side is placement.critic else placement.memory_fraction
+        # A critic on its own devices shares none, and a trainer that takes turns has
+        # the device to itself in its own.
+        has_device = side is placement.critic or placement.moves
+        fraction = None if has_device else placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
         is_far = bool(self.rank_store or self.weights_store)
@@ -305,7 +309,7 @@ class Servers:
             config=config,
             run_dir=self.run_dir,
             name=name,
-            model_path=self.role_models.get(role.name, self.model_path),
+            model_path=self.role_models.get(role.shared_name, self.model_path),
             device=device.name,
             threads=engine_threads(config, placement.nodes[device.node].machine.cores),
             slots=config.rollout.slots,
@@ -391,12 +395,17 @@ class Servers:
         paths = [self.model_path / "config.json", self.run_dir / "run.id"]
         if self.config.model.chat_template:
             paths.append(Path(self.config.model.chat_template))
-        extra = self.placement.extra
+        roles = roles_of(self.config)
+        far = {
+            roles[name].shared_name
+            for name, device in self.placement.extra.items()
+            if device.node > 0
+        }
         # The critic has no server: the trainer's ranks read it.
         paths += [
             path / "config.json"
             for name, path in self.role_models.items()
-            if name not in extra or extra[name].node > 0
+            if name in far or name == "critic"
         ]
         files = {
             str(path.absolute()): path.read_text(encoding="utf-8")
@@ -537,21 +546,22 @@ class Fleet:
         return sums
 
     @property
-    def judges(self) -> list[RoleClient]:
-        """Return the clients that add something to each rollout."""
-        return [
-            extra.client
-            for extra in self.extra.values()
-            if isinstance(extra.client, RoleClient)
-        ]
+    def judges(self) -> list[Callable[[Rollout, str], Awaitable[Rollout]]]:
+        """Return what adds something to each rollout."""
+        roles = defaultdict[str, list[RoleClient]](list)
+        for extra in self.extra.values():
+            if isinstance(extra.client, RoleClient):
+                roles[extra.role.shared_name].append(extra.client)
+        return [judge_by(copies) for copies in roles.values()]
 
-    def client_of(self, role: str, kind: type[Client]) -> Client | None:
-        """Return the client of a role's server, if the run has one."""
-        if role not in self.extra:
-            return None
-        client = self.extra[role].client
-        assert isinstance(client, kind), f"the client of {role} is a {kind.__name__}"
-        return client
+    def clients_of(self, role: str, kind: type[Client]) -> list[Client]:
+        """Return the clients of a role's server and its copies, if the run has it."""
+        found = list[Client]()
+        for extra in self.extra.values():
+            if role == extra.role.shared_name:
+                assert isinstance(extra.client, kind), f"{role} is a {kind.__name__}"
+                found.append(extra.client)
+        return found
 
     def make_scorers(
         self,
@@ -560,16 +570,27 @@ class Fleet:
         seed: int,
     ) -> Scorers:
         """Make the scorers of tasks, which ask the run's reward model and judge."""
-        model = self.client_of(REWARD, RewardModelClient)
-        judge = self.client_of(JUDGE, ServedJudge)
+        models = self.clients_of(REWARD, RewardModelClient)
+        judges = self.clients_of(JUDGE, ServedJudge)
+
+        async def ask_model(prompt: Prompt, completion: str) -> float:
+            return await least_busy(models).score(prompt, completion)
+
+        async def ask_judge(
+            text: str, *, max_tokens: int, temperature: float, seed: int
+        ) -> JudgeResponse:
+            return await least_busy(judges).ask(
+                text, max_tokens=max_tokens, temperature=temperature, seed=seed
+            )
+
         scorers = Scorers(
             tasks,
             settings,
             self._tokenizer,
             seed=seed,
             warn=self._lifecycle.log.warn,
-            ask_model=None if model is None else model.score,
-            ask_judge=None if judge is None else judge.ask,
+            ask_model=ask_model if models else None,
+            ask_judge=ask_judge if judges else None,
         )
         self._lifecycle.closes("rewards", scorers.aclose)
         return scorers

@@ -13,9 +13,8 @@ from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
-from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.sync.push import at_once
 from asyncrl.trainer.trainer_client import Demonstrate, TrainerClient
 

@@ -15,7 +15,17 @@ from typing import NamedTuple
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
-from asyncrl.config.placement_config import Devices, NodesConfig, device_numbers
+from asyncrl.config.offload_config import (
+    POLICY_GRADIENTS,
+    POLICY_WEIGHTS,
+    REFERENCE_WEIGHTS,
+)
+from asyncrl.config.placement_config import (
+    Devices,
+    NodesConfig,
+    ServerDevices,
+    device_numbers,
+)
 from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import CudaDevice, Node
 
@@ -47,6 +57,8 @@ class OwnModel:
     """It needs the vocabulary of the run's."""
     is_remote: bool = False
     """Others serve it: only its tokenizer is read."""
+    num_sampled: int = 0
+    """Tokens that it samples behind each text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +69,8 @@ class ExtraServer:
 
     key: str
     """placement.KEY has its device."""
-    written: Devices = "auto"
-    """The value of that key."""
+    written: ServerDevices = "auto"
+    """The value of that key; of a copy, its device."""
     is_optional: bool = False
     """Without a free device there is no such server; else it shares an engine's."""
     engine: EngineKind | None = None
@@ -242,6 +254,7 @@ def place(
         if device is not None:
             extra[name] = device
     placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
+    _refuse_offload(config, moves=placement.moves)
     refuse_transport(
         config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes
     )
@@ -362,6 +375,35 @@ def _refuse_sharing(
             f"placement.share={share}, and {sized[0]} sets the same",
             way_out=f"remove {sized[0]}.",
         )
+
+
+def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
+    """Refuse rules of parts that nothing else takes turns with."""
+    has_others = config.shared_critic is not None or config.has_reference
+    for one, rule in config.offload_rules.items():
+        why = ""
+        if rule != "auto" and one == REFERENCE_WEIGHTS and not config.has_reference:
+            why = "the trainer holds no reference model"
+        elif rule == "never" and one.part == "gradients":
+            why = "a gradient is dropped before the engines take its device"
+        elif rule == "never" and not moves:
+            why = "no engines take its device"
+        elif rule == "always" and one == POLICY_WEIGHTS and not (moves or has_others):
+            why = "nothing else takes turns with the policy on its device"
+        elif (
+            rule == "always"
+            and one == POLICY_GRADIENTS
+            and config.shared_critic is None
+        ):
+            why = "no other model works between a backward pass and its optimizer step"
+        if why:
+            raise ConfigError(
+                f"{one.key}={rule}, and {why}",
+                rule="a part leaves its device for the engines of the same device, or for another model of "
+                "the trainer",
+                way_out=f"set {one.key}=auto; trainer.offload.optimizer=always, "
+                "trainer.gradient_checkpointing=true or a larger trainer.world_size save memory there.",
+            )
 
 
 def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
@@ -519,7 +561,7 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     )
 
 
-def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
+def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -> Side:
     numbers = device_numbers(form) or []
     num_cuda = len(nodes[0].machine.cuda)
     if not numbers or max(numbers) >= num_cuda:

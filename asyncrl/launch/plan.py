@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,17 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
+from asyncrl.config.offload_config import (
+    CRITIC_PASS,
+    CRITIC_STEP,
+    POLICY_PASS,
+    POLICY_STEP,
+    POLICY_WEIGHTS,
+    REFERENCE_WEIGHTS,
+    ModelPart,
+    Rule,
+    Trained,
+)
 from asyncrl.config.trainer_config import (
     ADJUSTED_BYTES,
     CPU_MICRO_BATCH_TOKENS,
@@ -58,9 +69,9 @@ TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
 WAY_OUT = (
-    "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
-    "trainer.lora={rank: 16}, change placement, or take a smaller model; enlarge /dev/shm with docker run "
-    "--shm-size, or set weight_sync.transport=disk."
+    "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true, "
+    "trainer.offload.optimizer=always or trainer.lora={rank: 16}, change placement, or take a smaller model; "
+    "enlarge /dev/shm with docker run --shm-size, or set weight_sync.transport=disk."
 )
 
 
@@ -98,6 +109,10 @@ class ProcessPlan:
     device: str
     threads: int
     memory: Memory = Memory()
+    stays: int = 0
+    """Bytes of a trainer that stay when the engines take its device."""
+    pushed: int = 0
+    """Bytes of a trainer on its device while it sends its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +132,16 @@ class Plan:
         sides move, the device needs max(58, 56, 12 + 6) = 58; if both stay, 114.
         """
         sizes = Counter[str]()
+        stays = 0
         pushed = 0
         for one in self.processes:
             if one.device == device:
                 sizes[one.side] += one.memory.total
-                if one.side in ("trainer", "engine"):
-                    # During the push of a handover both sides have their weights on the
-                    # device, and nothing else.
+                stays += one.stays
+                # During the push of a handover both sides have their weights on the
+                # device, and what never leaves it.
+                pushed += one.pushed
+                if one.side == "engine":
                     pushed += one.memory.parameters + one.memory.copies
         # Loading ends before the first checkpoint is written, so a host holds the
         # larger of the two.
@@ -131,7 +149,7 @@ class Plan:
         if not self.placement.moves:
             return sizes.total()
         trainer = sizes.pop("trainer", 0)
-        engines = sizes.pop("engine", 0)
+        engines = sizes.pop("engine", 0) + stays
         return sizes.total() + max(trainer, engines, pushed)
 
 
@@ -205,19 +223,41 @@ def lay_out(
             )
 
     sync = config.weight_sync.facts
-    for name, side, device, memory in _rank_memories(config, shape, placement):
-        host = replace(memory, micro_batch=0)
-        if config.trainer.cpu_offload:
-            memory = Memory(micro_batch=memory.micro_batch)
-        is_export = sync.holds_exports(is_turns=placement.is_colocated)
-        if name == "trainer-0" and is_export:
+    rules = config.offload_rules
+    leaving = leaving_parts(config, moves=placement.moves)
+    for rank, device in enumerate(placement.trainer):
+        held = 0
+        if rank == 0 and sync.holds_exports(is_turns=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
-            memory = replace(memory, copies=memory.copies + held)
-        add(name, side, (device,), memory)
-        moves = placement.moves and placement.is_on_cuda and side == "trainer"
-        if config.trainer.cpu_offload or moves:
-            where = placement.label(NodeDevice(device.node, "cpu"))
-            plans.append(ProcessPlan(f"{name}/host", "host", where, 0, host))
+        parts = rank_memory(config, shape, device.name)
+        memory = parts.peak(rules)
+        stays = parts.total_of([one for one in rules if rules[one] == "never"])
+        pushed = stays + parts.total_of(
+            [one for one in rules if one.part == "weights" and rules[one] == "auto"]
+        )
+        if rules[POLICY_WEIGHTS] == "always":
+            pushed += parts.total_of([POLICY_WEIGHTS])
+        if config.trainer.offload.by_layer:
+            memory = Memory(micro_batch=memory.micro_batch)
+            pushed = 0
+        memory = replace(memory, copies=memory.copies + held)
+        add(f"trainer-{rank}", "trainer", (device,), memory)
+        plans[-1] = replace(plans[-1], stays=stays + held, pushed=pushed + held)
+        if size := parts.total_of(leaving):
+            # A CPU's parts leave for a file.
+            host = placement.label(NodeDevice(device.node, "cpu"))
+            where = DISK if device.name == "cpu" else host
+            name = f"trainer-{rank}/host"
+            plans.append(ProcessPlan(name, "host", where, 0, Memory(copies=size)))
+    for rank, device in enumerate(placement.critic):
+        name = f"critic-{rank}"
+        memory = own_critic_memory(config, device.name)
+        if config.trainer.offload.by_layer:
+            offloaded = Memory(copies=memory.parameters + memory.optimizer)
+            host = placement.label(NodeDevice(device.node, "cpu"))
+            plans.append(ProcessPlan(f"{name}/host", "host", host, 0, offloaded))
+            memory = Memory(micro_batch=memory.micro_batch)
+        add(name, "critic", (device,), memory)
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
@@ -236,20 +276,6 @@ def lay_out(
             _extra_memory(config, shape, placement.extra_servers[name], device),
         )
     return (*plans, *held_besides(config, shape, placement))
-
-
-def _rank_memories(
-    config: RunConfig, shape: ModelShape, placement: Placement
-) -> Iterator[tuple[str, Literal["trainer", "critic"], NodeDevice, Memory]]:
-    """Yield name, side, device and memory of each rank."""
-    critic = critic_run(config) if placement.critic else None
-    memory_of = trainer_memory if critic is None else model_memory
-    for rank, device in enumerate(placement.trainer):
-        memory = memory_of(config, shape, device.name)
-        yield f"trainer-{rank}", "trainer", device, memory
-    for rank, device in enumerate(placement.critic):
-        assert critic is not None
-        yield f"critic-{rank}", "critic", device, model_memory(*critic, device.name)
 
 
 def _extra_memory(
@@ -410,34 +436,111 @@ def saved_bytes(config: RunConfig, shape: ModelShape) -> int:
     return CHECKPOINT_BYTES * num_weights
 
 
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """Return the memory of a rank. Policy and critic work one after the other, so only
-    the larger micro-batch counts.
+def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
+    """Return the parts that are in host memory at times. `moves`: the engines take the
+    device. A gradient is kept only within a step.
     """
-    memory = model_memory(config, shape, device)
+    return [
+        one
+        for one, rule in config.offload_rules.items()
+        if config.trainer.offload.by_layer
+        or rule == "always"
+        or (rule == "auto" and moves and one.part != "gradients")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a trainer rank: of its models' parts, and of a micro-batch of each
+    model. `merged`: merged adapters.
+    """
+
+    parts: Mapping[ModelPart, int]
+    micro_batches: Mapping[Trained, int]
+    merged: int = 0
+
+    def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
+        """Return the largest sum of a step's phases: the parts in use, those that never
+        leave within a step, and a micro-batch.
+
+        Example, in GiB: a policy of 4 for weights, 4 for gradients, 8 for the optimizer
+        and 6 for a micro-batch needs 22. With the rule "always" for its optimizer a
+        pass needs 4 + 4 + 6 = 14, and the optimizer step 4 + 4 + 8 = 16, the peak.
+        """
+        passes: dict[Trained, tuple[ModelPart, ...]] = {
+            "policy": POLICY_PASS,
+            "reference": (REFERENCE_WEIGHTS,),
+            "critic": CRITIC_PASS,
+        }
+        sums = [
+            self._phase(passes[model], micro_batch, rules)
+            for model, micro_batch in self.micro_batches.items()
+        ]
+        sums += [self._phase(step, 0, rules) for step in (POLICY_STEP, CRITIC_STEP)]
+        return max(sums, key=lambda memory: memory.total)
+
+    def _phase(
+        self,
+        used: tuple[ModelPart, ...],
+        micro_batch: int,
+        rules: Mapping[ModelPart, Rule],
+    ) -> Memory:
+        here = {
+            one: size
+            for one, size in self.parts.items()
+            if rules[one] != "always" or one in used
+        }
+        reference = here.pop(REFERENCE_WEIGHTS, 0)
+        weights = sum(size for one, size in here.items() if one.part == "weights")
+        return Memory(
+            parameters=weights,
+            optimizer=sum(here.values()) - weights,
+            micro_batch=micro_batch,
+            copies=self.merged + reference,
+        )
+
+    def total_of(self, parts: Collection[ModelPart]) -> int:
+        return sum(size for one, size in self.parts.items() if one in parts)
+
+
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+    """Return the peak of a rank."""
+    return rank_memory(config, shape, device).peak(config.offload_rules)
+
+
+def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory:
+    memory = model_memory(config, shape, device, "policy")
     critic = critic_run(config)
-    if critic is None:
+    if critic is None or config.shared_critic is None:
         return memory
     # Sharded as the policy is, which may have adapters.
     item = item_bytes(config.model.dtype, device)
     dtype = "bfloat16" if item == 2 else "float32"
     is_sharded = config.trainer.is_sharded(device, dtype)
-    second = model_memory(*critic, device, is_sharded=is_sharded)
+    second = model_memory(*critic, device, "critic", is_sharded=is_sharded)
     return replace(
         memory,
-        parameters=memory.parameters + second.parameters,
-        optimizer=memory.optimizer + second.optimizer,
-        micro_batch=max(memory.micro_batch, second.micro_batch),
+        parts={**memory.parts, **second.parts},
+        micro_batches={**memory.micro_batches, **second.micro_batches},
     )
+
+
+def own_critic_memory(config: RunConfig, device: str) -> Memory:
+    """Return the peak of a rank of a critic on its own devices, where all stays."""
+    run = critic_run(config)
+    assert run is not None
+    parts = model_memory(*run, device, "critic")
+    return parts.peak(dict.fromkeys(CRITIC_STEP, "never"))
 
 
 def model_memory(
     config: RunConfig,
     shape: ModelShape,
     device: str,
+    model: Literal["policy", "critic"],
     *,
     is_sharded: bool | None = None,
-) -> Memory:
+) -> RankMemory:
     """A sharded rank gathers embeddings and one layer. Excludes weights held for the
     engines.
     """
@@ -451,13 +554,20 @@ def model_memory(
     # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
     # float32 copy.
     has_masters = item == 2 and lora is None and not is_sharded
-    parameters = 4 * trained + (item * num if has_masters or lora is not None else 0)
-    copied = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
-    if config.algorithm.kl_coefficient > 0 and lora is None:  # a reference model
-        copied = num
-    part = Memory(
-        parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied
-    ).split(trainer.world_size)
+    weights = item * num if has_masters or lora is not None else 0
+    if not has_masters:
+        weights += 4 * trained
+    of_optimizer = trainer.optimizer_bytes * trained
+    if has_masters:
+        of_optimizer += 4 * trained
+    merged = 0
+    if trainer.keeps_merged:
+        merged = item * (num - shape.vocab * shape.hidden)
+    parts = {
+        ModelPart(model, "weights"): weights,
+        ModelPart(model, "gradients"): 4 * trained,
+        ModelPart(model, "optimizer"): of_optimizer,
+    }
     kind = device.partition(":")[0]
     tokens = trainer.micro_batch_tokens
     if kind == "cpu":
@@ -476,7 +586,16 @@ def model_memory(
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
-    return replace(part, micro_batch=work)
+    micro_batches: dict[Trained, int] = {model: work}
+    if model == "policy" and config.has_reference:
+        parts[REFERENCE_WEIGHTS] = item * num
+        # Without a backward pass a layer's tensors are freed after it.
+        forward = tokens * (4 * shape.hidden + 3 * shape.active) * item
+        forward += 2 * 4 * shape.logits_at_once(tokens, kind)
+        micro_batches["reference"] = min(work, forward)
+    ranks = trainer.world_size
+    split = {one: -(-size // ranks) for one, size in parts.items()}
+    return RankMemory(split, micro_batches, merged)
 
 
 def engine_memory(
@@ -608,19 +727,60 @@ def plan_run(
         messages.append(f"placement.share={share}: both sides stay")
     elif plan.placement.is_colocated:
         plan = _with_resident_sides(plan, config)
+        plan = _beside_what_stays(plan, config)
         fraction = plan.placement.memory_fraction
         part = "" if fraction is None else f", engines with {fraction} of each device"
-        stays = (
-            f"both sides stay{part}"
-            if plan.placement.resident
-            else "each side moves out for the other"
-        )
-        messages.append(f"placement.share={share or 'none'}: {stays}")
+        stays = "both sides stay"
+        if plan.placement.moves:
+            stays = "each side moves out for the other"
+        messages.append(f"placement.share={share or 'none'}: {stays}{part}")
     device = plan.placement.engines[0][0].name
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
         is_on = config.is_deterministic(device, has_experts=plan.shape.has_experts)
         messages.append(f"rollout.deterministic: auto is {str(is_on).lower()}")
     return plan, tuple(messages)
+
+
+def offload_text(
+    plan: Plan,
+    config: RunConfig,
+    nodes: Sequence[Node],
+    extra: Mapping[str, ExtraServer] | None = None,
+) -> str:
+    """Return a table of the trainer's parts: bytes of a rank, and what its device needs
+    in all by each rule; "" if no rule is possible but auto.
+    """
+    first = plan.placement.trainer[0]
+    device = plan.placement.label(first)
+    rules: tuple[Rule, ...] = ("auto", "always", "never")
+    lines = list[str]()
+    for one, size in rank_memory(config, plan.shape, first.name).parts.items():
+        needed = dict[Rule, str]()
+        for rule in rules:
+            # A rule without a use here is refused.
+            with contextlib.suppress(ConfigError):
+                other, _ = plan_run(_with_rule(config, one, rule), nodes, extra)
+                needed[rule] = size_text(other.needed_bytes(device))
+        if len(needed) > 1:
+            texts = [size_text(size), *(needed.get(rule, "-") for rule in rules)]
+            lines.append(_offload_row(one.key, texts))
+    if not lines or not plan.shape.num_parameters:
+        return ""
+    title = _offload_row(f"offload: {device} needs", ["size", *rules])
+    return "\n".join([title, *lines])
+
+
+def _offload_row(name: str, texts: Sequence[str]) -> str:
+    return f"{name:<30} {''.join(f'{text:>12}' for text in texts)}"
+
+
+def _with_rule(config: RunConfig, one: ModelPart, rule: Rule) -> RunConfig:
+    section, _, name = one.key.split(".")
+    trained = config.critic if section == "critic" else config.trainer
+    assert trained is not None
+    offload = trained.offload.model_copy(update={name: rule})
+    changed = trained.model_copy(update={"offload": offload})
+    return config.model_copy(update={section: changed})
 
 
 def without_engines(plan: Plan, config: RunConfig) -> Plan:
@@ -638,6 +798,7 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         config.placement.share is None
         or config.rollout.memory_keys
         or not plan.shape.num_parameters
+        or "always" in config.offload_rules.values()
     ):
         return plan
     resident = replace(plan.placement, resident=True)
@@ -659,6 +820,25 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
     if resident.is_on_cuda:
         resident = replace(resident, memory_fraction=round(fraction, 3))
     return replace(plan, placement=resident, processes=processes)
+
+
+def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
+    """Leave the engines of moving sides what the trainer's parts with the rule "never"
+    leave of each CUDA device: vLLM takes a fraction of the whole device.
+    """
+    placement = plan.placement
+    if not (placement.moves and placement.is_on_cuda) or config.rollout.memory_keys:
+        return plan
+    fraction = 1.0
+    for one in plan.processes:
+        free, total = plan.memory.get(one.device, (None, None))
+        if one.side == "trainer" and one.stays and free and total:
+            taken = TRAINER_FACTOR * one.stays + OWN_BYTES
+            fraction = min(fraction, max(0.0, free - taken) / total)
+    if fraction == 1.0:
+        return plan
+    placement = replace(placement, memory_fraction=max(0.001, round(fraction, 3)))
+    return replace(plan, placement=placement)
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:

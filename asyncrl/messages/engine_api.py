@@ -31,6 +31,7 @@ class LatencyModel(Message):
 
 
 EnginePart = Literal["weights", "kv"]
+TrainerPart = Literal["weights", "gradients", "optimizer"]
 
 
 class TransferStats(Message):

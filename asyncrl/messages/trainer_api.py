@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field, NonNegativeInt
@@ -17,13 +17,13 @@ from asyncrl.messages.engine_api import (
     ChunkBody,
     ChunkMemory,
     GroupMember,
+    TrainerPart,
     WeightKind,
     WeightsBody,
 )
 from asyncrl.messages.records import CallSpan, Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
-TrainerPart = Literal["weights", "gradients", "optimizer"]
 DEMONSTRATIONS = "demonstrations"
 """Array of a packed batch with another packed batch."""
 

@@ -379,7 +379,7 @@ class TrainedModel:
                     ranks,
                     self.dtype,
                     whole,
-                    is_offloaded=spec.trainer.cpu_offload,
+                    is_offloaded=spec.trainer.offload.by_layer,
                 )
             return policy
 

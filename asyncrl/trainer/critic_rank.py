@@ -102,7 +102,7 @@ class CriticRank:
         self._follow()
         self._before_change()
         self._drop_gradient()
-        self.policy_version = self._state.load(path).policy_version
+        self.policy_version = self._state.load(path, _stay).policy_version
 
     def _follow(self) -> None:
         """Raise Refused if the policy's ranks do."""
@@ -166,6 +166,10 @@ class CriticRank:
         self._is_open = False
         self._profiler.drop()
         self.critic.drop_gradient()
+
+
+def _stay(prefix: str) -> None:
+    """Bring no model to the device, where this one always is."""
 
 
 def _unmoved(tensor: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Move a trainer's tensors off its device and back.
 
-Storages are copied to host memory and resized to 0; tensors stay the same objects.
+Storages are copied to host memory, of a CPU to a file, and resized to 0; tensors stay
+the same objects.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,20 +16,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import TransferStats
-from asyncrl.messages.trainer_api import TrainerPart
+from asyncrl.config.offload_config import ModelPart, Rule
+from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.weights.host_memory import HostMemory
+from asyncrl.weights.host_memory import HostMemory, return_free_memory
 from asyncrl.weights.ipc import ALIGNMENT
 
 T = TypeVar("T")
-PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class Offload:
-    """Tracks parts of a trainer's state off its device. Collective.
+    """Tracks parts of the trainer's models off their device. Collective.
+
+    A part may leave for two reasons. The engines' turn takes the device: offload() and
+    onload(), which leave parts with the rule "never" where they are. Or another part
+    works: use() brings its parts and sends those with the rule "always" away.
+
+    Example: the rule of the critic's weights is "always".
+        use(policy weights)       the critic's weights leave
+        use(critic weights)       they come back
+        offload(["weights"])      all weights leave; use() of any is refused
+        onload(["weights"])       the policy's come back, the critic's with its next use()
 
     Invariant: a part is here or away on all ranks: a move that fails on one rank is
         reverted on the others.
@@ -37,39 +47,97 @@ class Offload:
         self,
         ranks: Ranks,
         device: torch.device,
-        tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
+        tensors_of: Callable[[ModelPart], Iterable[Tensor]],
+        rules: Mapping[ModelPart, Rule],
+        folder: Path,
     ) -> None:
+        """`folder`: for files with what leaves a CPU."""
         self._ranks = ranks
         self._device = device
         self._tensors_of = tensors_of
-        self._memory = {part: HostMemory(device) for part in PARTS}
-        self._copies: dict[TrainerPart, Copies] = {}
+        self._rules = rules
+        # Host memory is the memory of a CPU, so a copy there would free nothing.
+        files = folder if device.type == "cpu" else None
+        self._memory = {one: HostMemory(device, files) for one in rules}
+        self._copies: dict[ModelPart, Copies] = {}
+        self._taken = frozenset[TrainerPart]()
 
     @property
-    def away(self) -> frozenset[TrainerPart]:
-        return frozenset(self._copies)
+    def taken(self) -> frozenset[TrainerPart]:
+        """Return the parts whose device others have: offload() since the last onload()."""
+        return self._taken
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move `parts`. Raises Refused and moves nothing."""
-        started_s = time.perf_counter()
-        moving = [part for part in PARTS if part in set(parts) - self.away]
-        what = f"offload {', '.join(moving)}"
-        copies = self._together(
-            what, lambda: {part: self._copy_out(part) for part in moving}
-        )
-        num_bytes = sum(_free(copied) for copied in copies.values())
-        self._copies |= copies
-        # Freed storages stay in torch's cache. Engines get the memory only once the
-        # cache gives it back.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._stats(num_bytes, started_s)
+        leaving = frozenset(parts)
+        moving = [
+            one
+            for one, rule in self._rules.items()
+            if one.part in leaving and rule != "never"
+        ]
+        moved = self._move_out(moving)
+        self._taken |= leaving
+        return moved
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Restore `parts`, bit for bit. Raises Refused and moves nothing."""
+        returning = frozenset(parts)
+        moving = [
+            one
+            for one, rule in self._rules.items()
+            if one.part in returning and rule != "always"
+        ]
+        moved = self._move_in(moving)
+        self._taken -= returning
+        return moved
+
+    def is_settled(self, used: Sequence[ModelPart]) -> bool:
+        """Return whether use() has nothing to move."""
+        return self._copies.keys().isdisjoint(used) and not self._idle(used)
+
+    def use(self, used: Sequence[ModelPart]) -> None:
+        """Bring `used` parts to the device, after sending the unused parts with the rule
+        "always" away. Raises Refused.
+        """
+        self._move_out(self._idle(used))
+        self._move_in(used)
+
+    def forget(self, one: ModelPart) -> None:
+        """Count a part as here whose tensors were dropped."""
+        if self._copies.pop(one, None) is not None and self._device.type == "cpu":
+            self._memory[one].free()
+
+    def _idle(self, used: Sequence[ModelPart]) -> list[ModelPart]:
+        """Return the parts on the device that use() sends away."""
+        return [
+            one
+            for one, rule in self._rules.items()
+            if rule == "always" and one not in used and one not in self._copies
+        ]
+
+    def _move_out(self, parts: Iterable[ModelPart]) -> TransferStats:
         started_s = time.perf_counter()
-        moving = [part for part in PARTS if part in self.away & set(parts)]
-        copied = [entry for part in moving for entry in self._copies[part]]
+        moving = [one for one in parts if one not in self._copies]
+        what = f"offload {_named(moving)}"
+        copies = self._together(
+            what, lambda: {one: self._copy_out(one) for one in moving}
+        )
+        num_bytes = sum(_free(copied) for copied in copies.values())
+        self._copies |= copies
+        for one in moving:
+            self._memory[one].drop_pages()
+        # Freed storages stay in torch's cache, or malloc's. Engines get the memory only
+        # once the cache gives it back.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            return_free_memory()
+        return self._stats(num_bytes, started_s)
+
+    def _move_in(self, parts: Iterable[ModelPart]) -> TransferStats:
+        started_s = time.perf_counter()
+        moving = [one for one in parts if one in self._copies]
+        copied = [entry for one in moving for entry in self._copies[one]]
 
         def bring_back() -> None:
             for storage, data in copied:
@@ -80,19 +148,19 @@ class Offload:
             # A failure on this rank or another gives the memory back everywhere. The
             # host copies are untouched, so the call may be repeated.
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
-            self._together(f"onload {', '.join(moving)}", bring_back, way_out)
+            self._together(f"onload {_named(moving)}", bring_back, way_out)
         except Refused:
             _free(copied)
             raise
-        for part in moving:
-            del self._copies[part]
+        for one in moving:
+            del self._copies[one]
             if self._device.type == "cpu":  # no second copy stays in the same memory
-                self._memory[part].free()
+                self._memory[one].free()
         return self._stats(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
-        """Raise Refused if some of `parts` are away."""
-        if missing := [part for part in parts if part in self.away]:
+        """Raise Refused if others have the device of some of `parts`."""
+        if missing := [part for part in parts if part in self._taken]:
             error = f"cannot {what}: {' and '.join(missing)} offloaded"
             way_out = f"POST /onload with parts {missing} first."
             raise Refused(
@@ -111,9 +179,9 @@ class Offload:
                 return content.as_strided(local.shape, local.stride(), start)
         return local
 
-    def _copy_out(self, part: TrainerPart) -> Copies:
+    def _copy_out(self, moved: ModelPart) -> Copies:
         found = dict[int, torch.UntypedStorage]()
-        for tensor in self._tensors_of(part):
+        for tensor in self._tensors_of(moved):
             local = local_of(tensor)
             storage = local.untyped_storage()
             is_here = local.device.type == self._device.type and storage.nbytes() > 0
@@ -125,7 +193,7 @@ class Offload:
         sizes = [
             -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()
         ]
-        pieces = torch.split(self._memory[part].of(sum(sizes)), sizes) if sizes else ()
+        pieces = torch.split(self._memory[moved].of(sum(sizes)), sizes) if sizes else ()
         copies = list[tuple[torch.UntypedStorage, Tensor]]()
         for storage, piece in zip(found.values(), pieces, strict=True):
             copy = piece[: storage.nbytes()]
@@ -159,6 +227,10 @@ class Offload:
         return TransferStats(
             num_bytes=all_bytes, seconds=time.perf_counter() - started_s
         )
+
+
+def _named(parts: Iterable[ModelPart]) -> str:
+    return ", ".join(f"{one.model} {one.part}" for one in parts)
 
 
 def local_of(tensor: Tensor) -> Tensor:

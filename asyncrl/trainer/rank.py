@@ -21,9 +21,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused
+from asyncrl.config.offload_config import (
+    CRITIC_GRADIENTS,
+    CRITIC_PASS,
+    CRITIC_STEP,
+    CRITIC_WEIGHTS,
+    POLICY_GRADIENTS,
+    POLICY_PASS,
+    POLICY_STEP,
+    POLICY_WEIGHTS,
+    REFERENCE_WEIGHTS,
+    ModelPart,
+    offload_rules,
+)
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.messages import trainer_api as api
-from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
@@ -99,14 +112,18 @@ class TrainerRank(TrainedModel):
         self._meter = self._make_meter()
         models = {POLICY: self._trained}
         self.critic = None
+        of_critic = None
         if spec.critic is not None and not spec.critic_ranks:
             self.critic = Critic(spec, ranks, self._meter)
             models[CRITIC] = self.critic.trained
+            of_critic = spec.critic.offload
         self._state = TrainerState(models, self.everyone, spec, self.device)
-        self._offload = Offload(ranks, self.device, self._tensors_of)
+        rules = offload_rules(spec.trainer.offload, of_critic)
+        run_folder = spec.record_path.parent
+        self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
         self.exports = Exports(self, spec, ranks)
         self._profiler = StepProfiler(
-            spec.record_path.parent / PROFILE_FOLDER,
+            run_folder / PROFILE_FOLDER,
             f"trainer-{ranks.rank}",
             spec.trainer.profile_steps,
             self.device,
@@ -257,9 +274,14 @@ class TrainerRank(TrainedModel):
     def _drop_gradient(self) -> None:
         self._version = None
         self._profiler.drop()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self._trained.drop_gradient()
         if self.critic is not None:
             self.critic.drop_gradient()
+        for gradients in (POLICY_GRADIENTS, CRITIC_GRADIENTS):
+            self._offload.forget(gradients)
 
     def _begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
@@ -323,6 +345,7 @@ class TrainerRank(TrainedModel):
         # By this critic, not by the one at sampling: its values of all tokens, however
         # old, are of one function, and need not travel.
         if self.critic is not None:
+            self._use("compute values", CRITIC_WEIGHTS)
             batch.value_N = self.critic.values(batch)
         elif self.spec.critic_ranks:
             batch.value_N = np.zeros(len(batch.has_loss), np.float32)
@@ -337,6 +360,8 @@ class TrainerRank(TrainedModel):
         self, policy: Policy, batch: BatchNumbers
     ) -> tuple[Float32N, Float32N]:
         """Return logprobs and entropies, float32 [N], 0 without loss."""
+        is_reference = policy is self.reference
+        self._use("score", REFERENCE_WEIGHTS if is_reference else POLICY_WEIGHTS)
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[tuple[MicroBatch, Scores]]()
@@ -382,6 +407,7 @@ class TrainerRank(TrainedModel):
         """
         part = self.everyone.agree(lambda: self._add_policys(version, batch, chosen))
         if self.critic is not None:
+            self._use("add the critic's gradient", *CRITIC_PASS)
             self.critic.add_gradient(batch, chosen)
         return part
 
@@ -389,6 +415,7 @@ class TrainerRank(TrainedModel):
         self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
     ) -> PartSums:
         step = version.open_step
+        self._use("add a gradient", *POLICY_PASS)
         numbers = self._objective.step_numbers(batch, chosen)
         # The loss weights divide by the size of this part, and nobody knows yet whether
         # other parts follow. So each further part shrinks the gradient so far to its
@@ -461,6 +488,7 @@ class TrainerRank(TrainedModel):
         """Add the gradient of the mean negative log-likelihood of the chosen tokens,
         times algorithm.sft_weight. The other parts of the loss do not see them.
         """
+        self._use("add the gradient of demonstrations", *POLICY_PASS)
         weight = self.spec.algorithm.sft_weight_at(self.policy_version)
         num_tokens = int(chosen.sum())
         losses = list[MicroLoss]()
@@ -489,6 +517,7 @@ class TrainerRank(TrainedModel):
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.
         number = self.policy_version * loop.epochs * loop.mini_batches + index
+        self._use("take an optimizer step", POLICY_GRADIENTS)
         self._meter.enter("optimizer")
         grad_norm = self._trained.prepare_step(loop, number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
@@ -496,6 +525,7 @@ class TrainerRank(TrainedModel):
             needed["loss of demonstrations"] = step.sft_loss
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
+            self._use("take the critic's step", CRITIC_GRADIENTS)
             needed |= self.critic.clip(number)
         needed = self.everyone.merge(needed)
         if all(map(math.isfinite, needed.values())):
@@ -506,8 +536,10 @@ class TrainerRank(TrainedModel):
             self.before_change()
             self._meter.enter("optimizer")
             if self.critic is not None:
+                self._use("take the critic's step", *CRITIC_STEP)
                 self.critic.trained.step()
             if not self._is_warming_up:
+                self._use("take an optimizer step", *POLICY_STEP)
                 self._trained.step()
             self.num_skipped_in_a_row = 0
             step.grad_norm = grad_norm
@@ -515,9 +547,7 @@ class TrainerRank(TrainedModel):
             numbers = [f"{name} {value}" for name, value in needed.items()]
             reason = " and ".join(numbers)
             self.everyone.agree(lambda: self._skip(version.batches, reason))
-        self._trained.drop_gradient()
-        if self.critic is not None:
-            self.critic.drop_gradient()
+        self._drop_gradients()
         version.close_step()
         self._meter.enter("")
 
@@ -677,7 +707,7 @@ class TrainerRank(TrainedModel):
         # with other content.
         self.exports.forget_chunks()
         self._drop_gradient()
-        progress = self._state.load(path)
+        progress = self._state.load(path, self._use_model)
         self.policy_version = progress.policy_version
         self.num_skipped_in_a_row = progress.num_skipped_in_a_row
         # The record may have lines of this version and later, from before the restart.
@@ -688,14 +718,14 @@ class TrainerRank(TrainedModel):
         """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
         and Refused.
         """
-        self._offload.need("save", "weights")
+        self._use("save", POLICY_WEIGHTS)
         self.exports.save(path)
 
     def begin_export(self, path: Path) -> Callable[[], api.ExportResponse]:
         """Begin an export; the returned function waits for it, in any thread. Both
         raise OSError, Refused.
         """
-        self._offload.need("export", "weights")
+        self._use("export", POLICY_WEIGHTS)
         return self.exports.begin(path, self.policy_version)
 
     def export(self, path: Path) -> api.ExportResponse:
@@ -705,7 +735,7 @@ class TrainerRank(TrainedModel):
         """Write a chunk of the newest version. Return None on other ranks. Raises
         OSError or Refused.
         """
-        self._offload.need("export a chunk", "weights")
+        self._use("export a chunk", POLICY_WEIGHTS)
         if version != self.policy_version:
             raise Refused(
                 409,
@@ -716,56 +746,78 @@ class TrainerRank(TrainedModel):
         return self.exports.chunk(version, index)
 
     def weights_digest(self) -> str:
+        self._use("compare weights", *POLICY_STEP)
         return digest_tensors(dict(whole_tensors(self.masters.named)))
 
     # ---- colocation
 
     @property
-    def offloaded(self) -> list[api.TrainerPart]:
-        return sorted(self._offload.away)
+    def offloaded(self) -> list[TrainerPart]:
+        return sorted(self._offload.taken)
 
-    def offload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
+    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move parts to host memory. Raises Refused, also while a gradient waits for
         its step.
         """
         self._refuse_open_gradient("offload")
-        # An export and the copy of a checkpoint read the tensors. The writer of a
-        # checkpoint may still read host memory that the previous offload filled and
-        # this one overwrites.
-        self.before_change()
-        self._state.wait_lent()
-        parts = frozenset(parts)
-        # Merged weights are no parameters: the offload would not see them, and they
-        # would keep their device memory.
-        if self.adapters is not None and "weights" in parts:
-            self.adapters.forget_merged()
+        self._before_moves()
         return self._offload.offload(parts)
 
-    def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
+    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move parts back to the device. Raises Refused."""
         # The copy of a checkpoint reads offloaded parts from the table that onload()
         # empties.
         self.before_change()
         return self._offload.onload(parts)
 
-    def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
-        if part == "gradients":
-            return []  # none is kept between steps, and offload() waits for an open one
-        models = nn.ModuleList([self.policy])
-        if self.reference is not None:
-            models.append(self.reference)
-        all_trained = [self._trained]
-        if self.critic is not None:
-            models.append(self.critic.model)
-            all_trained.append(self.critic.trained)
-        weights = [*models.parameters(), *models.buffers()]
-        if part == "weights":
+    def _before_moves(self) -> None:
+        # An export and the copy of a checkpoint read the tensors. The writer of a
+        # checkpoint may still read host memory that the previous offload filled and
+        # this one overwrites.
+        self.before_change()
+        self._state.wait_lent()
+        # Merged weights are no parameters: the offload would not see them, and they
+        # would keep their device memory.
+        if self.adapters is not None:
+            self.adapters.forget_merged()
+
+    def _use(self, what: str, *used: ModelPart) -> None:
+        """Bring the parts that `what` needs to the device, and let parts with the rule
+        "always" leave it. Collective. Raises Refused.
+        """
+        # The engines take no gradient: none is kept until their turn.
+        parts = dict.fromkeys(one.part for one in used if one.part != "gradients")
+        self._offload.need(what, *parts)
+        if not self._offload.is_settled(used):
+            phase = self._meter.enter("offload")
+            self._before_moves()
+            self._offload.use(used)
+            self._meter.enter(phase)
+
+    def _use_model(self, prefix: str) -> None:
+        """Bring the model whose tensors have `prefix` in a state."""
+        self._use("load a state", *(CRITIC_STEP if prefix else POLICY_STEP))
+
+    def _tensors_of(self, moved: ModelPart) -> list[Tensor]:
+        model: nn.Module | None = self.policy
+        trained: Trained | None = self._trained
+        if moved.model == "reference":
+            model, trained = self.reference, None
+        if moved.model == "critic":
+            assert self.critic is not None
+            model, trained = self.critic.model, self.critic.trained
+        weights = list[Tensor]()
+        if model is not None:
+            weights = [*model.parameters(), *model.buffers()]
+        if moved.part == "weights":
             return weights
-        tensors = list[Tensor]()
-        for trained in all_trained:
-            tensors += trained.masters.named.values()
-            for state in trained.optimizer.state.values():
-                tensors += filter(torch.is_tensor, state.values())
+        assert trained is not None
+        masters = trained.masters.named.values()
+        if moved.part == "gradients":
+            return [master.grad for master in masters if master.grad is not None]
+        tensors = [*masters]
+        for state in trained.optimizer.state.values():
+            tensors += filter(torch.is_tensor, state.values())
         # Float32 weights are their own masters.
         of_model = {id(tensor) for tensor in weights}
         return [tensor for tensor in tensors if id(tensor) not in of_model]

@@ -115,9 +115,9 @@ class TrainerState:
         group = self._ranks.group
         self._group: dict[str, Any] = {"process_group": group, "no_dist": group is None}
         self._memory = HostMemory(
-            # Pinned memory helps only copies from a device. With cpu_offload the shards
-            # are in host memory already.
-            torch.device("cpu") if spec.trainer.cpu_offload else device
+            # Pinned memory helps only copies from a device. With offload.by_layer the
+            # shards are in host memory already.
+            torch.device("cpu") if spec.trainer.offload.by_layer else device
         )
         # True if the pending write reads offloaded parts in the host memory where
         # offload() put them.
@@ -165,8 +165,10 @@ class TrainerState:
         if self._is_lent:
             self.wait_written()
 
-    def load(self, path: Path) -> Progress:
-        """Restore the state and return the counts. Raises Refused."""
+    def load(self, path: Path, bring: Callable[[str], None]) -> Progress:
+        """Restore the state and return the counts. `bring` takes a model's prefix, and
+        brings its parts to the device. Raises Refused.
+        """
         # A write that still runs makes collective calls on the same group, from another
         # thread: the ranks would mistake the messages of one for those of the other.
         self.wait_written()
@@ -175,9 +177,11 @@ class TrainerState:
         _refuse_other_models(path, saved, has_critic=self._spec.critic is not None)
         # Each rank knows the weights of its own models.
         self._ranks.agree(lambda: self._refuse_foreign(path, index))
-        # A new optimizer has no state, and DCP loads only into tensors that exist. The
-        # index says which to make.
+        # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
+            bring(prefix)
+            # A new optimizer has no state, and DCP loads only into tensors that exist.
+            # The index says which to make.
             state = model.optimizer.state
             state.clear()
             for key, size in _stored_sizes(index, f"{prefix}optimizer.").items():
@@ -187,18 +191,18 @@ class TrainerState:
                 # its weight.
                 scalar = torch.zeros((), device=master.device)
                 state[master][kind] = torch.zeros_like(master) if size else scalar
-        # Other numbers of ranks and kinds of devices have other generators.
-        known = index.state_dict_metadata
-        live = {
-            key: one
-            for key, one in self._live().items()
-            if key in known or "rng." not in key
-        }
-        with _errors(path):
-            dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
-        # The models compute with rounded copies of the masters, which DCP has just
-        # replaced.
-        for model in self._models.values():
+            # Other numbers of ranks and kinds of devices have other generators.
+            known = index.state_dict_metadata
+            own = (f"{prefix}weights.", f"{prefix}optimizer.")
+            live = {
+                key: one
+                for key, one in self._live().items()
+                if key.startswith(own) or (key.startswith("rng.") and key in known)
+            }
+            with _errors(path):
+                dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
+            # The model computes with rounded copies of the masters, which DCP has just
+            # replaced.
             model.masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)

@@ -62,7 +62,15 @@ NOT_FINITE_ADVICE = (
 )
 
 Phase = Literal[
-    "pack", "logprobs", "forward", "backward", "optimizer", "blocked", "critic", ""
+    "pack",
+    "logprobs",
+    "forward",
+    "backward",
+    "optimizer",
+    "blocked",
+    "critic",
+    "offload",
+    "",
 ]
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
@@ -125,7 +133,8 @@ class StepMeter:
         self._flops = 0.0
         self.enter("")
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase) -> Phase:
+        """Begin a phase; return the phase that it ends."""
         stamp: Any = time.perf_counter()
         if self._cuda is not None:
             # The host runs ahead of the device, so its clock would time the launches.
@@ -133,6 +142,7 @@ class StepMeter:
             stamp = self._cuda.Event(enable_timing=True)
             stamp.record()
         self._stamps.append((phase, stamp))
+        return self._stamps[-2][0] if len(self._stamps) > 1 else ""
 
     def count(self, flops: float, num_tokens: int = 0) -> None:
         self._flops += flops
@@ -141,8 +151,9 @@ class StepMeter:
     def numbers(self) -> dict[str, float]:
         self.enter("")
         seconds = {phase: 0.0 for phase in get_args(Phase) if phase}
-        if all(phase != "critic" for phase, _ in self._stamps):
-            del seconds["critic"]
+        entered = {phase for phase, _ in self._stamps}
+        for rare in {"critic", "offload"} - entered:
+            del seconds[rare]
         peak_bytes = 0
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()

@@ -14,7 +14,7 @@ from asyncrl.base.waits import Signal, computed, waiting
 from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
-from asyncrl.messages.engine_api import TransferStats, TransportName
+from asyncrl.messages.engine_api import TrainerPart, TransferStats, TransportName
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 
@@ -166,14 +166,14 @@ class TrainerClient:
         self._check_up()
         return await self._post("/broadcast", request, api.BroadcastResponse)
 
-    async def offload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         """Move parts of the trainer's state to host memory. Idempotent. After an error
         nothing has moved.
         """
         request = api.OffloadRequest(parts=list(parts))
         return await self._call("/offload", request, TransferStats)
 
-    async def onload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         request = api.OffloadRequest(parts=list(parts))
         return await self._call("/onload", request, TransferStats)
 

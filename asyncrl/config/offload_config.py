@@ -1,0 +1,83 @@
+"""Sections `trainer.offload` and `critic.offload`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from asyncrl.config.fields import FrozenConfig
+from asyncrl.messages.engine_api import TrainerPart
+
+Rule = Literal["auto", "always", "never"]
+"""always: on the device only while it is used. never: it stays when the engines take
+the device. auto: it leaves for the engines if both sides do not fit, and not within a
+step.
+"""
+Trained = Literal["policy", "critic", "reference"]
+
+
+class ModelPart(NamedTuple):
+    """A part of one of the models on the trainer's ranks."""
+
+    model: Trained
+    part: TrainerPart
+
+    @property
+    def key(self) -> str:
+        """Return the setting of its rule."""
+        if self.model == "reference":
+            return "trainer.offload.reference"
+        section = "trainer" if self.model == "policy" else self.model
+        return f"{section}.offload.{self.part}"
+
+
+POLICY_WEIGHTS = ModelPart("policy", "weights")
+REFERENCE_WEIGHTS = ModelPart("reference", "weights")
+CRITIC_WEIGHTS = ModelPart("critic", "weights")
+POLICY_GRADIENTS = ModelPart("policy", "gradients")
+CRITIC_GRADIENTS = ModelPart("critic", "gradients")
+POLICY_PASS = (POLICY_WEIGHTS, POLICY_GRADIENTS)
+CRITIC_PASS = (CRITIC_WEIGHTS, CRITIC_GRADIENTS)
+POLICY_STEP = (*POLICY_PASS, ModelPart("policy", "optimizer"))
+CRITIC_STEP = (*CRITIC_PASS, ModelPart("critic", "optimizer"))
+
+
+class OffloadConfig(FrozenConfig):
+    """Where the parts of a model are while it does not use them: auto, always or never
+    in host memory (docs/colocation.md).
+    """
+
+    weights: Rule = "auto"
+    """Weights that the model computes with; float32 weights are also the optimizer's."""
+    gradients: Rule = "auto"
+    """The gradient, from the backward pass to its optimizer step."""
+    optimizer: Rule = "auto"
+    """AdamW's moments, and the float32 weights of a model with other weights."""
+
+
+class TrainerOffloadConfig(OffloadConfig):
+    """Where the parts of the policy are while they are not used: auto, always or never
+    in host memory (docs/colocation.md).
+    """
+
+    reference: Rule = "auto"
+    """Weights of the reference model, with algorithm.kl_coefficient above 0."""
+    by_layer: bool = False
+    """Keep all parts of policy and critic in host memory also within a step: FSDP2 takes one layer
+    after the other to the device, and AdamW runs on the CPU (CUDA only)."""
+
+    def conflicts(self) -> Iterator[str]:
+        given = self.given("weights", "gradients", "optimizer", "reference")
+        if self.by_layer and given:
+            yield f"by_layer has all parts in host memory; remove {given[0]}"
+
+
+def offload_rules(
+    policy: TrainerOffloadConfig, critic: OffloadConfig | None
+) -> dict[ModelPart, Rule]:
+    """Return the rule of each part of the models on the trainer's ranks."""
+    rules: dict[ModelPart, Rule] = {REFERENCE_WEIGHTS: policy.reference}
+    rules |= {one: getattr(policy, one.part) for one in POLICY_STEP}
+    if critic is not None:
+        rules |= {one: getattr(critic, one.part) for one in CRITIC_STEP}
+    return rules
