@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Quantisation methods that transformers undoes while it loads, with their settings."""
 QUANTIZATION = "quantization_config"
+RESCALE = "rescale_prenorm_residual"
+"""With it, transformers divides Mamba's stored weights at each load by the root of the
+number of layers.
+"""
 CONVERSIONS = "_weight_conversions"
 """transformers' attribute: how stored tensors were renamed and stacked, to be reverted
 in exports.
@@ -117,6 +121,8 @@ def text_config(folder: str | Path) -> PreTrainedConfig:
         text.tie_word_embeddings = any(
             getattr(part, "tie_word_embeddings", False) for part in (text, config)
         )
+    if hasattr(text, RESCALE):
+        setattr(text, RESCALE, False)
     # Otherwise transformers would build quantised layers, which cannot be trained.
     # load_language_model adds the entry again to dequantise stored weights.
     if hasattr(text, QUANTIZATION):
