@@ -135,6 +135,7 @@ def load_language_model(folder: str | Path, **options: object) -> PreTrainedMode
     Raises ConfigError if tensors are missing, unused or still quantised, and
     transformers' errors.
     """
+    import torch
     import transformers
 
     text = text_config(folder)
@@ -165,8 +166,13 @@ def load_language_model(folder: str | Path, **options: object) -> PreTrainedMode
             rule="transformers would fill missing tensors with random numbers, and ignore the others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
-    # transformers forgets all conversions with those of the quantisation
     if quantization is not None:
+        # transformers 5.17 dequantises mxfp4 to bfloat16 in models of any dtype
+        wanted = options.get("dtype")
+        for parameter in model.parameters():
+            if isinstance(wanted, torch.dtype) and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.to(wanted)
+        # transformers forgets all conversions with those of the quantisation
         setattr(model, CONVERSIONS, plain_conversions(model, renamed))
     model.config.tie_word_embeddings = is_tied(model)
     packed = [name for name, one in model.named_parameters() if not one.requires_grad]
