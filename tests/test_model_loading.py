@@ -28,6 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from trainer_cases import make_spec, mesh_of_one
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
 )
@@ -124,6 +125,18 @@ def test_equal_head_of_a_declared_tie_is_written_once(tmp_path: Path) -> None:
         ]
         is True
     )
+
+
+def test_stored_mamba_weights_are_not_scaled_by_a_load(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    random_model(make_config("mamba rescaled")).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    step = TrainerRank(make_spec(folder, tmp_path))
+    pushed = dict(whole_tensors(step.exports.lazy_weights()))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in pushed.items())
+    step.save(tmp_path / "final")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert all(torch.equal(stored[name], one) for name, one in plain.named_parameters())
 
 
 def test_transformers_4_reads_the_rotary_base_of_a_written_folder(
@@ -344,6 +357,57 @@ def test_fp8_weights_are_trained_and_written_as_plain_ones(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     assert torch.equal(engine.lm_head.weight, step.policy.model.lm_head.weight)
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FP4 = torch.cat((FP4, -FP4))
+"""Values of four bits, by the OCP specification of microscaling formats."""
+FP4_BLOCK = 32
+
+
+def quantise_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """Store random experts as mxfp4, and return their values."""
+    plain = load_file(folder / "model.safetensors")
+    stored = dict(plain)
+    random = torch.Generator().manual_seed(2)
+    for name in [name for name in plain if re.search(r"experts\.\w+_proj$", name)]:
+        num_experts, num_in, num_out = plain[name].shape
+        shape = (num_experts, num_out, num_in // FP4_BLOCK)
+        codes = torch.randint(0, 16, (*shape, FP4_BLOCK), generator=random)
+        scales = torch.randint(122, 126, shape, generator=random)
+        # the first value of a pair is in the lower bits
+        packed = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_blocks"] = packed.to(torch.uint8)
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+        del stored[name]
+        values = FP4[codes] * torch.exp2(scales - 127.0)[..., None]
+        plain[name] = values.flatten(2).transpose(1, 2).contiguous()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    described = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    change_config(folder, quantization_config=described)
+    return plain
+
+
+def test_mxfp4_experts_are_trained_and_written_as_plain_ones(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    config = make_config("gpt_oss")
+    config.intermediate_size = FP4_BLOCK
+    random_model(config).save_pretrained(folder)
+    plain = quantise_experts(folder)
+    step = TrainerRank(make_spec(folder, tmp_path))
+    step.save(tmp_path / "final")
+    written = load_file(tmp_path / "final" / "model.safetensors")
+    assert written.keys() == plain.keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in written.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    of_engine = load_language_model(folder, dtype=torch.float32)
+    assert torch.equal(logits(again), logits(of_engine))
+    train(step, 0, 1)
+    step.save(tmp_path / "trained")
+    trained = load_file(tmp_path / "trained" / "model.safetensors")
+    assert not any(
+        torch.equal(plain[name], trained[name]) for name in plain if "experts" in name
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ import job_runs
 import numpy as np
 import pytest
 import torch
+from model_zoo import make_config, random_model
 from rank_processes import TIMEOUT_S, Group, running, save_state
 from safetensors.torch import load_file
+from tiny_model import make_tiny_model
 from trainer_cases import (
     changed,
     halves_of,
@@ -232,6 +234,46 @@ def test_several_ranks_do_what_one_does(
     tiny_model_dir: Path, tmp_path: Path, name: str
 ) -> None:
     compare(tiny_model_dir, tmp_path, **LIKE_ONE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "opt", "cohere2"])
+def test_ranks_keep_head_and_embedding_tied_or_apart(
+    tmp_path: Path, name: str, *, is_tied: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    config = make_config(name)
+    config.tie_word_embeddings = is_tied
+    random_model(config).save_pretrained(folder)
+    trainer = {"learning_rate": 1e-3}
+    batch = make_batch(num_groups=4)
+    alone = TrainerRank(make_spec(folder, tmp_path / "alone", trainer=trainer))
+    alone.train(*batch)
+    alone.save(tmp_path / "of one")
+    with running(folder, tmp_path / "ranks", trainer=trainer) as group:
+        group.train(*batch)
+        group.begin_export()
+        export = group.export()
+        group.save(tmp_path / "of two")
+    of_one, of_two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"of {number}").eval()
+        for number in ("one", "two")
+    )
+    head, embedding = of_two.get_output_embeddings(), of_two.get_input_embeddings()
+    assert (head.weight is embedding.weight) == is_tied
+    pushed = load_file(export.path)
+    assert pushed.keys() == dict(of_two.named_parameters()).keys()
+    assert all(
+        torch.equal(pushed[name], one) for name, one in of_two.named_parameters()
+    )
+    ids_1T = torch.arange(6, 40)[None]
+    torch.testing.assert_close(
+        of_two(input_ids=ids_1T).logits,
+        of_one(input_ids=ids_1T).logits,
+        rtol=0,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.slow

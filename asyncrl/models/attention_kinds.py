@@ -25,6 +25,7 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
+        "logits_to_keep",
         "packed_layout",
     }
 )

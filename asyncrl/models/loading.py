@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Quantisation methods that transformers undoes while it loads, with their settings."""
 QUANTIZATION = "quantization_config"
+RESCALE = "rescale_prenorm_residual"
+"""With it, transformers divides Mamba's stored weights at each load by the root of the
+number of layers.
+"""
 CONVERSIONS = "_weight_conversions"
 """transformers' attribute: how stored tensors were renamed and stacked, to be reverted
 in exports.
@@ -117,6 +121,8 @@ def text_config(folder: str | Path) -> PreTrainedConfig:
         text.tie_word_embeddings = any(
             getattr(part, "tie_word_embeddings", False) for part in (text, config)
         )
+    if hasattr(text, RESCALE):
+        setattr(text, RESCALE, False)
     # Otherwise transformers would build quantised layers, which cannot be trained.
     # load_language_model adds the entry again to dequantise stored weights.
     if hasattr(text, QUANTIZATION):
@@ -129,6 +135,7 @@ def load_language_model(folder: str | Path, **options: object) -> PreTrainedMode
     Raises ConfigError if tensors are missing, unused or still quantised, and
     transformers' errors.
     """
+    import torch
     import transformers
 
     text = text_config(folder)
@@ -159,8 +166,13 @@ def load_language_model(folder: str | Path, **options: object) -> PreTrainedMode
             rule="transformers would fill missing tensors with random numbers, and ignore the others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
-    # transformers forgets all conversions with those of the quantisation
     if quantization is not None:
+        # transformers 5.17 dequantises mxfp4 to bfloat16 in models of any dtype
+        wanted = options.get("dtype")
+        for parameter in model.parameters():
+            if isinstance(wanted, torch.dtype) and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.to(wanted)
+        # transformers forgets all conversions with those of the quantisation
         setattr(model, CONVERSIONS, plain_conversions(model, renamed))
     model.config.tie_word_embeddings = is_tied(model)
     packed = [name for name, one in model.named_parameters() if not one.requires_grad]

@@ -378,7 +378,7 @@ class ForwardPlan:
 
     def rules(self, max_tokens: int) -> PackRules:
         if not self.is_packed:
-            return PackRules(0)
+            max_tokens = 0
         if self.border is None:
             return PackRules(max_tokens)
         return PackRules(max_tokens, self.border.length, not self.border.is_stepwise)

@@ -44,6 +44,7 @@ from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.models.loading import (
     QUANTIZATION,
+    RESCALE,
     carried_over,
     load_language_model,
     loading,
@@ -479,6 +480,8 @@ def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str
             key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section
         }
         section.pop(QUANTIZATION, None)
+        if RESCALE in section:
+            section[RESCALE] = False
         rope = section.get("rope_parameters") or {}
         # the key of transformers 5; 4 would read its default, without a word
         if "rope_theta" in rope:
