@@ -322,8 +322,9 @@ def numbers_of(form: type[BaseModel], seen: set[type]) -> Iterator[tuple[type, s
         return
     seen.add(form)
     for name, info in form.model_fields.items():
-        types = {*types_in(info.annotation)}
-        if types & {int, float} and bool not in types:
+        # A dict keeps the order, which a set of types does not.
+        types = dict.fromkeys(types_in(info.annotation))
+        if not {int, float}.isdisjoint(types) and bool not in types:
             yield form, name
         for kind in types:
             if isinstance(kind, type) and issubclass(kind, FrozenConfig):

@@ -75,6 +75,7 @@ algorithm.advantage=nomod:x -> advantage=nomod:x cannot be loaded: ModuleNotFoun
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
 generator.python=mine_here:agent -> agent(task) cannot be called as (task, session)
 generator.command=[./nothere.sh] -> generator.command: there is no program ./nothere.sh
+generator.python=x:f generator.worker_python=no/python -> worker_python=no/python: there is no such program
 gateway.tool_format=mine_here:parse -> parse() cannot be called as parse(text)
 model.chat_template=broken.jinja -> model.chat_template=broken.jinja line 1:
 model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render ... no chats

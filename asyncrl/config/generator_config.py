@@ -106,6 +106,10 @@ class GeneratorConfig(FrozenConfig):
     """Processes that run the rollouts of `python`, `command`, `verifiers` and
     `openenv`.
     """
+    worker_python: str | None = None
+    """Python of these processes, for `python` and `command`: a venv with an agent's
+    packages and the base dependencies of asyncrl (none = the run's Python).
+    """
     concurrency: PositiveInt | Literal["auto"] = "auto"
     """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow
     harnesses).
@@ -148,6 +152,7 @@ class GeneratorConfig(FrozenConfig):
             "sandbox_paths": ["command"],
             "max_memory_mb": ["command"],
             "args": ["python", "verifiers", "openenv"],
+            "worker_python": ["python", "command"],
             "give_answer": kinds,
             "on_overflow": kinds,
             "outcomes": {

@@ -226,7 +226,7 @@ class TaskConfig(FrozenConfig):
 
     def conflicts(self) -> Iterator[str]:
         generator = self.generator or GeneratorConfig()
-        for key in generator.given("remote", "workers", "concurrency"):
+        for key in generator.given("remote", "workers", "worker_python", "concurrency"):
             yield (
                 f"generator.{key} cannot differ between tasks, which share the run's workers; write it "
                 "in `generator` of the run"

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from asyncrl.base.waits import waiting
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle, num_rollouts
+from asyncrl.launch.machine import find_worker_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import (
     Server,
@@ -215,9 +217,16 @@ class AgentRuntime:
         secret = secrets.token_hex(24)
         keys = {WORKER_KEY_ENV: self.worker_key}
         module = "asyncrl.agents.worker"
+        named = config.generator.worker_python
         child = ChildProcess(
             ProcessSpec(
-                name, module, json.dumps(spec), job.run_dir, secret, secrets=keys
+                name,
+                module,
+                json.dumps(spec),
+                job.run_dir,
+                secret,
+                secrets=keys,
+                python=partial(find_worker_python, named) if named else None,
             )
         )
         caller = Caller(name, "", secret)

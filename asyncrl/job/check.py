@@ -33,7 +33,7 @@ from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers, reach_servers
-from asyncrl.launch.machine import Node
+from asyncrl.launch.machine import Node, find_worker_python
 from asyncrl.launch.plan import (
     DISK,
     find_architecture,
@@ -290,12 +290,20 @@ def validate(
     for algorithm in algorithms:
         if ":" in algorithm.advantage:
             load_advantage(algorithm.advantage)
+    _check_harnesses(config, found)
+    return found
+
+
+def _check_harnesses(config: RunConfig, found: Found) -> None:
+    named = config.generator.worker_python
+    if named is not None:
+        find_worker_python(named)
     for harness in config.harnesses:
-        if harness.python or harness.command:
+        # With a Python of its own, the worker says what it cannot import.
+        if harness.command or (harness.python and named is None):
             build_harness(harness, is_worker=False)
         if harness.openenv:
             found.lines.append(OpenEnvHarness(harness).check_server())
-    return found
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:

@@ -220,6 +220,17 @@ def find_python(rollout: RolloutConfig, package: str) -> Path:
     )
 
 
+def find_worker_python(name: str) -> Path:
+    """Return the absolute path of generator.worker_python. Raises ConfigError."""
+    path = shutil.which(Path(name).expanduser())
+    if path is None:
+        raise ConfigError(
+            f"generator.worker_python={name}: there is no such program in {Path.cwd()} or PATH",
+            way_out="name the bin/python of a venv.",
+        )
+    return Path(path).absolute()  # do not resolve: a venv's python is a link
+
+
 # Errors are not cached: in a notebook, the next run may find a package that has been
 # installed in between.
 @functools.cache

@@ -1,14 +1,15 @@
 """An environment of Harbor without containers: one bubblewrap sandbox per trial.
 
 Its image is the root of this machine, read-only. Of a Dockerfile it honours FROM (any
-image), WORKDIR, ENV and COPY, and refuses every other line. It has no network. Only
-root exists, and no limit on CPU or processes: Harbor's time limits end a trial.
+image), WORKDIR, ENV and COPY, and refuses every other line. Only root exists. On the
+network it reaches the endpoint of the model, and only for agents that run inside.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -17,25 +18,70 @@ import shlex
 import shutil
 import tarfile
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
+from asyncrl.agents.sandbox import PORT, forwarded
 from harbor.environments.base import BaseEnvironment, ExecResult
-from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.environments.capabilities import (
+    EnvironmentCapabilities,
+    EnvironmentResourceCapabilities,
+)
 
 PYTHON = "/usr/bin/python3"
-WRITABLE = ("app", "tmp", "logs", "tests", "solution", "root", "run")
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+WRITABLE = ("app", "tmp", "logs", "tests", "solution", "root", "run", "installed-agent")
 MAX_LINE_BYTES = 2**28
-KEPT_ENV = ("PATH", "ASYNCRL_COMMAND")  # the second marks a command for its worker
+MAX_MEMORY_MB = 2048
+"""Limit for tasks that name none."""
+MAX_PROCESSES = 256
 
 # Inside: runs each command of its input, at the same time, in the one sandbox, so that
-# what a command leaves running (tmux) is there for the next.
+# the next command finds what a command leaves running (tmux).
+#
+# Kernel limits hold per process: memory, the size of a file, CPUs, and, except for a
+# root outside, processes. The watch bounds their sum. Its kill(-1) reaches all
+# processes of the sandbox but itself and bubblewrap's, and leaves a fork bomb no time.
 _SERVER = """
-import json, os, resource, signal, subprocess, sys, tempfile, threading
-limit = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+import json, os, random, resource, signal, socket, subprocess, sys, tempfile, threading
+import time
+max_bytes, max_processes, cpus, port, channel = map(int, sys.argv[1:])
+if channel >= 0:
+    listener = socket.create_server(("127.0.0.1", port), backlog=64)
+    with socket.socket(fileno=channel) as out:
+        socket.send_fds(out, [b"1"], [listener.fileno()])
+    listener.close()
+own = {"1", str(os.getpid())}
+resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
+resource.setrlimit(resource.RLIMIT_NPROC, (max_processes + 32, max_processes + 32))
+usable = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, random.sample(usable, min(max(cpus, 1), len(usable))))
 lock = threading.Lock()
+ends = []
+def fault():
+    pids = [name for name in os.listdir("/proc") if name.isdigit() and name not in own]
+    if len(pids) > max_processes:
+        return f"more than {max_processes} processes"
+    pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as file:
+                pages += int(file.read().split()[1])
+        except (OSError, IndexError):
+            pass
+    if pages * resource.getpagesize() > max_bytes:
+        return f"more than {max_bytes >> 20} MiB of memory"
+    return None
+def watch():
+    while True:
+        if found := fault():
+            ends.append(found)
+            os.kill(-1, signal.SIGKILL)
+        time.sleep(0.2)
 def run(call):
+    num_ends = len(ends)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             child = subprocess.Popen(["bash", "-c", call["command"]], cwd=call["cwd"],
@@ -48,20 +94,45 @@ def run(call):
         except OSError as error:
             err.write(str(error).encode())
             code = 126
+        if ends[num_ends:]:
+            err.write(f"\\n[killed: {ends[-1]}]".encode())
         texts = []
         for file in (out, err):
             file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
+            texts.append(file.read(2**26).decode(errors="replace"))
     with lock:
         print(json.dumps([call["id"], code, *texts]), flush=True)
+threading.Thread(target=watch, daemon=True).start()
 print("[-1, 0, null, null]", flush=True)
 for line in sys.stdin:
     threading.Thread(target=run, args=(json.loads(line),), daemon=True).start()
 """
 
 
+class SandboxStartError(RuntimeError):
+    """bubblewrap did not start: an error of this machine."""
+
+
 class BubblewrapEnvironment(BaseEnvironment):
-    """Invariant: after stop(), no process or folder of the sandbox remains."""
+    """`processes` bounds them, `tools` is a venv of agents that run inside, which then
+    reach `endpoint` at 127.0.0.1:PORT.
+
+    Invariant: after stop(), and after the death of this process, no process of the
+    sandbox remains; after stop(), no folder.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        processes: int = MAX_PROCESSES,
+        tools: str | None = None,
+        endpoint: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._max_processes, self._endpoint = processes, endpoint
+        self._tools = Path(tools) if tools else None
+        self._cleanup = contextlib.AsyncExitStack()
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def type() -> str:
@@ -71,10 +142,17 @@ class BubblewrapEnvironment(BaseEnvironment):
     def capabilities(self) -> EnvironmentCapabilities:
         return EnvironmentCapabilities(disable_internet=True)
 
+    @classmethod
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
+        return EnvironmentResourceCapabilities(cpu_limit=True, memory_limit=True)
+
     def _validate_definition(self) -> None:
         """Raises ValueError for what a sandbox without an image cannot do."""
+        # A trial may have a second sandbox, for its verifier.
+        name = f"sandbox-{uuid.uuid4().hex}"
+        self._folder = self.trial_paths.trial_dir / name
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = self.trial_paths.trial_dir / "sandbox"
+        self._reader: asyncio.Task[None] | None = None
         self._workdir, self._image_env = "/app", dict[str, str]()
         self._copies: list[tuple[Path, str]] = []
         for line in (self.environment_dir / "Dockerfile").read_text().splitlines():
@@ -106,19 +184,33 @@ class BubblewrapEnvironment(BaseEnvironment):
         # Read-only inside, or a link there could lead an upload out of the sandbox.
         (self._folder / "uploads").mkdir()
         options += ["--ro-bind", str(self._folder / "uploads"), "/uploads"]
-        max_bytes = (self._effective_memory_mb or 2048) * 2**20
-        server = [PYTHON, "-I", "-S", "-c", _SERVER, str(max_bytes)]
+        for path in self._shown():
+            options += ["--ro-bind", path, path]
+        max_bytes = (self._effective_memory_mb or MAX_MEMORY_MB) * 2**20
+        channel = -1
+        if self._endpoint is not None:
+            opened = await self._cleanup.enter_async_context(forwarded(self._endpoint))
+            channel = opened[1]
+        numbers = [max_bytes, self._max_processes, self._effective_cpus or 1, PORT]
+        server = [PYTHON, "-I", "-S", "-c", _SERVER, *map(str, [*numbers, channel])]
         ready = self._calls[-1] = asyncio.get_running_loop().create_future()
-        self._process = await asyncio.create_subprocess_exec(
-            *["bwrap", *options, "--remount-ro", "/", "--", *server],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            # Commands can read what the sandbox has inherited: no key of the endpoint.
-            env={name: os.environ[name] for name in KEPT_ENV if name in os.environ},
-        )
+        with (self._folder / "bwrap.log").open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *["bwrap", *options, "--remount-ro", "/", "--", *server],
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=MAX_LINE_BYTES,
+                pass_fds=[channel] if channel >= 0 else [],
+                # Commands can read what the sandbox has inherited: no key.
+                env={"PATH": os.environ["PATH"]},
+            )
         self._reader = asyncio.create_task(self._read())  # noqa: TID251  stop() waits for it
-        await ready
+        try:
+            await ready
+        except RuntimeError as error:
+            said = (self._folder / "bwrap.log").read_text(errors="replace")
+            raise SandboxStartError(f"bubblewrap did not start: {said}") from error
         made = [self._workdir, *(f"/logs/{n}" for n in ("agent", "verifier"))]
         await self._checked(f"mkdir -p {shlex.join([*made, '/logs/artifacts'])}", "/")
         for source, target in self._copies:
@@ -130,6 +222,13 @@ class BubblewrapEnvironment(BaseEnvironment):
                 await self.upload_file(
                     source, f"{place}/{source.name}" if slash else place
                 )
+
+    def _shown(self) -> list[str]:
+        """Return the folders of the venv of agents, and of its Python."""
+        if self._tools is None:
+            return []
+        python = (self._tools / "bin/python").resolve()
+        return [str(self._tools), str(python.parents[1])]
 
     async def _read(self) -> None:
         assert self._process is not None
@@ -147,7 +246,9 @@ class BubblewrapEnvironment(BaseEnvironment):
             if self._process.returncode is None:
                 self._process.kill()  # and with it, its namespace
             await self._process.wait()
+        if self._reader is not None:
             await self._reader
+        await self._cleanup.aclose()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def exec(
@@ -160,9 +261,11 @@ class BubblewrapEnvironment(BaseEnvironment):
     ) -> ExecResult:
         if (who := self._resolve_user(user)) not in (None, "root", 0, "0"):
             raise ValueError(f"bubblewrap has no user {who}, only root")
+        if self._reader is None or self._reader.done():
+            raise RuntimeError("the sandbox has ended")
         number = next(self._numbers)
         waiting = self._calls[number] = asyncio.get_running_loop().create_future()
-        path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+        path = f"{self._tools}/bin:{SYSTEM_PATH}" if self._tools else SYSTEM_PATH
         call = {
             "id": number,
             "command": command,

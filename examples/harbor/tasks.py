@@ -26,19 +26,25 @@ class HarborTask:
     memory_mb: int
 
     @classmethod
-    def read(cls, folder: Path) -> HarborTask:
-        """Raises ConfigError for what is missing, or is not run here."""
+    def read(cls, folder: Path, *, by_harbor: bool = False) -> HarborTask:
+        """`by_harbor`: Harbor itself runs it, which knows tasks of several steps.
+
+        Raises ConfigError for what is missing, or is not run here.
+        """
         try:
             settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-            instruction = (
-                (folder / "instruction.md").read_text(encoding="utf-8").strip()
-            )
-        except (OSError, ValueError) as error:
+            steps = [f"steps/{step['name']}" for step in settings.get("steps", [])]
+            # Of several, Harbor gives the others to the agent later.
+            file = Path(folder, *steps[:1], "instruction.md")
+            instruction = file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{folder} is no Harbor task: {error}") from error
-        if "steps" in settings or not (folder / "tests/test.sh").exists():
-            rule = "it has tests/test.sh and one step; its tests are run where the agent has worked"
+        is_plain = not steps and (folder / "tests/test.sh").exists()
+        if not is_plain and not by_harbor:
             raise ConfigError(
-                f"{folder} is a Harbor task that is not run here", rule=rule
+                f"{folder} is a Harbor task that examples.harbor.agent does not run",
+                rule="it has tests/test.sh and one step; its tests are run where the agent has worked",
+                way_out="let Harbor run it: docs/harbor.md.",
             )
         environment = settings.get("environment", {})
         return cls(
@@ -57,6 +63,8 @@ class HarborTasks:
     the agent, which runs the tests.
     """
 
+    by_harbor = False
+
     def __init__(
         self, *, size: int, seed: int, folder: str = str(HERE / "tasks")
     ) -> None:
@@ -66,7 +74,9 @@ class HarborTasks:
                 f"there is no task in {folder}",
                 rule="each is a folder with a task.toml",
             )
-        self._tasks = [HarborTask.read(path) for path in found[:size]]
+        self._tasks = [
+            HarborTask.read(path, by_harbor=self.by_harbor) for path in found[:size]
+        ]
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -77,5 +87,13 @@ class HarborTasks:
         return Item(task.instruction, info={"folder": str(task.folder)})
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Never asked: examples.harbor.agent says the reward of each rollout."""
-        raise NotImplementedError("use generator.python=examples.harbor.agent:run")
+        """Never asked: the agent says the reward of each rollout."""
+        raise NotImplementedError(
+            "use generator.python=examples.harbor.agent:run, or examples.harbor.trial:run"
+        )
+
+
+class TrialTasks(HarborTasks):
+    """Tasks that Harbor itself runs, with examples.harbor.trial."""
+
+    by_harbor = True
