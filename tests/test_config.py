@@ -205,7 +205,7 @@ eval.task.python=a:b eval.task.generator={python: 'a:b', workers: 2} -> generato
 eval.task.python=a:b eval.task.limits={max_calls: 3} -> eval.task.limits.max_calls is for agents
 eval.task.python=a:b eval.task.limits={max_tokens: 999} -> eval.task.limits.max_tokens=999 is above
 eval.task.python=a:b eval.top_p=0.5 -> top_p has no effect at temperature=0; set
-eval.task.python=a:b eval.top_p=0.5 eval.temperature=1 rollout.engine=simulated -> eval: rollout.engine=simulated has no top_p
+eval.task.python=a:b eval.top_p=0.5 eval.temperature=1 rollout.engine=simulated -> simulated has no top_p
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
 teacher.path=a/b -> set both teacher.path and algorithm.distill_weight
