@@ -556,6 +556,8 @@ async def test_sub_agents_share_or_split_the_reward(
         ]
         found = {branch.calls[0].agent: branch.credits[0].reward for branch in branches}
         assert found == dict(zip(AGENTS, expected, strict=True))
+        roles = {branch.calls[0].agent: branch.credits[0].state for branch in branches}
+        assert roles == {agent: agent or "main" for agent in AGENTS}
 
 
 @in_loop

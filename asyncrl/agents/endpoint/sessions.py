@@ -392,10 +392,17 @@ class GatewaySession:
         """
         if self._failure is not None:
             raise self._failure
-        rewards = _by_completion(
-            outcome.turn_rewards, self.capture.agents, by_turn=by_turn
-        )
-        outcome = replace(outcome, turn_rewards=rewards)
+        agents = self.capture.agents
+        rewards = _by_completion(outcome.turn_rewards, agents, by_turn=by_turn)
+        roles = dict[str, str]()
+        if rewards is not outcome.turn_rewards:
+            # Rewards of different roles have different scales.
+            own = {MAIN_AGENT: MAIN_AGENT, **outcome.roles}
+            roles = {
+                name: own.get(agent or MAIN_AGENT, agent)
+                for name, agent in agents.items()
+            }
+        outcome = replace(outcome, turn_rewards=rewards, roles=roles)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout
