@@ -73,6 +73,8 @@ else
 fi
 # For its readers and its harness. Its fastmcp 3 needs another mcp than verifiers in .venv: the tests run them with the packages there.
 install "$venv" --no-deps --target "$venv/openenv" 'openenv>=0.10,<0.11' || skip "OpenEnv 0.10" openenv
+# Games; what else they import is in .venv.
+install "$venv" --no-deps --target "$venv/textarena" 'textarena>=0.7.4,<0.8' 'nltk>=3.9,<4' || skip TextArena textarena
 if [ -n "$npm" ]; then
     npm install --silent --no-audit --no-fund --prefix "$venv/npm" "${programs[@]}" || skip "Claude Code, Codex or the AI SDK" npm
 else

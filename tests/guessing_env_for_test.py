@@ -119,6 +119,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         data: Any,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
+        if isinstance(prompt, str):
+            prompt = [vf.UserMessage(content=prompt)]
         messages: Any = [
             {"role": message.role, "content": message.content}
             for message in prompt or []

@@ -212,8 +212,13 @@ eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> set it t
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
 eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x: there is no such evaluation
 EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
-eval.task.verifiers=true -> eval.task.verifiers needs generator.verifiers
-eval=[{task: {verifiers: true}}, {task: {python: 'c:D'}}] generator.verifiers=x OWN -> set for all evaluations
+eval.task.python=a:b eval.name=failure -> an evaluation cannot be called failure
+eval.task.verifiers=true -> set both eval.task.verifiers and the verifiers of its generator
+eval.task.python=a:b eval.task.generator={python: 'a:b', workers: 2} -> generator.workers cannot differ
+eval.task.python=a:b eval.task.limits={max_calls: 3} -> eval.task.limits.max_calls is for agents
+eval.task.python=a:b eval.task.limits={max_tokens: 999} -> eval.task.limits.max_tokens=999 is above
+eval.task.python=a:b eval.top_p=0.5 -> top_p has no effect at temperature=0; set
+eval.task.python=a:b eval.top_p=0.5 eval.temperature=1 rollout.engine=simulated -> simulated has no top_p
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
 teacher.path=a/b -> set both teacher.path and algorithm.distill_weight

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import shutil
 import tempfile
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -20,7 +22,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import make_held_out, one_token, single_turn, virtual
 
-from asyncrl.base.errors import ComponentError, NodeLost
+from asyncrl.base.errors import ComponentError, NodeLost, RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -28,6 +31,8 @@ from asyncrl.job.build import publish_to
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
+from asyncrl.observe.metrics import gauge_of
+from asyncrl.observe.run_numbers import evaluation_text
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.sync.push import NodeFiles
 
@@ -214,7 +219,7 @@ def held_out_of(
     engine: Any, scorer: Any = None, prompts: Any = None, **values: Any
 ) -> HeldOut:
     generator = single_turn(
-        engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8
+        engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, reseeds=False
     )
     return make_held_out(generator, prompts or PROMPTS[:4], slots=3, **values)
 
@@ -246,6 +251,48 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
 
 
+@virtual
+async def test_failures_of_the_infrastructure_are_retried_and_have_their_names() -> (
+    None
+):
+    tries = Counter[str]()
+
+    def reward(item: Prompt, _: str) -> float:
+        tries[item.prompt_id] += 1
+        if item.prompt_id == "0/0" and tries["0/0"] == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if item.prompt_id == "0/1":
+            raise ConnectionResetError("reset by the peer")
+        if item.prompt_id == "0/2":
+            raise RolloutFailure("too many calls", kind=FailureKind.LIMIT)
+        return 1.0
+
+    engine = FakeEngine()
+    held_out = held_out_of(engine, FakeScorer(reward), PROMPTS[:4], retries=2)
+    metrics = (await held_out.evaluate(0)).metrics()
+    assert tries == {"0/0": 3, "0/1": 6, "0/2": 2, "0/3": 2}
+    counted = {
+        name: num
+        for name, num in metrics.items()
+        if name.startswith(("eval/fail", "eval/retried"))
+    }
+    assert counted == {
+        "eval/failed": 4,
+        "eval/failure/endpoint_lost": 2,
+        "eval/failure/limit": 2,
+        "eval/retried": 5,
+    }
+    assert all(gauge_of(name) for name in counted)
+    assert metrics["eval/reward_mean"] == 1.0, "none of them is a reward of 0"
+    assert "endpoint_lost 2, limit 2" in evaluation_text(metrics)
+    seeds = defaultdict[str, set[int]](set)
+    for request in engine.requests:
+        sample, _, _ = request.request_id.partition("/t0/")
+        seeds[sample].add(request.seed)
+    assert len(seeds) == 8
+    assert all(len(each) == 1 for each in seeds.values()), "a retry has equal tokens"
+
+
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     rewards = {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0]}
     samples = [
@@ -253,7 +300,9 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
         for name, found in rewards.items()
         for reward in found
     ]
-    metrics = EvalResult(4, samples, num_failed=1, seconds=2.5, num_skipped=3).metrics()
+    failures = {FailureKind.LIMIT: 1}
+    result = EvalResult(4, samples, failures, seconds=2.5, num_skipped=3)
+    metrics = result.metrics()
     assert metrics["eval/reward_mean"] == pytest.approx(0.5), "means 0.5, 1, 0"
     assert metrics["eval/standard_error"] == pytest.approx(0.5 / math.sqrt(3))
     assert metrics["eval/truncated_fraction"] == pytest.approx(0.6)

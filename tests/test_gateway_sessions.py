@@ -20,6 +20,7 @@ from gateway_cases import (
     make_gateway,
     until,
 )
+from openai import RateLimitError
 from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer
@@ -37,6 +38,7 @@ from asyncrl.agents.endpoint.sessions import (
 )
 from asyncrl.agents.harness import Session
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Completion, Outcome, SessionRules, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
@@ -554,6 +556,8 @@ async def test_sub_agents_share_or_split_the_reward(
         ]
         found = {branch.calls[0].agent: branch.credits[0].reward for branch in branches}
         assert found == dict(zip(AGENTS, expected, strict=True))
+        roles = {branch.calls[0].agent: branch.credits[0].state for branch in branches}
+        assert roles == {agent: agent or "main" for agent in AGENTS}
 
 
 @in_loop
@@ -595,6 +599,96 @@ async def test_child_of_a_session_calls_as_its_agent() -> None:
     for role in ("", "a/b", "Müller", "a\nb"):
         with pytest.raises(ConfigError, match="a role is printable ASCII"):
             session.child(role)
+
+
+@in_loop
+async def test_sub_agent_at_its_limit_is_refused_by_name() -> None:
+    async with gateway_world() as world:
+        session = Session(f"{world.url}/v1", world.session.key, "policy")
+        searcher = session.child("searcher", max_calls=3)
+        reader = searcher.child("reader", max_calls=2)
+
+        kinds = set()
+
+        async def call(agent: Session, number: int) -> str:
+            try:
+                await agent.client.chat.completions.create(
+                    model=agent.model,
+                    messages=[{"role": "user", "content": f"{agent.agent} {number}"}],
+                )
+            except RateLimitError as error:
+                kinds.add(kind_of_error(error, FailureKind.QUOTA))
+                return str(error)
+            return ""
+
+        async with session.client, searcher.client, reader.client:
+            assert [await call(reader, number) for number in range(2)] == ["", ""]
+            assert "agent searcher/reader has used 2 calls" in await call(reader, 2)
+            assert await call(searcher, 0) == ""
+            refused = [await call(each, 3) for each in (searcher, reader)]
+            assert all("searcher has used 3 calls" in each for each in refused)
+            assert "agent.max_calls=3" in refused[0]
+            assert kinds == {FailureKind.LIMIT}
+            at_limit = world.session.rollout(0, Outcome(), 0.5)
+            assert all(branch.is_truncated for branch in at_limit)
+            assert await call(session, 0) == "", "the rollout has its own limits"
+        rollout = world.session.rollout(0, Outcome(), 0.5)
+        assert not any(branch.is_truncated for branch in rollout)
+
+
+@in_loop
+async def test_answers_of_a_sub_agent_fit_into_its_tokens() -> None:
+    async with gateway_world(ScriptedEngine(lambda _: "Hello")) as world:
+        session = Session(f"{world.url}/v1", world.session.key, "policy")
+        headers = session.child("writer", max_tokens=8).headers
+        status, answer = await world.post({"messages": HI}, headers=headers)
+        num_used = answer["usage"]["completion_tokens"]
+        assert (status, num_used < 8) == (200, True)
+        status, answer = await world.post({"messages": HI}, headers=headers)
+        assert status == 200
+        assert world.engine.requests[-1].max_tokens == 8 - num_used
+        assert answer["choices"][0]["finish_reason"] == "length"
+        status, answer = await world.post({"messages": HI}, headers=headers)
+        assert status == 429
+        assert "agent.max_tokens=8" in answer["error"]["message"]
+
+
+@in_loop
+async def test_equal_prompts_of_sub_agents_have_different_seeds() -> None:
+    """The order of their arrival differs between runs."""
+    seeds = []
+    for order in (("white", "black"), ("black", "white")):
+        async with gateway_world() as world:
+            session = Session(f"{world.url}/v1", world.session.key, "policy")
+            found = {}
+            for role in order:
+                headers = session.child(role).headers
+                await world.post({"messages": HI}, headers=headers)
+                found[role] = world.engine.requests[-1].seed
+            seeds.append(found)
+    assert seeds[0] == seeds[1]
+    assert seeds[0]["white"] != seeds[0]["black"]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        '{"searcher": {"max_calls": 0}}',
+        '{"searcher": {"max_cals": 1}}',
+        '{"writer": {"max_calls": 1}}',
+        "max_calls=1",
+        "{" + " " * 4096 + "}",
+    ],
+)
+@in_loop
+async def test_wrong_limits_of_an_agent_are_refused(limits: str) -> None:
+    async with gateway_world() as world:
+        headers = {"X-Session-ID": "searcher/reader", "X-Session-Limits": limits}
+        status, answer = await world.post({"messages": HI}, headers=headers)
+        assert status == 400
+        assert "x-session-limits" in answer["error"]["message"]
+    with pytest.raises(ConfigError, match="a limit is 1 or more"):
+        Session("", "", "").child("searcher", max_tokens=0)
 
 
 @in_loop

@@ -352,6 +352,7 @@ async def test_rewards_come_only_from_the_configured_source() -> None:
         ("none", said, Outcome(metrics={"b": 2.0})),
         ("none", parts, Outcome()),
         ("none", Outcome(1.0, **states), Outcome(**states)),
+        ("posted", Outcome(roles={"a7": "a"}), Outcome(0.5, roles={"a7": "a"})),
         ("posted", said, Outcome(0.5, {"b": 2.0})),
     ]
     for outcomes, returned, counted in sources:

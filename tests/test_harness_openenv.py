@@ -44,14 +44,18 @@ def servers_find_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def openenv_010() -> Path:
+    return framework("openenv")
+
+
+def framework(name: str) -> Path:
     """Return where `make setup-frameworks` installs it, or skip the test."""
     venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
-    if not (venv / "openenv").is_dir():
+    if not (venv / name).is_dir():
         end = pytest.skip
         if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
             end = pytest.fail
-        end(f"no openenv 0.10 at {venv}: run `make setup-frameworks`")
-    return venv / "openenv"
+        end(f"no {name} at {venv}: run `make setup-frameworks`")
+    return venv / name
 
 
 class Server:

@@ -259,6 +259,8 @@ def test_several_trained_agents_have_their_own_rewards() -> None:
     for branch in rollout:
         ids = branch.token_ids[branch.loss_mask].tolist()
         rewards[decode(ids)[0]] = {credit.reward for credit in branch.credits}
+        (role,) = {credit.state for credit in branch.credits}
+        assert role.startswith(decode(ids)[0]), "not the id of the agent's trace"
         assert len(branch.credits) == 2
     assert rewards == {"f": {1.0}, "s": {0.25}}
 

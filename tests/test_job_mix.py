@@ -24,7 +24,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig, load_config
 from asyncrl.job.check import validate
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.messages.records import GroupId, SessionRules, Trajectory, task_of
+from asyncrl.messages.records import Credit, GroupId, SessionRules, Trajectory, task_of
 from asyncrl.rollouts.rollout import (
     ByTask,
     FailedRollout,
@@ -60,6 +60,27 @@ def test_task_without_its_own_settings_has_those_of_the_run() -> None:
     assert found == [0.9, None]
     config = mixed({}, {"algorithm": {"weight": 2.0}})
     assert set(config.algorithms) == {"a", "b"}
+
+
+def test_evaluation_without_its_own_program_has_that_of_the_run() -> None:
+    own = {
+        "of_run": {},
+        "alone": {"generator": {}},
+        "agent": {"generator": {"python": "x:run"}},
+    }
+    evals = [
+        {"name": name, "task": {"python": "x:A", **one}} for name, one in own.items()
+    ]
+    config = mixed({}, {}, generator={"command": ["./agent.sh"]}, eval=evals)
+    assert [each.called for each in config.eval_generators.values()] == [
+        "command ./agent.sh",
+        "one completion",
+        "python x:run",
+    ]
+    assert config.harnesses == [config.generator, config.generators["a"]]
+    config = mixed({"generator": {}}, {}, eval=evals[1:])
+    assert config.harnesses == [config.eval_generators["agent"]]
+    assert not config.trains_agent
 
 
 @pytest.mark.parametrize(
@@ -280,7 +301,45 @@ def test_samples_are_compared_within_their_task() -> None:
     assert found[[2, 3]] == pytest.approx([3.0, -3.0])
 
 
+def test_samples_of_agents_are_compared_within_their_role() -> None:
+    row = ([0, 1, 2], [False, True, True])
+    header, arrays = batch_of([[row] * 2, [row] * 2])
+    earned = [(1.0, 10.0), (3.0, 50.0), (0.0, 7.0), (0.0, 9.0)]
+    entries = [
+        entry.model_copy(
+            update={
+                "credits": [
+                    Credit(1, 2, of_white, 0, "white"),
+                    Credit(2, 3, of_black, 1, "black"),
+                ]
+            }
+        )
+        for entry, (of_white, of_black) in zip(header.trajectories, earned, strict=True)
+    ]
+    header = header.model_copy(update={"trajectories": entries})
+    spec = make_spec(Path(), Path(), algorithm={"advantage": "rloo"})
+    numbers = BatchNumbers(header, arrays, arrays.is_sampled)
+    found = Objective(spec).advantages(numbers)[arrays.is_sampled]
+    assert found.tolist() == pytest.approx([-2, -40, 2, 40, 0, -2, 0, 2])
+
+
 # ---- a run
+
+HELD_OUT = {"python": "asyncrl.tasks.toy:Letters", "size": 8}
+LOOKUP = {
+    "python": "examples.lookup:Directory",
+    "size": 8,
+    "generator": {"python": "examples.lookup:run", "give_answer": True},
+    "limits": {"max_tokens": 3, "max_calls": 3},
+}
+EVALS = [
+    {"name": name, "task": task, "num_prompts": 8, "engine": "rollout", **more}
+    for name, task, more in (
+        ("alone", HELD_OUT, {"temperature": 1.0, "top_k": 4}),
+        ("short", HELD_OUT | {"limits": {"max_tokens": 2}}, {}),
+        ("agent", LOOKUP, {}),
+    )
+]
 
 
 @pytest.mark.slow
@@ -294,12 +353,13 @@ def test_two_environments_train_in_one_run_that_resumes_exactly(tmp_path: Path) 
         "journal": {"keep": "all"},
         "observe": {"console": "plain", "trackers": []},
     }
+    evaluated = f"eval={json.dumps(EVALS)}"
     config = variant(MIX, tmp_path, **few)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    checked = run(config, whole)
+    checked = run(config, whole, evaluated)
     assert checked.returncode == 0, checked.stderr
     for more in (["trainer.num_steps=2"], ["--allow-change", "trainer.num_steps"]):
-        ended = run(config, parts, *more)
+        ended = run(config, parts, evaluated, *more)
         assert ended.returncode == 0, ended.stderr
     of_whole, of_parts = (
         [
@@ -329,4 +389,16 @@ def test_two_environments_train_in_one_run_that_resumes_exactly(tmp_path: Path) 
             spans = [each.end - each.start for each in branch.tokens.spans]
             lengths[task] = max(lengths.get(task, 0), *spans)
     assert lengths["lookup"] <= 3 < lengths["letters"]
+    newest = {
+        line["name"]: line
+        for line in read_lines(whole / "eval.jsonl")
+        if line["policy_version"] == 4
+    }
+    assert newest["alone"]["eval/length_mean"] > 2
+    assert newest["short"]["eval/length_mean"] <= 2
+    has_tools = {
+        name for name, line in newest.items() if "eval/task/tool_calls" in line
+    }
+    assert has_tools == {"agent"}
+    assert all(line["eval/failed"] == 0 for line in newest.values())
     assert json.loads((whole / "summary.json").read_text())["policy_version"] == 4

@@ -159,7 +159,8 @@ class VerifiersHarness:
             for trace in traces
             for name, value in _metrics_of(trace).items()
         }
-        return Outcome(None, metrics, rewards)
+        roles = {trace.id: trace.agent.name for trace in traces}
+        return Outcome(None, metrics, rewards, roles=roles)
 
     def _check(self, trace: Any, said: str) -> None:
         """Raise RolloutFailure if a trace's reward is not the policy's."""

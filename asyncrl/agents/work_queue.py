@@ -420,6 +420,7 @@ class RolloutQueue:
             metrics={**posted.metrics, **returned.metrics},
             # They are no rewards, so their source does not matter.
             turn_states=posted.turn_states or returned.turn_states,
+            roles=posted.roles or returned.roles,
         )
 
     def _taker_of(self, key: str) -> Callable[[Outcome], None]:

@@ -94,7 +94,7 @@ MAX_TEXT = 2000
 _NOT_YET_VALID = 9
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID."""
 _STATUS = r"(?:\bstatus|\bcode|returned error|HTTP/[\d.]+)\W{1,3}"
-_LIMIT = re.compile(r"gateway\.max_\w+=|context_length_exceeded")
+_LIMIT = re.compile(r"(?:gateway|agent)\.max_\w+=|context_length_exceeded")
 """In the endpoint's own refusals, which the policy has caused."""
 # The words of programs that report only text. The first match counts: a missing image is
 # also an error of the runtime.

@@ -9,19 +9,29 @@ from pydantic import (
     Discriminator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     Tag,
 )
 
-from asyncrl.config.fields import Count, FrozenConfig, Name, tag_of
+from asyncrl.config.fields import (
+    Count,
+    Fraction,
+    FrozenConfig,
+    Name,
+    PositiveFraction,
+    tag_of,
+)
 from asyncrl.config.task_config import TaskConfig
-from asyncrl.messages.sampling import SamplingParameters
+from asyncrl.messages.sampling import CUTS, DRAW_PARAMETERS, SamplingParameters
 
 EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
 
 
-NOT_EVALUATED = ("name", "share", "sampling", "generator", "limits", "algorithm")
+PARTS_OF_EVALS = ("task", "failure")
+"""Of the metrics eval/PART/NAME; no evaluation has such a name."""
+NOT_EVALUATED = ("name", "share", "sampling", "algorithm")
 
 
 class EvalConfig(FrozenConfig):
@@ -32,7 +42,7 @@ class EvalConfig(FrozenConfig):
     name: Name | None = None
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
-    """Prompts and rewards, like the section `task`, in file order."""
+    """Prompts, rewards, generator and limits, like the section `task`, in file order."""
     every: Count = 20
     """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
@@ -49,6 +59,14 @@ class EvalConfig(FrozenConfig):
     """Completions per prompt."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature (0 = greedy)."""
+    top_p: PositiveFraction = 1.0
+    """Sample from the likeliest tokens, up to this total probability (1 = all)."""
+    top_k: NonNegativeInt = 0
+    """Sample from this number of likeliest tokens (0 = all)."""
+    min_p: Fraction = 0.0
+    """Sample from tokens with at least this share of the likeliest token's probability
+    (0 = all).
+    """
     slots: Count = 32
     """Samples that are decoded at once."""
     timeout_s: PositiveFloat = 1800.0
@@ -57,7 +75,8 @@ class EvalConfig(FrozenConfig):
 
     @property
     def sampling(self) -> SamplingParameters:
-        return SamplingParameters(temperature=self.temperature)
+        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
+        return SamplingParameters(**given)
 
     @property
     def called(self) -> str:
@@ -68,8 +87,10 @@ class EvalConfig(FrozenConfig):
         # curve would mean nothing. Its name is eval.name.
         for key in self.task.given(*NOT_EVALUATED):
             yield f"task.{key} is not for evaluations; remove it"
-        if self.called == "task":  # a task reports eval/task/NAME
-            yield "an evaluation cannot be called task; set eval.name to another one"
+        if self.called in PARTS_OF_EVALS:
+            yield f"an evaluation cannot be called {self.called}; set eval.name to another one"
+        if self.temperature == 0 and (cuts := self.given(*sorted(CUTS))):
+            yield f"{cuts[0]} has no effect at temperature=0; set either"
         if self.samples > 1 and self.temperature == 0:
             yield f"samples={self.samples} are all the same at temperature=0; set either to 1"
 

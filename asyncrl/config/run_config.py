@@ -38,7 +38,7 @@ from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teac
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.sampling import ADJUSTMENTS
+from asyncrl.messages.sampling import ADJUSTMENTS, CUTS
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MAX_CYCLE = 10_000
@@ -130,10 +130,15 @@ class RunConfig(FrozenConfig):
     def harnesses(self) -> list[GeneratorConfig]:
         """Return the distinct generators with a harness. Work names them by place."""
         found = list[GeneratorConfig]()
-        for one in (self.generator, *self.generators.values()):
+        of_tasks = (*self.generators.values(), *self.eval_generators.values())
+        for one in (self.generator, *of_tasks):
             if one.is_harness and one not in found:
                 found.append(one)
         return found
+
+    @property
+    def trains_agent(self) -> bool:
+        return any(one.is_harness for one in self.generators.values())
 
     @property
     def task_timeouts_s(self) -> dict[str, float]:
@@ -149,6 +154,17 @@ class RunConfig(FrozenConfig):
         """Return evaluations by name; a single evaluation may be ''."""
         given = [] if self.eval is None else self.eval
         return _by_name("eval", given if isinstance(given, list) else [given])
+
+    @property
+    def eval_generators(self) -> Mapping[str, GeneratorConfig]:
+        """Return the generator of each evaluation, by name."""
+        found = dict[str, GeneratorConfig]()
+        for name, one in self.evals.items():
+            # A verifiers environment plays its own tasks only.
+            is_played = self.generator.verifiers is None or one.task.verifiers
+            of_run = self.generator if is_played else GeneratorConfig()
+            found[name] = one.task.generator or of_run
+        return found
 
     @property
     def eval_engine(self) -> str:
@@ -206,12 +222,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def evaluates_agent(self) -> bool:
-        plays_environment = all(one.task.verifiers for one in self.evals.values())
-        return (
-            self.eval is not None
-            and self.generator.is_harness
-            and (self.generator.verifiers is None or plays_environment)
-        )
+        return any(one.is_harness for one in self.eval_generators.values())
 
     @property
     def has_reference(self) -> bool:
@@ -363,6 +374,11 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
+        for name, one in self.evals.items():
+            if one.sampling.is_cut and not self.rollout.facts.reports_supports:
+                cuts = ", ".join(one.given(*sorted(CUTS)))
+                key = key_of("eval", name)
+                yield f"{key}: rollout.engine={self.rollout.engine} has no {cuts}; remove it"
 
     def _algorithm_conflicts(self) -> Iterator[str]:
         for name, task in self.tasks.items():
@@ -392,17 +408,26 @@ class RunConfig(FrozenConfig):
                 yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
-        for name, task in self.tasks.items():
-            key = f"{key_of('task', name)}.limits"
+        tasks = {
+            key_of("task", name): (task, self.generators[name])
+            for name, task in self.tasks.items()
+        }
+        held_out = {
+            f"{key_of('eval', name)}.task": (one.task, self.eval_generators[name])
+            for name, one in self.evals.items()
+        }
+        for owner, (task, generator) in (tasks | held_out).items():
+            key = f"{owner}.limits"
             limits = task.limits
             num_tokens = limits.max_tokens or self.rollout.max_tokens
             if num_tokens > self.rollout.max_tokens:
                 yield f"{key}.max_tokens={num_tokens} is above rollout.max_tokens={self.rollout.max_tokens}"
             # The penalty begins below one length, and would begin too late for the task.
-            if limits.max_tokens is not None and self.algorithm.overlong_tokens > 0:
+            is_penalized = self.algorithm.overlong_tokens > 0 and owner in tasks
+            if limits.max_tokens is not None and is_penalized:
                 yield f"{key}.max_tokens does not go with algorithm.overlong_tokens; remove one of the two"
             of_calls = limits.given("max_calls", "max_rollout_tokens")
-            if of_calls and not self.generators[name].is_harness:
+            if of_calls and not generator.is_harness:
                 yield f"{key}.{of_calls[0]} is for agents, and the task has no `generator`; remove it"
 
     def _critic_conflicts(self) -> Iterator[str]:
@@ -510,8 +535,11 @@ class RunConfig(FrozenConfig):
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
         is_labelled = any(task.labels for task in self.all_tasks)
+        generators = (*self.generators.values(), *self.eval_generators.values())
         is_remote = all(
-            self.generators[name].remote for name, task in tasks.items() if task.labels
+            generator.remote
+            for task, generator in zip(self.all_tasks, generators, strict=True)
+            if task.labels
         )
         if is_labelled and not (self.generator.remote and is_remote):
             yield (
@@ -554,23 +582,24 @@ class RunConfig(FrozenConfig):
         # A remote worker has one harness, and runs every item that it gets.
         if generator.remote and len(self.harnesses) > 1:
             yield "generator.remote runs one harness; remove task.generator, or let the run start its workers"
-        is_used = any(task.generator is None for task in self.tasks.values())
-        if generator.is_harness and not is_used and self.eval is None:
+        is_used = any(task.generator is None for task in self.all_tasks)
+        if generator.is_harness and not is_used:
             yield "every task has its `generator`, so that of the run has no use; remove it"
         for name, task in self.tasks.items():
             if task.verifiers != (self.generators[name].verifiers is not None):
                 yield f"set both generator.verifiers and {key_of('task', name)}.verifiers, or none"
-        num_played = sum(one.task.verifiers for one in self.evals.values())
-        num_evals = 0 if generator.verifiers is None else len(self.evals)
-        if num_played not in (0, num_evals):
-            yield "eval.task.verifiers needs generator.verifiers, and is set for all evaluations or for none"
+        for name, one in self.evals.items():
+            if one.task.verifiers != (self.eval_generators[name].verifiers is not None):
+                key = f"{key_of('eval', name)}.task"
+                yield f"set both {key}.verifiers and the verifiers of its generator, or none"
         for name, task in self.tasks.items():
             if not task.has_score and not self.generators[name].brings_reward:
                 yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
-        # Nobody posts rewards later for evaluations.
-        is_paid = generator.brings_reward and generator.outcomes != "later"
         for name, one in self.evals.items():
-            if not one.task.has_score and not (is_paid and self.evaluates_agent):
+            player = self.eval_generators[name]
+            # Nobody posts rewards later for evaluations.
+            is_paid = player.brings_reward and player.outcomes != "later"
+            if not one.task.has_score and not is_paid:
                 yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
 
 

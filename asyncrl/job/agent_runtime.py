@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
 from asyncrl.config import GeneratorConfig, RunConfig
+from asyncrl.config.task_config import TaskLimits
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle, num_rollouts
 from asyncrl.launch.machine import find_worker_python
@@ -30,7 +30,7 @@ from asyncrl.launch.supervise import (
     start_all,
     summary_of,
 )
-from asyncrl.messages.sampling import ADJUSTMENTS, CUTS, SamplingParameters
+from asyncrl.messages.sampling import ADJUSTMENTS, CUTS
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.late_rewards import LateRewards
@@ -73,10 +73,12 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
     return SpecialTokens(tokenizer.end_ids, stray_ids)
 
 
-def seeds_from(run_seed: int) -> SeedOf:
-    """Return the function that derives the seeds of an agent's calls."""
+def seeds_from(run_seed: int, *, reseeds: bool = True) -> SeedOf:
+    """Return the function that derives the seeds of an agent's calls. `reseeds`: see
+    SingleTurn.
+    """
     return lambda prompt, sample, attempt, call: derive_seed(
-        run_seed, prompt, sample, call, attempt
+        run_seed, prompt, sample, call, attempt if reseeds else 0
     )
 
 
@@ -294,9 +296,9 @@ def make_generator(
     for name, settings in config.generators.items():
         limits = config.tasks[name].limits
         if not settings.is_harness:
-            alone = single_turn(config, engines, tokenizer, scorers, settings)
-            most = limits.max_tokens or config.rollout.max_tokens
-            generators[name] = replace(alone, max_tokens=most)
+            generators[name] = single_turn(
+                config, engines, tokenizer, scorers, settings, limits
+            )
             continue
         assert agents is not None
         algorithm = config.algorithms.get(name, config.algorithm)
@@ -319,16 +321,15 @@ def single_turn(
     tokenizer: HFChatTokenizer,
     scorers: Scorers,
     generator: GeneratorConfig,
-    sampling: SamplingParameters | None = None,
+    limits: TaskLimits,
 ) -> SingleTurn:
-    """`sampling` None: the run's parameters."""
     return SingleTurn(
         engines,
         tokenizer,
         scorers,
         run_seed=config.seed,
-        max_tokens=config.rollout.max_tokens,
+        max_tokens=limits.max_tokens or config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
-        sampling=sampling or config.rollout.sampling,
+        sampling=config.rollout.sampling,
         stop=tuple(generator.stop),
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,6 @@ from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Batch
-from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
@@ -305,25 +305,32 @@ def _make_evaluation(
         )
 
     def generator_of(
-        sampling: SamplingParameters, scorers: Scorers, broken: list[ComponentError]
+        name: str, scorers: Scorers, broken: list[ComponentError]
     ) -> Generator:
-        if agents is None or not config.evaluates_agent:
+        program = config.eval_generators[name]
+        settings = config.evals[name]
+        limits = settings.task.limits
+        if agents is None or not program.is_harness:
             # The same draws at every version and in every run: evaluations then differ
             # by their weights only.
             seeded = config.model_copy(update={"seed": EVAL_SEED})
-            return single_turn(
-                seeded, engine, tokenizer, scorers, config.generator, sampling
-            )
+            alone = single_turn(seeded, engine, tokenizer, scorers, program, limits)
+            return replace(alone, sampling=settings.sampling, reseeds=False)
         # A separate route, with other sampling and seeds. An engine that breaks here
         # must fail this evaluation; the main route ends the run.
         host = agents.gateway.add_route(
             engine,
-            sampling=sampling,
-            seed_of=seeds_from(EVAL_SEED),
+            sampling=settings.sampling,
+            seed_of=seeds_from(EVAL_SEED, reseeds=False),
             on_broken=broken.append,
         )
         return HarnessGenerator(
-            host, agents.queue, scorers, on_overflow=config.generator.on_overflow
+            host,
+            agents.queue,
+            scorers,
+            program.on_overflow,
+            harness=config.harnesses.index(program),
+            rules=limits.rules_of_session,
         )
 
     sets = list[HeldOut]()
@@ -333,13 +340,15 @@ def _make_evaluation(
         scorers = fleet.make_scorers({name: task}, {name: settings.task}, EVAL_SEED)
         sets.append(
             HeldOut(
-                generator=generator_of(settings.sampling, scorers, broken),
+                generator=generator_of(name, scorers, broken),
                 scorers=scorers,
                 prompts=prompts,
                 config=settings,
                 name=name,
                 last=config.trainer.num_steps,
-                rollout_timeout_s=config.rollout.timeout_s,
+                rollout_timeout_s=settings.task.limits.timeout_s
+                or config.rollout.timeout_s,
+                retries=config.rollout.retries,
                 broken=broken,
                 evaluated=max(
                     (int(line["policy_version"]) for line in earlier.get(name, [])),

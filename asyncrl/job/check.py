@@ -333,7 +333,9 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     for name, eval_settings in config.evals.items():
         key = key_of("eval", name)
         held_out = eval_settings.task
-        if (task := load(key, held_out, EVAL_SEED, config.generator)) is not None:
+        generator = config.eval_generators[name]
+        more = f", {generator.called}" if held_out.generator is not None else ""
+        if (task := load(key, held_out, EVAL_SEED, generator, more)) is not None:
             found.evals[name] = take_prompts(eval_settings, task, name)
 
 
@@ -483,8 +485,11 @@ def _check_prompts(
         for name, generator in config.generators.items()
         if generator.is_harness
     }
-    if config.evaluates_agent:
-        agents |= {_called("eval task", name) for name in config.evals}
+    agents |= {
+        _called("eval task", name)
+        for name, generator in config.eval_generators.items()
+        if generator.is_harness
+    }
     if len(found.tasks) == len(config.tasks):
         # A separate source: the run's own must still begin with its first prompt.
         source = make_prompt_source(config, found.tasks)

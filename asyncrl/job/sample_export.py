@@ -33,7 +33,7 @@ def export_samples(
     messages, reward, group_id. Raises ConfigError, JournalError.
     """
     config = read_config(run_dir)
-    if config.harnesses:
+    if config.trains_agent:
         raise ConfigError(
             f"{run_dir} trains an agent, whose conversations are recorded as tokens",
             rule="only single-turn rollouts are exported as messages",

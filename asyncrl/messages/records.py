@@ -194,7 +194,8 @@ class Credit:
 
     With algorithm.turn_discount, units are turns and ascend in the order of the calls,
     and a turn without trained tokens is empty. `state`: equal for turns that started
-    from the same state ('' = unknown).
+    from the same state ('' = unknown). Without it, `state` is the role of the agent: a
+    sample is compared with those of its role.
     """
 
     start: int
@@ -285,7 +286,8 @@ class Outcome:
 
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
     maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
-    each completion is a separate sample of the advantage. `turn_states` maps completion
+    each completion is a separate sample of the advantage. `roles` maps agents to names
+    that are the same in all rollouts of a group (default: its own). `turn_states` maps completion
     ids to the state before the turn, for algorithm.turn_discount; of the others, equal
     prompt ids are equal states.
     """
@@ -301,6 +303,7 @@ class Outcome:
     )
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
     turn_states: Mapping[str, State] = field(default_factory=dict)
+    roles: Mapping[str, State] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Literal, cast
 
 import numpy as np
 
+from asyncrl.config.eval_config import PARTS_OF_EVALS
 from asyncrl.messages.records import Batch, Group, Rollout, Trajectory
 
 GaugeKind = Literal["step", "now", "total", "eval"]
@@ -73,7 +74,7 @@ def gauge_of(name: str) -> Gauge | None:
     evaluation.
     """
     first, *rest = name.split("/")
-    if first == "eval" and len(rest) > 1 and rest[0] != "task":
+    if first == "eval" and len(rest) > 1 and rest[0] not in PARTS_OF_EVALS:
         rest = rest[1:]
     declared = "/".join([first, *rest[:1]])
     return (

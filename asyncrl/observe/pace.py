@@ -213,7 +213,7 @@ class Pace:
         limit = slots if generator.concurrency == "auto" else generator.concurrency
         if busy >= FULL * slots:
             yield f"Raise {self._now('rollout.slots')} or {self._now('rollout.num_engines')}."
-        elif not self.config.harnesses or held < FULL * limit:
+        elif not self.config.trains_agent or held < FULL * limit:
             yield from self._more_ahead()
         elif generator.remote and self._usual("harness/queued"):
             yield "Start more workers (asyncrl work)."

@@ -250,7 +250,14 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         truncated = f"{metrics.get('eval/truncated_fraction', 0.0):.1%} truncated"
         parts.append(f"{metrics.get('eval/length_mean', 0.0):.1f} tokens, {truncated}")
     parts.append(f"{metrics['eval/seconds']:.1f} s")
-    for what in ("failed", "skipped", "abandoned"):
+    for what in ("failed", "retried", "skipped", "abandoned"):
         if num := metrics.get(f"eval/{what}"):
             parts.append(f"{what}: {num:.0f}")
+    kinds = {
+        name.removeprefix("eval/failure/"): num
+        for name, num in metrics.items()
+        if name.startswith("eval/failure/")
+    }
+    if kinds:
+        parts.append(", ".join(f"{kind} {num:.0f}" for kind, num in kinds.items()))
     return "  ".join(parts)

@@ -286,10 +286,10 @@ def _answer_findings(
 
     if (truncated := mean("sample/truncated_fraction")) > 0.5:
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
-        if config.harnesses:
+        if config.trains_agent:
             limit += " of a call, or a limit of the conversation"
         # an agent continues after a cut call
-        is_alarm = truncated >= ALL and not config.harnesses
+        is_alarm = truncated >= ALL and not config.trains_agent
         yield _Finding(
             f"{truncated:.0%} of the answers were cut off at a limit ({limit})",
             "raise the limit, or have the reward punish answers that do not end",

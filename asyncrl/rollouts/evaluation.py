@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 from typing import ClassVar, Literal
 
 from asyncrl.base.errors import ComponentError, PublishError, RolloutFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.base.waits import Signal, note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
@@ -33,8 +34,9 @@ from asyncrl.tasks.scorer import Scorers
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scored samples at `version`, with their prompt ids; `num_failed` others have no
-    reward.
+    """Scored samples at `version`, with their prompt ids; others are set aside, counted
+    by kind in `failures`. `num_retried`: attempts that failures of the infrastructure
+    repeated.
 
     `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due
     evaluations that did not begin, or did not end.
@@ -42,12 +44,17 @@ class EvalResult:
 
     version: int
     samples: Sequence[tuple[str, Rollout]]
-    num_failed: int = 0
+    failures: Mapping[FailureKind, int] = field(default_factory=dict)
+    num_retried: int = 0
     last_failure: str = ""
     seconds: float = 0.0
     num_skipped: int = 0
     num_abandoned: int = 0
     name: str = ""
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failures.values())
 
     def metrics(self) -> dict[str, float]:
         """Return values by metric name. Reward: the mean of the prompts' means; other
@@ -56,10 +63,12 @@ class EvalResult:
         metrics: dict[str, float] = {
             "eval/version": self.version,
             "eval/failed": self.num_failed,
+            "eval/retried": self.num_retried,
             "eval/seconds": self.seconds,
             "eval/skipped": self.num_skipped,
             "eval/abandoned": self.num_abandoned,
         }
+        metrics |= {f"eval/failure/{kind}": num for kind, num in self.failures.items()}
         if self.samples:
             rewards = defaultdict[str, list[float]](list)
             found = defaultdict[str, list[float]](list)
@@ -86,7 +95,7 @@ class EvalResult:
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
     """Each prompt is sampled config.samples times, at most config.slots rollouts at
-    once, without retries.
+    once. Only failures of the infrastructure are retried, with the same seeds.
 
     Evaluated versions: the first at or after each multiple of config.every (0 included
     with config.at_start), and the last. `evaluated`: newest version evaluated before a
@@ -104,6 +113,7 @@ class HeldOut:
     name: str = ""
     last: int = 0
     rollout_timeout_s: float | None = None
+    retries: int = 0
     broken: list[ComponentError] = field(default_factory=list)
     evaluated: int | None = None
 
@@ -138,7 +148,10 @@ class HeldOut:
         """
         self.broken.clear()
         runner = RolloutRunner(
-            self.generator, timeout_s=self.rollout_timeout_s, retries=0
+            self.generator,
+            timeout_s=self.rollout_timeout_s,
+            retries=self.retries,
+            retries_policy=False,
         )
         slots = Slots(self.config.slots)
         attempts = [
@@ -171,9 +184,11 @@ class HeldOut:
         groups = [ended[at : at + size] for at in range(0, len(ended), size)]
         scored = await asyncio.gather(*map(self._score_group, self.prompts, groups))
         samples = list[tuple[str, Rollout]]()
+        failures = Counter[FailureKind]()
         last_failure = ""
         for attempt, rollout in zip(attempts, itertools.chain(*scored), strict=True):
             if isinstance(rollout, RolloutFailure):
+                failures[rollout.kind] += 1
                 last_failure = str(rollout)
                 continue
             versions = {
@@ -184,7 +199,7 @@ class HeldOut:
             )
             samples.append((attempt.prompt.prompt_id, rollout))
         return EvalResult(
-            version, tuple(samples), len(attempts) - len(samples), last_failure
+            version, tuple(samples), failures, runner.num_retried, last_failure
         )
 
     async def _score_group(

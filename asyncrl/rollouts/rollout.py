@@ -283,7 +283,8 @@ def how_failed(num_attempts: int) -> str:
 @dataclass(eq=False)
 class RolloutRunner:
     """Run rollouts within rollout.timeout_s each, retries included. `task_timeouts_s`:
-    of tasks with another limit (task.limits.timeout_s).
+    of tasks with another limit (task.limits.timeout_s). `retries_policy`: retry failures
+    that the policy may have caused, too.
 
     Waits: run waits for a slot before each attempt, then in the generator, at most
     timeout_s in total unless the generator holds the clock.
@@ -298,6 +299,7 @@ class RolloutRunner:
     retries: int
     failures: RecentFailures = field(default_factory=RecentFailures)
     task_timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    retries_policy: bool = True
     num_retried: int = field(default=0, init=False)
     started_s: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -339,7 +341,10 @@ class RolloutRunner:
                     outcome.kind = outcome.kind.after_answer
                 self.failures.ended_nowait(outcome, attempt.prompt.prompt_id)
                 num_attempts = attempt.attempt + 1
-                tries = f"{num_attempts} of {self.retries + 1}"
+                # An evaluation measures the policy, also where it fails.
+                may_retry = self.retries_policy or outcome.kind.is_infrastructure
+                retries = self.retries if may_retry else 0
+                tries = f"{num_attempts} of {retries + 1}"
                 log.warning(
                     "%s attempt %s failed (%s): %s",
                     attempt.rollout_id,
@@ -350,7 +355,7 @@ class RolloutRunner:
                 # No retry can help; producers give up a prompt with 0 attempts.
                 if isinstance(outcome, PromptUnusable):
                     num_attempts = 0
-                if not 0 < num_attempts <= self.retries or attempt.clock.left_s == 0.0:
+                if not 0 < num_attempts <= retries or attempt.clock.left_s == 0.0:
                     return FailedRollout(
                         attempt.sample_index, num_attempts, outcome, attempt.seen
                     )
@@ -420,6 +425,10 @@ class SingleTurn:
     max_prompt_tokens: int
     sampling: SamplingParameters = SamplingParameters()
     stop: tuple[str, ...] = ()
+    reseeds: bool = True
+    """A retry samples other tokens. An evaluation must not sample until its reward
+    function can read the text.
+    """
     _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of recent prompts, so that a group's requests share one object."""
 
@@ -469,7 +478,11 @@ class SingleTurn:
                 **self.sampling.parameters,
                 stop=self.stop,
                 seed=derive_seed(
-                    self.run_seed, prompt.seed_id, index, 0, attempt.attempt
+                    self.run_seed,
+                    prompt.seed_id,
+                    index,
+                    0,
+                    attempt.attempt if self.reseeds else 0,
                 ),
                 # Siblings share the prompt, so they prefer the engine that has read it.
                 route_key=f"g{attempt.group_id}",

@@ -154,6 +154,13 @@ class Units(NamedTuple):
             [self.tasks[place] for place in place_U],
         )
 
+    def by_role(self) -> list[int]:
+        """Return a group for each role of each group, from 0."""
+        _, role_B = np.unique(self.states, return_inverse=True)
+        pairs_B2 = np.stack([self.groups, role_B.reshape(-1)], axis=1)
+        _, group_B = np.unique(pairs_B2, axis=0, return_inverse=True)
+        return group_B.reshape(-1).tolist()
+
     def turns(self) -> Turns:
         keys_B3 = np.array(self.keys)
         _, inverse = np.unique(keys_B3[:, :2], axis=0, return_inverse=True)
@@ -256,7 +263,10 @@ class Compare:
     def __call__(self, units: Units, reward_B: Tensor) -> Tensor:
         """Return the advantage of each unit, float32 [B]."""
         settings = self.settings
-        if settings.turn_discount is not None:
+        groups = units.groups
+        if settings.turn_discount is None:
+            groups = units.by_role()
+        else:
             turns = units.turns()
             to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
             if settings.advantage == "gigpo":
@@ -264,7 +274,7 @@ class Compare:
             if settings.advantage in TURN_ADVANTAGES:
                 return turn_rloo(to_go_B, turns)
             reward_B = to_go_B
-        group_B = torch.tensor(units.groups, dtype=torch.int64)
+        group_B = torch.tensor(groups, dtype=torch.int64)
         given = self._function(reward_B, group_B)
         return checked_advantages(given, reward_B, settings)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import PromptPlan
 from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
+from asyncrl.agents.endpoint.sub_agents import Agent
 from asyncrl.agents.endpoint.tool_formats import AnswerPiece
 from asyncrl.messages.sampling import SamplingRequest
 
@@ -62,8 +63,9 @@ class GatewayCall:
     request: SamplingRequest
     is_streamed: bool
     is_trained: bool
-    agent: str = ""
-    """X-Session-ID of the request: one of several agents in a rollout."""
+    agent: Agent
+    key: bytes
+    """Equal for equal calls of an agent."""
     is_sampled: bool = False
     is_delivered: bool = False
     begun_s: float = field(default_factory=time.time)

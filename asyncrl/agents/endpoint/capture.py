@@ -444,7 +444,7 @@ def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Ear
             kind=FailureKind.CORRUPT_RESULT,
         )
     return {
-        node: (rewards[node.name], unit, "")
+        node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
         for unit, node in enumerate(nodes)
         if node.name in rewards
     }

@@ -33,6 +33,7 @@ from asyncrl.agents.endpoint.sessions import (
     engine_unavailable,
     session_ended,
 )
+from asyncrl.agents.endpoint.sub_agents import Agent
 from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
 from asyncrl.engines.pool import EnginePool
@@ -139,6 +140,7 @@ class EngineRoute:
     async def plan(
         self,
         session: GatewaySession,
+        agent: Agent,
         dialect: Dialect,
         asked: AnyRequest,
         num_bytes: int,
@@ -146,10 +148,11 @@ class EngineRoute:
         """Return a call that is ready to sample: its prompt, grammar and seed, and how
         its answer is read. Raises ApiError.
         """
-        session.check_limits()
+        session.check_limits(agent)
         # Counted before the first await, so that parallel calls cannot pass the limit
         # together.
         session.num_calls += 1  # refusals from here on cost work
+        session.budgets.called_nowait(agent)
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
         prompt = planned.match.text if planned.match else ""
@@ -182,8 +185,10 @@ class EngineRoute:
             session.opening = asked.messages
         # A seed follows from the ids of the prompt and the number among equal prompts,
         # not from the order of arrival. So a rollout with parallel calls can be
-        # repeated.
+        # repeated. Agents whose names are the same in each run count for themselves.
         digest = planned.whole.state.digest()
+        if agent.is_stable:
+            digest += agent.name.encode()
         number = None if asked.seed is not None else session.take_number(digest)
         key = call_key(
             digest, f"seed {asked.seed}" if number is None else f"number {number}"
@@ -230,7 +235,9 @@ class EngineRoute:
             # engine before it has ended those of the failed attempt.
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
-            max_tokens=min(asked.max_tokens or most, most, room),
+            max_tokens=session.budgets.left(
+                agent, min(asked.max_tokens or most, most, room)
+            ),
             **(rules.sampling.parameters | asked.sampling),
             stop=stop,
             seed=self.seed_of(
@@ -247,6 +254,8 @@ class EngineRoute:
             model=rules.model_name,
             order=order,
             planned=planned,
+            agent=agent,
+            key=digest,
             number=number,
             answer=answer,
             request=request,

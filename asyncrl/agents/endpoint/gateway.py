@@ -47,6 +47,7 @@ from asyncrl.agents.endpoint.sessions import (
     Written,
     client_gone,
 )
+from asyncrl.agents.endpoint.sub_agents import Agent, agent_of
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.http import Refused
@@ -57,10 +58,6 @@ from asyncrl.messages.worker_api import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
-AGENT_HEADER = "x-session-id"
-"""Of a call: which agent of its rollout made it."""
-MAX_AGENT = 256
-"""Characters of it."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192
@@ -275,7 +272,8 @@ class Gateway:
     ) -> None:
         body = await read_body(request, MAX_BODY_BYTES)
         # Equal calls of two agents are no retries of each other.
-        head = f"{dialect.name} {_agent_of(request)}\n".encode()
+        agent = agent_of(request)
+        head = f"{dialect.name} {agent.name}\n".encode()
         digest = blake2b(head + body, digest_size=16).digest()
         # OpenAI's and Anthropic's clients count their retries.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -288,7 +286,7 @@ class Gateway:
             )
         try:
             rest, is_stream = await self._sampled(
-                session, dialect, body, request, reply
+                session, agent, dialect, body, request, reply
             )
         except ApiError as error:
             # A client that has left may retry. Its call stays open for that retry,
@@ -305,6 +303,7 @@ class Gateway:
     async def _sampled(
         self,
         session: GatewaySession,
+        agent: Agent,
         dialect: Dialect,
         body: bytes,
         request: Request,
@@ -316,8 +315,7 @@ class Gateway:
         route = self._route_of(session)
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
-        call = await route.plan(session, dialect, asked, len(body))
-        call.agent = _agent_of(request)
+        call = await route.plan(session, agent, dialect, asked, len(body))
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
             # not hold up the heads of later streams. If sampling fails, gather raises
@@ -427,18 +425,6 @@ def shown_key(request: Request) -> str:
             else request.headers.get("x-api-key", "")
         )
     return key.strip()
-
-
-def _agent_of(request: Request) -> str:
-    """Return the name of the agent that made a call. Raises ApiError (400) if it is too
-    long.
-    """
-    agent = request.headers.get(AGENT_HEADER, "")
-    if len(agent) > MAX_AGENT:
-        raise invalid(
-            f"{AGENT_HEADER} has {len(agent)} characters; at most {MAX_AGENT} are read"
-        )
-    return agent
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

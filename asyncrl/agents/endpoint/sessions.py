@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
+from asyncrl.agents.endpoint.sub_agents import Agent, AgentBudgets, above
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.config import GatewayConfig
@@ -125,7 +126,7 @@ def _by_completion(
     each completion. Raises RolloutFailure.
     """
     # A client sets the header: the name of a completion is never an agent's.
-    known = {MAIN_AGENT}.union(*map(_above, agents.values()))
+    known = {MAIN_AGENT}.union(*map(above, agents.values()))
     paid = (rewards.keys() & known) - agents.keys()
     if not paid:
         return rewards
@@ -165,17 +166,10 @@ def _reward_of(
         ... ]
         [1.0, 0.5, 1.0]
     """
-    for above in _above(agent):
-        if above in paid:
-            return rewards[above]
+    for one in above(agent):
+        if one in paid:
+            return rewards[one]
     return rewards.get(MAIN_AGENT)
-
-
-def _above(agent: str) -> Iterator[str]:
-    """Yield an agent and those above it, but main."""
-    while agent:
-        yield agent
-        agent = agent.rpartition("/")[0]
 
 
 def session_ended(reason: str) -> ApiError:
@@ -239,6 +233,7 @@ class GatewaySession:
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.kept = KeptAnswers(self.limits.max_calls)
         self.retries = Retries()
+        self.budgets = AgentBudgets()
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
         """The engine of the last call has the cache."""
@@ -315,7 +310,7 @@ class GatewaySession:
         """Forget an undelivered call; the next equal call reuses its seed."""
         if call.is_delivered:
             return
-        self._numbers[call.planned.whole.state.digest()].discard(call.number)
+        self._numbers[call.key].discard(call.number)
 
     def deliver_nowait(self, call: GatewayCall, continues: Kept | None) -> None:
         """Record an answer just before it is written. Raises ApiError if the session
@@ -333,9 +328,10 @@ class GatewaySession:
             call.name,
             is_trained=call.is_trained,
             begun_s=call.begun_s,
-            agent=call.agent,
+            agent=call.agent.name,
         )
         call.is_delivered = True
+        self.budgets.sampled_nowait(call.agent, call.answer.num_tokens)
         if continues is not None:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -345,8 +341,8 @@ class GatewaySession:
         if call.order > self._overflow_order:
             self.overflow = None
 
-    def check_limits(self) -> None:
-        """Raise ApiError (429) at a limit."""
+    def check_limits(self, agent: Agent) -> None:
+        """Raise ApiError (429) at a limit of the rollout or of the agent."""
         for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
             (
@@ -359,14 +355,15 @@ class GatewaySession:
             # The users of `asyncrl serve gateway` have their own keys, and no limits.
             if limit is not None and number >= limit and not self.user_key:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
-                self._overflowed_nowait(why)
-                raise ApiError(
-                    429,
-                    why,
-                    type="requests",
-                    code="rate_limit_exceeded",
-                    headers=NO_RETRY,
-                )
+                raise self._at_limit(why)
+        if (why_agent := self.budgets.exhausted(agent)) is not None:
+            raise self._at_limit(why_agent)
+
+    def _at_limit(self, why: str) -> ApiError:
+        self._overflowed_nowait(why)
+        return ApiError(
+            429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY
+        )
 
     def _overflowed_nowait(self, why: str) -> None:
         self.overflow = why
@@ -395,10 +392,17 @@ class GatewaySession:
         """
         if self._failure is not None:
             raise self._failure
-        rewards = _by_completion(
-            outcome.turn_rewards, self.capture.agents, by_turn=by_turn
-        )
-        outcome = replace(outcome, turn_rewards=rewards)
+        agents = self.capture.agents
+        rewards = _by_completion(outcome.turn_rewards, agents, by_turn=by_turn)
+        roles = dict[str, str]()
+        if rewards is not outcome.turn_rewards:
+            # Rewards of different roles have different scales.
+            own = {MAIN_AGENT: MAIN_AGENT, **outcome.roles}
+            roles = {
+                name: own.get(agent or MAIN_AGENT, agent)
+                for name, agent in agents.items()
+            }
+        outcome = replace(outcome, turn_rewards=rewards, roles=roles)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout
