@@ -69,7 +69,7 @@ class FrozenConfig(BaseModel):
 
 
 def _types(annotation: object) -> Iterator[object]:
-    """Yield a type, those it is a union of, and those of its items."""
+    """Yield a type, the members of a union, and the types of its items."""
     yield annotation
     if get_origin(annotation) is not Literal:
         for part in get_args(annotation):

@@ -49,7 +49,7 @@ class RoleClient(ServerClient):
         self._up = asyncio.Event()
         self._up.set()
         self.num_calls = 0
-        """Calls that are open, also those that wait for a place or a restart."""
+        """Open calls, also while they wait for a place or a restart."""
         self.wait_s = 0.0
         """Time of all calls together, with restarts and queues."""
 

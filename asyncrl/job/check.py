@@ -299,7 +299,7 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
     if named is not None:
         find_worker_python(named)
     for harness in config.harnesses:
-        # With a Python of its own, the worker says what it cannot import.
+        # Another Python has other packages: the worker reports a failed import.
         if harness.command or (harness.python and named is None):
             build_harness(harness, is_worker=False)
         if harness.openenv:

@@ -66,10 +66,10 @@ class SentSignals:
         # Before the test: follow() sets `_wake` before it takes the signals, so that
         # this one is heard in any case.
         self._numbers.append(number)
-        # Read once: unfollow() may empty it meanwhile, in the thread of the run.
+        # Read once: unfollow() may empty it at any time, in the thread of the run.
         wake = self._wake
         if wake is not None:
-            # The loop may have closed since: nothing is left to stop.
+            # The loop may have closed since; then nothing runs.
             with contextlib.suppress(RuntimeError):
                 wake()
 

@@ -84,7 +84,7 @@ class Role:
     placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
     order: Callable[[ServerOrder], ServerOrder] = lambda order: order
     copy_of: str = ""
-    """Role of which this server is one of several copies; their calls are shared out."""
+    """Role that has several servers, all with this value; they share its calls."""
     is_dispensable: bool = False
     """The run continues without a lost server; else it restarts, within
     supervision.max_restarts.

@@ -555,7 +555,7 @@ class Fleet:
         return [judge_by(copies) for copies in roles.values()]
 
     def clients_of(self, role: str, kind: type[Client]) -> list[Client]:
-        """Return the clients of a role's server and its copies, if the run has it."""
+        """Return the clients of a role's servers; without the role, none."""
         found = list[Client]()
         for extra in self.extra.values():
             if role == extra.role.shared_name:

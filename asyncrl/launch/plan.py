@@ -460,7 +460,7 @@ class RankMemory:
     merged: int = 0
 
     def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
-        """Return the largest sum of a step's phases: the parts in use, those that never
+        """Return the largest sum of a step's phases: the parts in use, parts that never
         leave within a step, and a micro-batch.
 
         Example, in GiB: a policy of 4 for weights, 4 for gradients, 8 for the optimizer

@@ -195,7 +195,7 @@ class Credit:
     With algorithm.turn_discount, units are turns and ascend in the order of the calls,
     and a turn without trained tokens is empty. `state`: equal for turns that started
     from the same state ('' = unknown). Without it, `state` is the role of the agent: a
-    sample is compared with those of its role.
+    sample is compared with the samples of its role.
     """
 
     start: int

@@ -341,7 +341,7 @@ class RolloutRunner:
                     outcome.kind = outcome.kind.after_answer
                 self.failures.ended_nowait(outcome, attempt.prompt.prompt_id)
                 num_attempts = attempt.attempt + 1
-                # An evaluation measures the policy, also where it fails.
+                # An evaluation measures the policy, and its failures too.
                 may_retry = self.retries_policy or outcome.kind.is_infrastructure
                 retries = self.retries if may_retry else 0
                 tries = f"{num_attempts} of {retries + 1}"

@@ -30,7 +30,7 @@ class Offload:
     """Tracks parts of the trainer's models off their device. Collective.
 
     A part may leave for two reasons. The engines' turn takes the device: offload() and
-    onload(), which leave parts with the rule "never" where they are. Or another part
+    onload(), which leave parts with the rule "never" on the device. Or another part
     works: use() brings its parts and sends those with the rule "always" away.
 
     Example: the rule of the critic's weights is "always".

@@ -150,8 +150,8 @@ class TrainerRank(TrainedModel):
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
-        # Whatever the policy's ranks refuse, the ranks of a critic apart refuse too: they
-        # are in the same call, and would wait.
+        # If the policy's ranks refuse, so do the ranks of a critic apart: they are in the
+        # same call, and would wait.
         shown = self.everyone.agree(lambda: self._read_shown(demonstrations))
         batch = self._begin(header, arrays)
         loop = self.spec.trainer

@@ -221,7 +221,7 @@ class TrainerService:
         return self._trained(self.policy.evaluate(*api.unpack_batch(batch)))
 
     def _trained(self, metrics: dict[str, float] | None) -> api.TrainResponse | None:
-        """Return the answer of the policy's ranks; those of a critic have none."""
+        """Return the answer of the policy's ranks; a critic's ranks have none."""
         if metrics is None:
             return None
         finite = {

@@ -176,7 +176,7 @@ class TrainerState:
         saved = read_state(path)
         index = _read_index(path)
         _refuse_other_models(path, saved, has_critic=self._spec.critic is not None)
-        # Each rank knows the weights of its own models.
+        # Each rank knows only its models' weights.
         self._ranks.agree(lambda: self._refuse_foreign(path, index))
         # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
