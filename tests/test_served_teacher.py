@@ -178,6 +178,8 @@ def config_of(url: str, model: Path, **more: Any) -> RunConfig:
         {
             "model": {"path": str(model)},
             "task": {"python": "asyncrl.tasks.toy:Letters"},
+            # The model has 512 positions, and a server samples a token behind a text.
+            "rollout": {"max_prompt_tokens": 100, "max_tokens": 100},
             "algorithm": {
                 "distill_weight": 1,
                 "distill_loss": "jsd",
