@@ -25,7 +25,7 @@ from test_distillation import (
 from transformers import AutoModelForCausalLM
 from vllm_process import SECRET, vllm_process
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, EngineError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import ServedTeacher
@@ -34,6 +34,7 @@ from asyncrl.job.check import validate
 from asyncrl.job.roles import extra_servers, reach_servers
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import NO_DEVICE, place
+from asyncrl.messages.engine_api import ScoreRequest
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
@@ -150,6 +151,9 @@ class Endpoint:
             return web.json_response({"error": {"message": "loads"}}, status=503)
         if self.fault == "key" or not is_known:
             return web.json_response({"error": {"message": "no"}}, status=401)
+        if self.fault == "word":
+            error = {"message": "wrong key", "code": "invalid_api_key"}
+            return web.json_response({"error": error}, status=401)
         length = 100 if self.fault == "length" else 10_000
         return web.json_response({"data": [{"id": "m", "max_model_len": length}]})
 
@@ -160,6 +164,9 @@ class Endpoint:
         told: Any = [None, *(one_of(token, top_k) for token in asked["prompt"][1:])]
         if self.fault == "ignored":
             told = None
+        if self.fault == "busy" and len(self.asked) % 3:
+            busy = {"error": {"message": "slower", "code": None}}
+            return web.json_response(busy, status=429)
         if self.fault == "few":
             told = [None, *(one_of(token, 1) for token in asked["prompt"][1:])]
         if self.fault == "refused":
@@ -194,6 +201,7 @@ def config_of(url: str, model: Path, **more: Any) -> RunConfig:
     ("fault", "words"),
     [
         ("key", r"teacher at http://.* cannot score: teacher answered 401 .*: no"),
+        ("word", r"cannot score: teacher answered 401 .*: wrong key"),
         ("ignored", "prompt_logprobs=3 gave 0 of 1 tokens their logprobs"),
         ("few", "prompt_logprobs=3 gave 0 of 1 tokens their logprobs"),
         ("refused", "prompt_logprobs: 3 is too many"),
@@ -201,6 +209,7 @@ def config_of(url: str, model: Path, **more: Any) -> RunConfig:
         ("gone", "cannot be reached"),
         ("", ""),
         ("starts", ""),
+        ("busy", ""),
     ],
 )
 def test_server_that_cannot_score_is_refused_by_check(
@@ -228,6 +237,29 @@ def test_server_that_cannot_score_is_refused_by_check(
         assert "teacher" in caught.value.way_out
     else:
         assert any("teacher: " in line for line in asyncio.run(story()))
+
+
+def test_call_to_a_busy_server_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        endpoint = Endpoint("busy")
+        await endpoint.server.start_server()
+        url = f"http://127.0.0.1:{endpoint.server.port}"
+        caller = Caller("teacher", url, "sk-right")
+        teacher = ServedTeacher(caller, temperature=1.0, top_k=3, on_lost=None)
+        request = ScoreRequest(token_ids=[5, 6, 7], start=1, top_k=3)
+        try:
+            await teacher.ready(10.0)
+            answer = await teacher._score(request)
+            assert answer.logprobs == [-7.0, -8.0]
+            assert len(endpoint.asked) == 6
+            monkeypatch.setattr("asyncrl.engines.teacher.CALL_TIMEOUT_S", 0.2)
+            with pytest.raises(EngineError, match="slower"):
+                await teacher._score(request)
+        finally:
+            await caller.aclose()
+            await endpoint.server.close()
+
+    asyncio.run(story())
 
 
 def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:

@@ -487,7 +487,7 @@ class RunConfig(FrozenConfig):
         taught = Counter(
             named.get(name, name)
             for teacher in self.teachers
-            for name in teacher.tasks or named
+            for name in dict.fromkeys(teacher.tasks or named)
         )
         for name in [*taught, *self.tasks] if self.teachers else ():
             key = key_of("task", name)

@@ -28,6 +28,11 @@ from asyncrl.messages.tokens import (
     Values,
 )
 
+BUSY = frozenset({429, 502, 503, 504})
+"""Answers of a busy server, or of a proxy before it: the call is repeated."""
+MAX_PAUSE_S = 30.0
+"""Longest pause before it is."""
+
 
 class Teacher(RoleClient):
     """`max_length`: tokens of the longest text. `num_ids`: the tokenizer's ids are below
@@ -87,7 +92,7 @@ class Teacher(RoleClient):
         num_top = num_scored * self._top_k
         is_whole = len(logprobs) == num_scored
         is_whole &= len(top_ids) == len(top_logprobs) == num_top
-        is_finite = np.isfinite([*logprobs, *top_logprobs]).all()
+        is_finite = np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()
         if not is_whole or not is_finite or not (logprobs <= LOGPROB_SLACK).all():
             raise EngineError(
                 self.name,
@@ -188,7 +193,8 @@ class ServedTeacher(Teacher):
                 raise self._unusable(str(failure)) from failure
             except CallRefused as failure:
                 # A server that others start again, or a proxy before it.
-                if failure.status < 500 or loop.time() >= end_s:
+                is_passing = failure.status >= 500 or failure.status in BUSY
+                if not is_passing or loop.time() >= end_s:
                     raise self._unusable(str(failure)) from failure
             except CallLost:
                 if loop.time() >= end_s:
@@ -196,9 +202,27 @@ class ServedTeacher(Teacher):
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        clock = asyncio.get_running_loop().time
+
         async def send() -> ScoreResponse:
-            async with self._scope.calls():
-                return await self._post(request, CALL_TIMEOUT_S)
+            end_s = clock() + CALL_TIMEOUT_S
+            pause_s = ASK_AGAIN_S
+            while True:
+                try:
+                    async with self._scope.calls():
+                        return await self._post(request, CALL_TIMEOUT_S)
+                except EngineLost:
+                    raise
+                except EngineError as error:
+                    refusal = error.__cause__
+                    is_busy = (
+                        isinstance(refusal, CallRefused) and refusal.status in BUSY
+                    )
+                    if not is_busy or clock() + pause_s > end_s:
+                        raise
+                # The call keeps its place, so that a busy server gets fewer calls.
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
         return await self.repeated("an answer to /v1/completions", send)
 

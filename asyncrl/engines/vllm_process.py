@@ -172,9 +172,10 @@ def _vllm_errors() -> Iterator[None]:
         error = error if isinstance(error, dict) else {"message": error}
         body = ErrorBody(error=str(error.get("message") or garbled.why))
         # In a stream the status was 200 before the error came, so the error has a code.
-        raise CallRefused(
-            garbled.server, garbled.path, error.get("code", garbled.status), body
-        ) from garbled
+        # Other servers than vLLM write words there, such as "invalid_api_key".
+        code = str(error.get("code"))
+        status = int(code) if code.isdecimal() else garbled.status
+        raise CallRefused(garbled.server, garbled.path, status, body) from garbled
 
 
 class VllmProcess(CallScope):

@@ -135,6 +135,8 @@ class Pace:
             yield "Set buffer.on_overdue=mask: it never waits for a straggler."
         elif name == "rewards":
             yield from self._scorer_cures()
+        elif name == "teaching" and all(one.base_url for one in config.teachers):
+            yield "Give the server at teacher.base_url more or faster devices."
         elif name == "teaching":
             yield self._faster("placement.teacher")
         elif name == "publishing":
