@@ -22,7 +22,7 @@ from trainer_cases import batch_of, make_spec
 from asyncrl.algorithms.advantages import EPSILON
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.messages.records import Credit
-from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.objective import BatchNumbers, Compare, Objective, Units
 
 
 class Turn(NamedTuple):
@@ -319,3 +319,25 @@ def test_runs_without_turns_are_refused(changes: dict[str, Any], message: str) -
     RunConfig.model_validate(config)
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate(config | changes)
+
+
+def test_samples_are_compared_by_role_if_all_of_their_group_have_one() -> None:
+    rewards = [1.0, 3.0, 10.0, 30.0]
+
+    def advantages(*states: str) -> list[float]:
+        units = Units(
+            rewards,
+            groups=[0] * 4,
+            unit_N=np.zeros(0, np.int64),
+            keys=[(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
+            states=[*states],
+            tasks=[""] * 4,
+        )
+        compare = Compare(AlgorithmConfig(advantage="rloo"))
+        return compare(units, torch.tensor(rewards)).tolist()
+
+    assert advantages("main", "main", "searcher", "searcher") == [-2, 2, -20, 20]
+    means = [(sum(rewards) - reward) / 3 for reward in rewards]
+    whole = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
+    assert advantages("main", "", "searcher", "searcher") == pytest.approx(whole)
+    assert advantages("", "", "", "") == pytest.approx(whole)

@@ -426,10 +426,20 @@ def test_rewards_of_parts_count_not_their_mean() -> None:
     # one turn was better than the other
     credits = (Credit(2, 3, 0.0, 0), Credit(3, 4, 1.0, 1))
     branches = tuple(replace(branch, credits=credits) for branch in group.trajectories)
-    assert (rewards_of(group), rewards_of(replace(group, trajectories=branches))) == (
-        {0.5},
-        {0.0, 1.0},
-    )
+    assert rewards_of(group) == {"": {0.5}}
+    assert rewards_of(replace(group, trajectories=branches)) == {"": {0.0, 1.0}}
+
+
+def test_equal_rewards_are_equal_within_each_role() -> None:
+    buffer = make_buffer(filter="equal_rewards")
+    roles = (Credit(2, 3, 0.5, 0, "searcher"), Credit(3, 4, 1.0, 1, "main"))
+    cut = (Credit(2, 3, 0.0, 0),)
+    for last, expected in ((roles, "filtered"), (cut, "ready")):
+        (group_id,) = admit(buffer, 1)
+        group = make_group(group_id, [0, 0], [0, 0], rewards=[0.75, 0.75])
+        first, second = group.trajectories
+        branches = (replace(first, credits=roles), replace(second, credits=last))
+        assert buffer.finish_nowait(replace(group, trajectories=branches)) == expected
 
 
 def test_too_many_filtered_groups_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,7 @@ algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect
 HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
+generator.worker_python=python3 -> is for agents of `python` or `command`; remove it
 placement.actor=all -> trainer, rollout, critic, eval, teacher, judge, reward; actor is placement.trainer here
 algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
 placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key

@@ -172,6 +172,22 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         RESPONSES,
         {
+            "input": [
+                {"role": "assistant", "content": 5},
+                {
+                    "type": "function_call",
+                    "call_id": "c",
+                    "name": "f",
+                    "arguments": "{}",
+                },
+                {"role": "assistant", "content": "x"},
+            ]
+        },
+        "content: Input should be a valid string",
+    ),
+    (
+        RESPONSES,
+        {
             "input": "x",
             "tools": [
                 {"type": "namespace", "name": "a", "tools": [{"type": "function"}]}

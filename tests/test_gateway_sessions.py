@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import socket
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -556,8 +557,14 @@ async def test_sub_agents_share_or_split_the_reward(
         ]
         found = {branch.calls[0].agent: branch.credits[0].reward for branch in branches}
         assert found == dict(zip(AGENTS, expected, strict=True))
-        roles = {branch.calls[0].agent: branch.credits[0].state for branch in branches}
-        assert roles == {agent: agent or "main" for agent in AGENTS}
+        assert {branch.credits[0].state for branch in branches} == {""}
+        named = replace(outcome, roles={"searcher": "reader"})
+        states = {
+            branch.calls[0].agent: branch.credits[0].state
+            for branch in world.session.rollout(0, named, 0.5)
+        }
+        others = {agent: agent or "main" for agent in AGENTS}
+        assert states == others | {"searcher": "reader"}
 
 
 @in_loop
@@ -596,7 +603,7 @@ async def test_child_of_a_session_calls_as_its_agent() -> None:
         agents = {call.agent for branch in rollout for call in branch.calls}
         assert agents == {"", "searcher/reader"}
         assert {branch.reward for branch in rollout} == {0.5}
-    for role in ("", "a/b", "Müller", "a\nb"):
+    for role in ("", "a/b", "Müller", "a\nb", "a "):
         with pytest.raises(ConfigError, match="a role is printable ASCII"):
             session.child(role)
 

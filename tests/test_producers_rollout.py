@@ -368,6 +368,12 @@ def test_session_ends_before_the_task_scores_it(
     assert host.works == [Work("g4/r2", HARNESS_PROMPT, 2, 0, "key-0", 10.0)]
 
 
+def test_evaluation_asks_for_the_same_task_in_each_attempt() -> None:
+    host = FakeHost(RolloutFailure("lost"))
+    run_harness(host, retries=1, task_seed=lambda prompt, sample: 70 + sample)
+    assert [(work.attempt, work.seed) for work in host.works] == [(0, 72), (1, 72)]
+
+
 @pytest.mark.parametrize("by_turn", [False, True])
 def test_rollouts_have_credits_by_turn_if_the_run_wants_them(by_turn: bool) -> None:
     host = FakeHost(Outcome(1.0))

@@ -75,7 +75,7 @@ async def test_each_span_is_a_sample_of_the_advantage() -> None:
     (first,) = await rollout_of(reward)
     (second,) = await rollout_of(lambda *_: 2.0)
     group = Group(GroupId(0), PROMPT, (first, replace(second, sample_index=1)))
-    assert rewards_of(group) == {0.5, -1.0, 2.0}
+    assert rewards_of(group) == {"": {0.5, -1.0, 2.0}}
     header, tokens = pack_groups(Batch(0, (group,), 0))
     units = find_units(header, len(tokens))
     assert (units.rewards, units.groups) == ([0.5, -1.0, 2.0], [0, 0, 0])

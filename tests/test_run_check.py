@@ -23,6 +23,7 @@ from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.launch.machine import Machine, single_node
+from asyncrl.trainer import model_folder
 
 MODULE = """
     import threading
@@ -276,3 +277,11 @@ def test_too_few_open_files_are_refused(
         run_job(config, here / "run", name="test")
     assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
     assert not (here / "run").exists()
+
+
+def test_type_of_the_table_that_this_transformers_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_folder, "find_support", lambda _: ["a row"])
+    with pytest.raises(ConfigError, match="qwen99, which transformers does not know"):
+        model_folder.check_model_type("qwen99", "the model")

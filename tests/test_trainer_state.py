@@ -198,6 +198,8 @@ def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(
         assert record.read_bytes() == written, "no part of a line is left"
         with pytest.raises(Refused, match="lacks trained steps: File too large"):
             step.begin_save_state(tmp_path / "state")
+        with pytest.raises(Refused, match="lacks trained steps: File too large"):
+            step.save(tmp_path / "final")
     assert not (tmp_path / "state").exists()
     assert "lacks step 2 for now" in caplog.text
     step.begin_save_state(tmp_path / "state").result()

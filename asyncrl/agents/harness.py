@@ -116,10 +116,12 @@ class Session:
 
         Example: session.child("searcher").child("reader") is the agent searcher/reader.
         """
-        if not role or "/" in role or not role.isprintable() or not role.isascii():
+        # A header's value has no space at its ends.
+        is_header = role.isascii() and role.isprintable() and role == role.strip()
+        if not role or "/" in role or not is_header:
             raise ConfigError(
                 f"session.child({role!r:.80}) has no name for the agent",
-                rule="a role is printable ASCII without /",
+                rule="a role is printable ASCII without / and without spaces at its ends",
                 way_out='name it, such as session.child("searcher").',
             )
         given = {"max_calls": max_calls, "max_tokens": max_tokens}

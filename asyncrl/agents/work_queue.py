@@ -446,7 +446,7 @@ class RolloutQueue:
                 has_answer=harness.give_answer,
                 sample_index=work.sample_index,
                 attempt=work.attempt,
-                seed=self.task_seed(work),
+                seed=self.task_seed(work) if work.seed is None else work.seed,
                 key=work.key,
                 outcome_key=secrets.token_hex(24)
                 if harness.outcomes == "posted"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from asyncrl.base.errors import TaskError, WouldWait
@@ -142,9 +142,11 @@ class Buffer:
         """
         # Before the rule hears of it: a filtered group leaves like a failed one and
         # frees its admission for another prompt.
-        if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
-            self._filter(group)
-            return "filtered"
+        if self.config.filter == "equal_rewards":
+            rewards = rewards_of(group)
+            if all(len(of_role) == 1 for of_role in rewards.values()):
+                self._filter(group, rewards)
+                return "filtered"
         self._filtered_in_a_row = 0
         oldest, newest = _versions(group)
         is_useless = self.rule.finish_nowait(
@@ -158,13 +160,14 @@ class Buffer:
             self._requeue(group.group_id)
         return "requeued" if is_useless else "ready"
 
-    def _filter(self, group: Group) -> None:
+    def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1
         if self._filtered_in_a_row >= MAX_FILTERED_GROUPS:
+            shown = ", ".join(f"{min(of_role):g}" for of_role in rewards.values())
             raise TaskError(
                 self.name,
                 f"{self._filtered_in_a_row} groups in a row had one reward for all their rollouts, as has "
-                f"group {group.group_id}, prompt {group.prompt.prompt_id}: {rewards_of(group).pop():g}",
+                f"group {group.group_id}, prompt {group.prompt.prompt_id}: {shown}",
                 rule="buffer.filter replaces them; MAX_FILTERED_GROUPS of them in a row end the run",
                 way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none.",
             )
@@ -314,15 +317,17 @@ def _versions(group: Group) -> tuple[int, int]:
     return min(versions), max(versions)
 
 
-def rewards_of(group: Group) -> set[float]:
-    """Return the rewards of a group's rollouts or credits.
+def rewards_of(group: Group) -> dict[str, set[float]]:
+    """Return the rewards that are compared with each other: of a group's rollouts or
+    credits, by role if all have one, as Units.by_role does.
 
     Equal rewards give no gradient. Dynamic sampling replaces such groups (DAPO,
     https://arxiv.org/abs/2503.14476, section 3.2).
     """
-    rewards = set[float]()
+    rewards = defaultdict[str, set[float]](set)
     for trajectory in group.trajectories:
-        rewards.update(
-            [credit.reward for credit in trajectory.credits] or [trajectory.reward]
-        )
-    return rewards
+        for credit in trajectory.credits:
+            rewards[credit.state].add(credit.reward)
+        if not trajectory.credits:
+            rewards[""].add(trajectory.reward)
+    return {"": set().union(*rewards.values())} if "" in rewards else rewards

@@ -152,7 +152,6 @@ class GeneratorConfig(FrozenConfig):
             "sandbox_paths": ["command"],
             "max_memory_mb": ["command"],
             "args": ["python", "verifiers", "openenv"],
-            "worker_python": ["python", "command"],
             "give_answer": kinds,
             "on_overflow": kinds,
             "outcomes": {

@@ -582,6 +582,9 @@ class RunConfig(FrozenConfig):
         # A remote worker has one harness, and runs every item that it gets.
         if generator.remote and len(self.harnesses) > 1:
             yield "generator.remote runs one harness; remove task.generator, or let the run start its workers"
+        has_program = any(one.python or one.command for one in self.harnesses)
+        if generator.worker_python is not None and not has_program:
+            yield "generator.worker_python is for agents of `python` or `command`; remove it"
         is_used = any(task.generator is None for task in self.all_tasks)
         if generator.is_harness and not is_used:
             yield "every task has its `generator`, so that of the run has no use; remove it"

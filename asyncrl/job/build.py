@@ -18,6 +18,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
+    TASK_SEED_TURN,
     AgentRuntime,
     make_generator,
     seeds_from,
@@ -318,10 +319,11 @@ def _make_evaluation(
             return replace(alone, sampling=settings.sampling, reseeds=False)
         # A separate route, with other sampling and seeds. An engine that breaks here
         # must fail this evaluation; the main route ends the run.
+        seeds = seeds_from(EVAL_SEED, reseeds=False)
         host = agents.gateway.add_route(
             engine,
             sampling=settings.sampling,
-            seed_of=seeds_from(EVAL_SEED, reseeds=False),
+            seed_of=seeds,
             on_broken=broken.append,
         )
         return HarnessGenerator(
@@ -331,13 +333,16 @@ def _make_evaluation(
             program.on_overflow,
             harness=config.harnesses.index(program),
             rules=limits.rules_of_session,
+            task_seed=lambda prompt, sample: seeds(prompt, sample, 0, TASK_SEED_TURN),
         )
 
     sets = list[HeldOut]()
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[ComponentError]()
-        scorers = fleet.make_scorers({name: task}, {name: settings.task}, EVAL_SEED)
+        # The only evaluation has no name here, and its task may have one.
+        label = prompts[0].task
+        scorers = fleet.make_scorers({label: task}, {label: settings.task}, EVAL_SEED)
         sets.append(
             HeldOut(
                 generator=generator_of(name, scorers, broken),

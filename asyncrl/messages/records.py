@@ -287,9 +287,10 @@ class Outcome:
     `reward` None: the task's reward function scores the last completion. `turn_rewards`
     maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
     each completion is a separate sample of the advantage. `roles` maps agents to names
-    that are the same in all rollouts of a group (default: its own). `turn_states` maps completion
-    ids to the state before the turn, for algorithm.turn_discount; of the others, equal
-    prompt ids are equal states.
+    that are the same in all rollouts of a group: samples are then compared by role
+    (default: an agent's name; without any, all are compared). `turn_states` maps
+    completion ids to the state before the turn, for algorithm.turn_discount; of the
+    others, equal prompt ids are equal states.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is
@@ -385,3 +386,5 @@ class Work:
     harness: int = 0
     outcome_key: str | None = None
     """With which the reward is posted later."""
+    seed: int | None = None
+    """Task.seed; None: the run's, of prompt, sample and attempt."""

@@ -547,6 +547,8 @@ class HarnessGenerator:
     by_turn: bool = False
     harness: int = 0
     rules: SessionRules = RUN_RULES
+    task_seed: Callable[[str, int], int] | None = None
+    """Task.seed of a prompt's sample, in all attempts; None: see Work."""
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Let a worker run the harness, and end the session. Raises RolloutFailure if
@@ -583,6 +585,7 @@ class HarnessGenerator:
                 scorer.labels,
                 self.harness,
                 outcome_key,
+                self.task_seed and self.task_seed(prompt.seed_id, index),
             )
             outcome, is_cut = await self._outcome(session, work, attempt)
             ends = "its harness has finished"  # leftover work would keep sampling

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +182,13 @@ def load_limit_s(folder: Path) -> float:
 
 def check_model_type(model_type: object, source: str) -> None:
     """Raise ConfigError for an unknown architecture."""
-    # The next import reads the folders of all models, for half a second.
-    if find_support(str(model_type)):
+    # The last import reads the folders of all models, for half a second. The table also
+    # has types of newer releases of transformers.
+    package = find_spec("transformers")
+    assert package is not None
+    assert package.origin is not None
+    known = Path(package.origin).parent / "models" / str(model_type)
+    if find_support(str(model_type)) and known.is_dir():
         return
     from transformers.models.auto import auto_mappings
 

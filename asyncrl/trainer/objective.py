@@ -155,9 +155,16 @@ class Units(NamedTuple):
         )
 
     def by_role(self) -> list[int]:
-        """Return a group for each role of each group, from 0."""
+        """Return a group for each role of each group, from 0.
+
+        A group with a unit without a role, such as a rollout that was cut before its
+        harness named roles, stays whole: alone, the cut one would not be punished.
+        """
         _, role_B = np.unique(self.states, return_inverse=True)
-        pairs_B2 = np.stack([self.groups, role_B.reshape(-1)], axis=1)
+        group_B = np.array(self.groups)
+        is_whole_B = np.isin(group_B, group_B[np.array(self.states) == ""])
+        role_B = np.where(is_whole_B, -1, role_B.reshape(-1))
+        pairs_B2 = np.stack([group_B, role_B], axis=1)
         _, group_B = np.unique(pairs_B2, axis=0, return_inverse=True)
         return group_B.reshape(-1).tolist()
 

@@ -665,8 +665,9 @@ class TrainerRank(TrainedModel):
             raise Refused(
                 507,
                 f"{self.spec.record_path} lacks trained steps: {error.strerror}",
-                rule="a checkpoint is never newer than the record of trained tokens",
-                way_out="free space on the disk of the run directory; the next checkpoint tries again.",
+                rule="neither a checkpoint nor the final model is newer than the record of trained tokens",
+                way_out="free space on the disk of the run directory; the next checkpoint, or a resume, tries "
+                "again.",
             ) from error
 
     def before_change(self) -> None:
@@ -718,6 +719,8 @@ class TrainerRank(TrainedModel):
         """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
         and Refused.
         """
+        # The run may end now: its record must be whole.
+        self.ranks.agree(self._write_record)
         self._use("save", POLICY_WEIGHTS)
         self.exports.save(path)
 

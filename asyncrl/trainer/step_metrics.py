@@ -414,6 +414,8 @@ class RecordWriter:
             if not line.endswith(b"\n"):
                 cut_at(self._path, start)
             self.note({"restored": version})
+        elif self._waiting:
+            self.note({"restored": version})
 
     def write(self) -> None:
         """Append the noted lines. Raises OSError; then they wait for the next call."""

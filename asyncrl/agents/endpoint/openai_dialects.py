@@ -266,7 +266,8 @@ def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
         )
         is_next = is_next_text or "reasoning_content" in message
         # a content that is no list has a message of its own, which the chat refuses
-        is_next |= not isinstance(message.get("content", []), list)
+        contents = [each.get("content", []) for each in (last, message)]
+        is_next |= not all(isinstance(content, list) for content in contents)
         if is_next or not last.get("role") == message["role"] == "assistant":
             messages.append(message)
             continue

@@ -395,13 +395,10 @@ class GatewaySession:
         agents = self.capture.agents
         rewards = _by_completion(outcome.turn_rewards, agents, by_turn=by_turn)
         roles = dict[str, str]()
-        if rewards is not outcome.turn_rewards:
-            # Rewards of different roles have different scales.
-            own = {MAIN_AGENT: MAIN_AGENT, **outcome.roles}
-            roles = {
-                name: own.get(agent or MAIN_AGENT, agent)
-                for name, agent in agents.items()
-            }
+        if rewards is not outcome.turn_rewards and outcome.roles:
+            for name, agent in agents.items():
+                own = agent or MAIN_AGENT
+                roles[name] = outcome.roles.get(own, own)
         outcome = replace(outcome, turn_rewards=rewards, roles=roles)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
