@@ -23,6 +23,7 @@ from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.launch.machine import Machine, single_node
+from asyncrl.models.support import find_support
 from asyncrl.trainer import model_folder
 
 MODULE = """
@@ -52,6 +53,7 @@ FOLDER = {
     "cut/model.safetensors": "\x40" + 7 * "\0" + "{}",
     "mute/config.json": '{"model_type": "qwen3", "vocab_size": 32}',
     "mute/model.safetensors": "\x02" + 7 * "\0" + "{}",
+    "a_teacher/config.json": '{"model_type": "bloom"}',
     "refuses.jinja": "{{ raise_exception('no chats') }}",
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
@@ -64,6 +66,8 @@ model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which 
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
 model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
 model.scratch.architecture={model_type: deepseek_v32} -> the embedded engine refuses ... rollout.engine=vllm
+model.scratch.architecture=MBART -> the embedded engine refuses mbart models: ... rollout.engine=vllm
+teacher.path=a_teacher algorithm.distill_weight=1 -> refuses bloom models ... set teacher.engine=vllm
 model.scratch.architecture.hiden_size=3 -> does not know hiden_size ... hidden_size?
 model.scratch.architecture.hidden_act=nonesuch -> cannot load the model model.scratch.architecture
 trainer.lora={targets: [nonesuch]} -> has no layer nonesuch
@@ -88,6 +92,12 @@ rollout.logit_bias={100: 1} -> rollout.logit_bias has token id 100 ... the model
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """
+# Of a type outside of docs/models.csv: the engine itself is asked.
+MBART = (
+    "{model_type: mbart, d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, "
+    "decoder_ffn_dim: 64, max_position_embeddings: 128}"
+)
+REFUSED = REFUSED.replace("MBART", MBART, 1)
 CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
 """(settings, words that are said, parts apart by ...)."""
 
@@ -137,6 +147,21 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     said = capsys.readouterr().err
     assert is_said(words, said), said
     assert "Way out: " in said
+
+
+def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(here: Path) -> None:
+    sizes = "n_embd: 32, n_layer: 2, n_head: 4, n_positions: 128"
+    for architecture in (f"{{model_type: gpt-sw3, {sizes}}}", MBART):
+        setting = f"model.scratch.architecture={architecture}"
+        assert not find_support(architecture.split()[1].rstrip(","))
+        config = load_config(write_config(here), [setting])
+        if architecture != MBART:
+            validate(config)
+            continue
+        with pytest.raises(ConfigError, match="cannot|differ") as refused:
+            validate(config)
+        assert refused.value.way_out == "set rollout.engine=vllm."
+        validate(load_config(write_config(here), [setting, "rollout.engine=vllm"]))
 
 
 CONFIGS = Path(__file__).parent.parent / "configs"

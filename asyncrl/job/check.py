@@ -285,6 +285,7 @@ def validate(
     if tokenizer is not None:
         check_bias(config, tokenizer)
         find_models(config, tokenizer, find_on_disk)
+    _try_engines(config, found)
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
     for algorithm in algorithms:
@@ -399,13 +400,49 @@ def _check_support(config: RunConfig, found: Found) -> None:
     found.lines += support_lines(rows) or [
         f"model: its type, {model_type}, is not tested (docs/models.md)"
     ]
-    if config.rollout.engine == "embedded" and {
-        row["embedded engine"] for row in rows
-    } == {"refused"}:
-        raise ConfigError(
-            f"the embedded engine refuses {model_type} models: {rows[0]['known deviation']}",
-            way_out=f"set rollout.engine=vllm (vLLM lists this family: {rows[0]['vllm']}).",
-        )
+    for key, model, _ in _embedded_models(config):
+        model_type = read_architecture(model).get("model_type", "")
+        rows = find_support(model_type)
+        if {row["embedded engine"] for row in rows} == {"refused"}:
+            raise ConfigError(
+                f"the embedded engine refuses {model_type} models: {rows[0]['known deviation']}",
+                way_out=f"set {key}=vllm (vLLM lists this family: {rows[0]['vllm']}).",
+            )
+
+
+def _embedded_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig, int]]:
+    """Yield the models that embedded engines serve, as (setting of the engine, model,
+    longest text).
+    """
+    longest = config.rollout.max_length
+    if config.rollout.engine == "embedded":  # an own eval engine is of this kind
+        yield "rollout.engine", config.model, longest
+    for teacher in config.teachers:
+        if teacher.is_embedded:
+            own = ModelConfig(path=teacher.path, revision=teacher.revision)
+            yield "teacher.engine", own, longest
+    for judge in config.served_judges:
+        if judge.engine == "embedded":
+            own = ModelConfig(path=judge.model, revision=judge.revision)
+            yield "task.reward.judge.engine", own, judge.max_length
+
+
+def _try_engines(config: RunConfig, found: Found) -> None:
+    """Raise ConfigError if an embedded engine would refuse a model of a type outside of
+    docs/models.csv. Blocks.
+    """
+    for key, model, longest in _embedded_models(config):
+        architecture = read_architecture(model)
+        if not architecture or find_support(architecture.get("model_type", "")):
+            continue
+        try:
+            from asyncrl.trainer.model_trial import try_engine
+        except ModuleNotFoundError as error:
+            found.lines.append(
+                f"{key}=embedded: not tried: that needs the package {error.name}"
+            )
+            return
+        try_engine(key, model, find_architecture(model).parent, longest)
 
 
 def _check_model(

@@ -82,6 +82,28 @@ def sections_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def add_old_keys(config: dict[str, Any]) -> None:
+    """Add to a config.json of transformers 5 what 4 reads by other names. Without them
+    it would take its defaults, without a word.
+    """
+    for section in sections_of(config):
+        rope = section.get("rope_parameters") or {}
+        # Gemma 3 has a table for each kind of layer.
+        if str(section.get("model_type")).startswith("gemma3"):
+            local = rope.get("sliding_attention") or {}
+            if "rope_theta" in local:
+                section.setdefault("rope_local_base_freq", local["rope_theta"])
+            rope = rope.get("full_attention") or rope
+        if "rope_theta" in rope:
+            section.setdefault("rope_theta", rope["rope_theta"])
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            section.setdefault(
+                "rope_scaling", None if rope.get("rope_type") == "default" else scaling
+            )
+        if "num_local_experts" in section:
+            section.setdefault("num_experts", section["num_local_experts"])
+
+
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the quantisation of a config.json, or None for plain weights."""
     found = [

@@ -24,7 +24,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import fail
 from asyncrl.config import ScratchConfig
-from asyncrl.models.loading import loading
+from asyncrl.models.loading import add_old_keys, loading, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # imports torch
@@ -150,7 +150,11 @@ def make_scratch_model(spec: ScratchSpec) -> None:
         }
         portable["additional_special_tokens"] = portable.pop("extra_special_tokens")
         described.write_text(json.dumps(portable, indent=2) + "\n")
-        open_as(unfinished, unfinished / "config.json")
+        config_file = unfinished / "config.json"
+        written = read_config(unfinished)
+        add_old_keys(written)
+        config_file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+        open_as(unfinished, config_file)
 
 
 def main() -> None:

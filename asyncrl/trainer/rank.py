@@ -666,7 +666,7 @@ class TrainerRank(TrainedModel):
                 507,
                 f"{self.spec.record_path} lacks trained steps: {error.strerror}",
                 rule="neither a checkpoint nor the final model is newer than the record of trained tokens",
-                way_out="free space on the disk of the run directory; the next checkpoint, or a resume, tries "
+                way_out="free space on the disk of the run directory; the next checkpoint or a resume tries "
                 "again.",
             ) from error
 

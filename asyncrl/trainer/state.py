@@ -45,6 +45,7 @@ from asyncrl.config import LoraConfig
 from asyncrl.models.loading import (
     QUANTIZATION,
     RESCALE,
+    add_old_keys,
     carried_over,
     load_language_model,
     loading,
@@ -482,14 +483,7 @@ def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str
         section.pop(QUANTIZATION, None)
         if RESCALE in section:
             section[RESCALE] = False
-        rope = section.get("rope_parameters") or {}
-        # the key of transformers 5; 4 would read its default, without a word
-        if "rope_theta" in rope:
-            section.setdefault("rope_theta", rope["rope_theta"])
-            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-            section.setdefault(
-                "rope_scaling", None if rope.get("rope_type") == "default" else scaling
-            )
+    add_old_keys(config)
     return config
 
 
