@@ -232,6 +232,7 @@ HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
 generator.worker_python=python3 -> is for agents of `python` or `command`; remove it
 placement.actor=all -> trainer, rollout, critic, eval, teacher, judge, reward; actor is placement.trainer here
+algorithm.advantage=gae trainer.offload.by_layer=true critic.offload.weights=never -> remove critic.offload
 algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
 placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
 placement.trainer=0-999999999 -> a range has at most 1024 devices

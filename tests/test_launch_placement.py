@@ -142,6 +142,7 @@ def test_critic_has_the_devices_that_are_written(
         ((2,), [*GAE, "placement={trainer: 0, rollout: 1, critic: cpu}"], "both on CUDA devices"),
         ((4,), [*GAE, "placement.critic=[2, 3]"], "set critic.world_size=2"),
         ((2,), [*GAE, "placement.critic=2"], "n0 has 2 CUDA devices"),
+        ((1,), [*GAE, "placement.critic=0"], "leaves no CUDA device for placement"),
         ((3,), [*GAE, "placement={trainer: 0, rollout: 1, critic: 2, eval: 2}", EVAL, OWN],
          "placement.eval=2 is cuda:2, which the critic uses"),
         # several nodes

@@ -33,7 +33,7 @@ from asyncrl.config.offload_config import (
 from asyncrl.messages.engine_api import TrainerPart
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks, loss_behind
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 POLICY_OPTIMIZER = ModelPart("policy", "optimizer")
@@ -255,6 +255,34 @@ def test_move_that_fails_on_another_rank_moves_nothing(make_step: MakeStep) -> N
         step.onload(ALL)
     assert len(step.offloaded) == 3
     assert are_gone(step._tensors_of(POLICY_WEIGHTS))
+
+
+def test_move_that_fails_within_a_step_ends_the_process(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then the critic has taken its step and the policy has not."""
+    critic = PPO["critic"] | {"offload": {"optimizer": "always"}}
+    spec = make_spec(tiny_model_dir, tmp_path, **{**PPO, "critic": critic})
+    step = TrainerRank(spec)
+    assert step.critic is not None
+    move = step._offload._together
+    has_stepped = list[bool]()
+
+    def fails(what: str, *rest: Any) -> Any:
+        if has_stepped:
+            raise Refused(507, f"cannot {what}")
+        return move(what, *rest)
+
+    optimizer = step.critic.trained.optimizer
+    optimizer.register_step_post_hook(lambda *_: has_stepped.append(True))
+    monkeypatch.setattr(step._offload, "_together", fails)
+    with pytest.raises(
+        BrokenStepError, match="cannot offload critic optimizer"
+    ) as error:
+        step.train(*make_batch())
+    lost = loss_behind(error.value, spec)
+    assert lost is not None
+    assert lost.status == 503, "the supervisor restarts the trainer"
 
 
 def test_offloaded_parts_have_no_memory(make_step: MakeStep) -> None:

@@ -450,6 +450,8 @@ class RunConfig(FrozenConfig):
                 f"critic.offload is for a critic on the trainer's devices, and placement.critic={where}; "
                 "remove it"
             )
+        if self.trainer.offload.by_layer and self.critic.offload != OffloadConfig():
+            yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
         if size > (sequences := self._step_sequences):
             yield f"critic.world_size={size} is above the {sequences} sequences of an optimizer step"
         if not self.algorithm.needs_critic:

@@ -296,6 +296,14 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 
 
 def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
+    for side, devices in (("trainer", trainer), ("rollout", rollout)):
+        if not devices:
+            raise ConfigError(
+                f"placement.critic={config.placement.critic} leaves no CUDA device for "
+                f"placement.{side}={getattr(config.placement, side)}",
+                rule="a critic on its own devices works at the same time as the trainer",
+                way_out="set placement.critic=auto, for the trainer's ranks, or use more devices.",
+            )
     shared = {
         device for device in trainer if device in rollout and device.name != "cpu"
     }

@@ -51,7 +51,7 @@ from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import Trained, make_optimizer
 from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.policy import Policy, Scores
-from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks
 from asyncrl.trainer.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.step_metrics import Fresh
 from asyncrl.trainer.sums import (
@@ -345,7 +345,7 @@ class TrainerRank(TrainedModel):
         # By this critic, not by the one at sampling: its values of all tokens, however
         # old, are of one function, and need not travel.
         if self.critic is not None:
-            self._use("compute values", CRITIC_WEIGHTS)
+            self._use_in_step("compute values", CRITIC_WEIGHTS)
             batch.value_N = self.critic.values(batch)
         elif self.spec.critic_ranks:
             batch.value_N = np.zeros(len(batch.has_loss), np.float32)
@@ -361,7 +361,9 @@ class TrainerRank(TrainedModel):
     ) -> tuple[Float32N, Float32N]:
         """Return logprobs and entropies, float32 [N], 0 without loss."""
         is_reference = policy is self.reference
-        self._use("score", REFERENCE_WEIGHTS if is_reference else POLICY_WEIGHTS)
+        self._use_in_step(
+            "score", REFERENCE_WEIGHTS if is_reference else POLICY_WEIGHTS
+        )
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[tuple[MicroBatch, Scores]]()
@@ -407,7 +409,7 @@ class TrainerRank(TrainedModel):
         """
         part = self.everyone.agree(lambda: self._add_policys(version, batch, chosen))
         if self.critic is not None:
-            self._use("add the critic's gradient", *CRITIC_PASS)
+            self._use_in_step("add the critic's gradient", *CRITIC_PASS)
             self.critic.add_gradient(batch, chosen)
         return part
 
@@ -415,7 +417,7 @@ class TrainerRank(TrainedModel):
         self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
     ) -> PartSums:
         step = version.open_step
-        self._use("add a gradient", *POLICY_PASS)
+        self._use_in_step("add a gradient", *POLICY_PASS)
         numbers = self._objective.step_numbers(batch, chosen)
         # The loss weights divide by the size of this part, and nobody knows yet whether
         # other parts follow. So each further part shrinks the gradient so far to its
@@ -488,7 +490,7 @@ class TrainerRank(TrainedModel):
         """Add the gradient of the mean negative log-likelihood of the chosen tokens,
         times algorithm.sft_weight. The other parts of the loss do not see them.
         """
-        self._use("add the gradient of demonstrations", *POLICY_PASS)
+        self._use_in_step("add the gradient of demonstrations", *POLICY_PASS)
         weight = self.spec.algorithm.sft_weight_at(self.policy_version)
         num_tokens = int(chosen.sum())
         losses = list[MicroLoss]()
@@ -517,7 +519,7 @@ class TrainerRank(TrainedModel):
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.
         number = self.policy_version * loop.epochs * loop.mini_batches + index
-        self._use("take an optimizer step", POLICY_GRADIENTS)
+        self._use_in_step("take an optimizer step", POLICY_GRADIENTS)
         self._meter.enter("optimizer")
         grad_norm = self._trained.prepare_step(loop, number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
@@ -525,7 +527,7 @@ class TrainerRank(TrainedModel):
             needed["loss of demonstrations"] = step.sft_loss
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
-            self._use("take the critic's step", CRITIC_GRADIENTS)
+            self._use_in_step("take the critic's step", CRITIC_GRADIENTS)
             needed |= self.critic.clip(number)
         needed = self.everyone.merge(needed)
         if all(map(math.isfinite, needed.values())):
@@ -536,10 +538,10 @@ class TrainerRank(TrainedModel):
             self.before_change()
             self._meter.enter("optimizer")
             if self.critic is not None:
-                self._use("take the critic's step", *CRITIC_STEP)
+                self._use_in_step("take the critic's step", *CRITIC_STEP)
                 self.critic.trained.step()
             if not self._is_warming_up:
-                self._use("take an optimizer step", *POLICY_STEP)
+                self._use_in_step("take an optimizer step", *POLICY_STEP)
                 self._trained.step()
             self.num_skipped_in_a_row = 0
             step.grad_norm = grad_norm
@@ -797,9 +799,18 @@ class TrainerRank(TrainedModel):
             self._offload.use(used)
             self._meter.enter(phase)
 
+    def _use_in_step(self, what: str, *used: ModelPart) -> None:
+        """As _use(), after other ranks or the other model have begun. Raises BrokenStepError."""
+        try:
+            self._use(what, *used)
+        except Refused as refused:
+            # A refusal promises that nothing has changed. Here a critic may have taken
+            # its step, and the ranks of a critic apart would wait for this one.
+            raise BrokenStepError(str(refused)) from refused
+
     def _use_model(self, prefix: str) -> None:
         """Bring the model whose tensors have `prefix` in a state."""
-        self._use("load a state", *(CRITIC_STEP if prefix else POLICY_STEP))
+        self._use_in_step("load a state", *(CRITIC_STEP if prefix else POLICY_STEP))
 
     def _tensors_of(self, moved: ModelPart) -> list[Tensor]:
         model: nn.Module | None = self.policy

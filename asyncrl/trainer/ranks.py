@@ -304,10 +304,23 @@ def _open_store(spec: TrainerSpec, where: str) -> Store:
     )
 
 
-def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
-    """Return the refusal of a rank that has lost the others; None if `error` has
-    another cause.
+class BrokenStepError(RuntimeError):
+    """A call that stopped half-way: models or ranks may differ by a step, so all start
+    again from the checkpoint.
     """
+
+
+def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
+    """Return the refusal of a rank that has lost the others, or its own step; None if
+    `error` has another cause.
+    """
+    if isinstance(error, BrokenStepError):
+        return Refused(
+            LOST_STATUS,
+            str(error),
+            rule="if parts cannot be moved within a step, the trainer starts again from its checkpoint",
+            way_out="free memory, or space on the disk of the run directory.",
+        )
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     first_line, _, _ = str(error).partition("\n")
