@@ -14,7 +14,7 @@ import pytest
 import yaml
 from gateway_cases import gateway_world, in_loop
 from harness_gateway import make_work, open_gateway, working
-from job_runs import ROOT, read_lines, run, variant
+from job_runs import ROOT, read_lines, run, variant, write_config
 from pydantic import ValidationError
 from rollout_cases import one_token, virtual
 from test_producers_rollout import HARNESS_PROMPT
@@ -402,3 +402,18 @@ def test_two_environments_train_in_one_run_that_resumes_exactly(tmp_path: Path) 
     assert has_tools == {"agent"}
     assert all(line["eval/failed"] == 0 for line in newest.values())
     assert json.loads((whole / "summary.json").read_text())["policy_version"] == 4
+
+
+@pytest.mark.slow
+def test_single_evaluation_with_a_name_is_scored(tmp_path: Path) -> None:
+    held_out = {"python": "asyncrl.tasks.toy:Letters", "size": 64}
+    config = write_config(
+        tmp_path,
+        eval={"engine": "rollout", "name": "held", "task": held_out},
+        trainer={"num_steps": 1},
+    )
+    ended = run(config, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    lines = read_lines(tmp_path / "run" / "eval.jsonl")
+    assert {line["eval/failed"] for line in lines} == {0}
+    assert all("eval/reward_mean" in line for line in lines)
