@@ -169,7 +169,7 @@ def test_models_that_take_turns_need_the_largest(models: list[str], saved: int) 
     plain, gone = (
         memory(planned(2, *GAE, *more), "trainer-0").total for more in ([], rules)
     )
-    # The head of the quickstart's model is tied: the critic has as many weights.
+    # The head of the quickstart's model is tied: the critic has the same number of weights.
     assert plain - gone == saved * planned(2).shape.num_parameters
 
 
@@ -191,7 +191,7 @@ def test_part_that_never_leaves_is_beside_the_engines(
     num = plan.shape.num_parameters
     held = plan.needed_bytes("cuda:0") - apart.needed_bytes("cuda:0")
     assert held == stays * num
-    # vLLM gets what is left of the device; the trainer keeps all of it in its turn.
+    # vLLM gets the rest of the device; the trainer keeps all of it in its turn.
     vllm = [VLLM, "placement.share=none", ZERO, *rules]
     placement = plan_run(load(*vllm), single_node(machine(1)))[0].placement
     assert (placement.memory_fraction is None) == (not rules)

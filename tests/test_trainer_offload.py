@@ -223,7 +223,7 @@ def test_engines_turn_leaves_parts_that_never_leave(
 
 
 def test_each_part_has_its_planned_memory(tmp_path: Path) -> None:
-    """Measured in a process of its own: the allocator of this one has free pages."""
+    """Measured in another process: the allocator of this one has free pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     model_dir = make_tiny_model(tmp_path / "model", **sizes)
     script = Path(__file__).parent / "offload_bytes.py"
@@ -260,7 +260,7 @@ def test_move_that_fails_on_another_rank_moves_nothing(make_step: MakeStep) -> N
 def test_move_that_fails_within_a_step_ends_the_process(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then the critic has taken its step and the policy has not."""
+    """The critic has taken its step and the policy has not."""
     critic = PPO["critic"] | {"offload": {"optimizer": "always"}}
     spec = make_spec(tiny_model_dir, tmp_path, **{**PPO, "critic": critic})
     step = TrainerRank(spec)

@@ -63,8 +63,10 @@ class TrainerOffloadConfig(OffloadConfig):
     reference: Rule = "auto"
     """Weights of the reference model, with algorithm.kl_coefficient above 0."""
     by_layer: bool = False
-    """Keep all parts of policy and critic in host memory also within a step: FSDP2 takes one layer
-    after the other to the device, and AdamW runs on the CPU (CUDA only)."""
+    """Keep all parts of policy and critic in host memory also within a step: FSDP2
+    takes one layer after the other to the device, and AdamW runs on the CPU (CUDA
+    only).
+    """
 
     def conflicts(self) -> Iterator[str]:
         given = self.given("weights", "gradients", "optimizer", "reference")

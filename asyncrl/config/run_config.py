@@ -445,12 +445,13 @@ class RunConfig(FrozenConfig):
                 f"critic.world_size={size} counts the processes of placement.critic, which is auto: the "
                 "trainer's; set critic.world_size=1, or placement.critic"
             )
-        if where != "auto" and self.critic.offload != OffloadConfig():
+        has_rules = self.critic.offload != OffloadConfig()
+        if has_rules and where != "auto":
             yield (
                 f"critic.offload is for a critic on the trainer's devices, and placement.critic={where}; "
                 "remove it"
             )
-        if self.trainer.offload.by_layer and self.critic.offload != OffloadConfig():
+        if has_rules and self.trainer.offload.by_layer:
             yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
         if size > (sequences := self._step_sequences):
             yield f"critic.world_size={size} is above the {sequences} sequences of an optimizer step"
