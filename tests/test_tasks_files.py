@@ -42,8 +42,8 @@ def task_of(*files: str, **settings: Any) -> Any:
 
 def test_jsonl_and_parquet_rows_become_the_same_prompts(tmp_path: Path) -> None:
     chat = [
-        {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes?", "name": None},
+        {"role": "user", "content": "hi"},
     ]
     for rows, expected in (
         (ROWS, Item("2+2?", answer="4", info={"level": 1})),
@@ -84,6 +84,22 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             "a.json",
             b'[{"prompt": "x", "answer": "1"}',
             "a.json cannot be read: .*Expecting",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "x", "prompt": "y", "answer": "1"}',
+            "line 1 is no JSON object: an object has the key 'prompt' twice",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "x", "answer": {"a": 1, "a": 2}}]',
+            "a.json cannot be read: .*key 'a' twice",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": [{"role": "user", "content": "2+2?"},'
+            b' {"role": "assistant", "content": "4"}], "answer": "4"}',
+            "line 1, column prompt ends with the assistant's message '4'",
         ),
         ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
         ("a.rows", QUESTION, "a.rows is not a file with rows"),
@@ -175,6 +191,10 @@ def test_math_reads_each_reference_as_its_number(answer: Any) -> None:
         *(
             (other, "ValueError: .*neither a text nor a finite number")
             for other in OTHERS
+        ),
+        *(
+            (blank, "the reference answer .* is empty")
+            for blank in ("", " ", "2 #### ")
         ),
         (object(), "no digest"),
     ],

@@ -268,14 +268,23 @@ def math_reward(prompt: Prompt, completion: str, answer: object) -> float:
     )
 
 
+FINAL_ANSWER = "####"
+"""GSM8K's mark between a solution and its answer."""
+
+
 def reference_text(answer: Any) -> str:
-    """Return a text or a finite number as text. Raises ValueError."""
+    """Return a text or a finite number as text. Raises ValueError, also for a text
+    without an answer.
+    """
     is_number = type(answer) in (int, float, Decimal) and abs(answer) < math.inf
     if not is_number and not isinstance(answer, str):
         raise ValueError(
             f"the reference answer {answer!r:.80} is neither a text nor a finite number"
         )
-    return str(answer)
+    text = str(answer)
+    if not text.rpartition(FINAL_ANSWER)[2].strip():
+        raise ValueError(f"the reference answer {answer!r:.80} is empty")
+    return text
 
 
 # The rollouts of a group share one reference answer.
@@ -289,7 +298,7 @@ def _gold(answer: str) -> tuple[object, ...]:
 
     # It warns that time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = answer.rpartition("####")[2].strip()
+    answer = answer.rpartition(FINAL_ANSWER)[2].strip()
     if SCIENTIFIC.fullmatch(answer):  # math-verify reads 1e5 as 5 times e
         answer = f"{Decimal(answer):f}"
     readings = [f"${answer}$", answer]

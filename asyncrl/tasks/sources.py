@@ -236,17 +236,34 @@ def _read_json(path: Path) -> dict[str, Mapping[str, object]]:
     unit = "item" if is_array else "line"
     found: dict[str, Mapping[str, object]] = {}
     for number, part in enumerate(
-        json.loads(content) if is_array else content.splitlines(), start=1
+        json.loads(content, object_pairs_hook=_unique_keys)
+        if is_array
+        else content.splitlines(),
+        start=1,
     ):
         if is_array or part.strip():
             try:
-                row = part if is_array else json.loads(part)
+                row = (
+                    part
+                    if is_array
+                    else json.loads(part, object_pairs_hook=_unique_keys)
+                )
                 found[f"{path} {unit} {number}"] = {**row}
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{unit} {number} is no JSON object: {error}: {part!r:.80}"
                 ) from error
     return found
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object's fields. Raises ValueError for a key that it has twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return fields
 
 
 def _read_parquet(path: Path) -> dict[str, Mapping[str, object]]:

@@ -156,7 +156,17 @@ class RowTask:
                             f"{place} has no column {column}; its columns are {', '.join(map(str, row))}",
                             way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
                         )
-                as_messages(row[prompt_column], f"{place}, column {prompt_column}")
+                where = f"{place}, column {prompt_column}"
+                last = as_messages(row[prompt_column], where)[-1]
+                # Often data for fine-tuning, with the answer in the prompt. Some
+                # trainers let the model continue such a message, others let it write a
+                # second one.
+                if last["role"] == "assistant":
+                    raise ConfigError(
+                        f"{where} ends with the assistant's message {last['content']!r:.80}",
+                        rule="a prompt ends where the model's answer begins",
+                        way_out="remove that message; `asyncrl sft` trains on answers.",
+                    )
                 if self.config.reward == "math":
                     reference_text(row.get(self.config.answer_column or ""))
                 digest.update(json.dumps(row, default=plain).encode())
