@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -441,7 +442,7 @@ def save_folder(
         stored |= {name: tensor.clone() for name, tensor in aliases.items()}
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
-        save_torch_state_dict({**others, **stored}, unfinished)
+        write_shards({**others, **stored}, unfinished)
         config = written_config(base, dtype, is_tied=is_declared)
         config_file = unfinished / "config.json"
         config_file.write_text(
@@ -449,6 +450,24 @@ def save_folder(
         )
         copy_files(base, unfinished, template, [*TOKENIZER, *GENERATION])
         open_as(unfinished, config_file)
+
+
+def write_shards(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors files, and an index of several. Raises OSError,
+    SafetensorError.
+    """
+    split = split_torch_state_dict_into_shards(tensors)
+    for name, own in split.filename_to_tensors.items():
+        save_file(
+            {one: tensors[one].contiguous() for one in own},
+            path / name,
+            metadata={"format": "pt"},
+        )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str, Any]:
