@@ -169,7 +169,7 @@ def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.nda
     """Return current - behaviour logprob of each sampled token."""
     from asyncrl.trainer.adjustments import find_adjusted
     from asyncrl.trainer.objective import loss_tokens
-    from asyncrl.trainer.packing import micro_batches
+    from asyncrl.trainer.packing import LogitSets, micro_batches
     from asyncrl.trainer.supports import find_supports
 
     has_loss = loss_tokens(header, arrays)
@@ -183,8 +183,10 @@ def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.nda
         torch.device("cpu"),
         rank.ranks,
         policy.costs,
-        adjusted=find_adjusted(header, arrays, has_loss),
-        supports=find_supports(arrays, has_loss),
+        LogitSets(
+            adjusted=find_adjusted(header, arrays, has_loss),
+            supports=find_supports(arrays, has_loss),
+        ),
     ):
         with torch.no_grad():
             found[micro.source_M] = policy(micro).logprob_M.numpy()

@@ -22,7 +22,7 @@ from trainer_cases import batch_of, make_spec
 from asyncrl.algorithms.advantages import EPSILON
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.messages.records import Credit
-from asyncrl.trainer.objective import BatchNumbers, Compare, Objective, Units
+from asyncrl.trainer.objective import BatchNumbers, Compare, Objective, Unit
 
 
 class Turn(NamedTuple):
@@ -325,14 +325,10 @@ def test_samples_are_compared_by_role_if_all_of_their_group_have_one() -> None:
     rewards = [1.0, 3.0, 10.0, 30.0]
 
     def advantages(*states: str) -> list[float]:
-        units = Units(
-            rewards,
-            groups=[0] * 4,
-            unit_N=np.zeros(0, np.int64),
-            keys=[(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
-            states=[*states],
-            tasks=[""] * 4,
-        )
+        units = [
+            Unit(rewards[index], 0, index % 2, index // 2, state, "")
+            for index, state in enumerate(states)
+        ]
         compare = Compare(AlgorithmConfig(advantage="rloo"))
         return compare(units, torch.tensor(rewards)).tolist()
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from asyncrl.messages.engine_api import CommitRequest
 from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
+from asyncrl.messages.tokens import SUPPORT
 from asyncrl_servers.embedded.decoder import Drawn, sample
 from asyncrl_servers.embedded.embedded_engine import build_engine
 
@@ -210,8 +211,8 @@ def test_support_is_the_set_that_is_sampled_from(
     for row, parameters in enumerate(rows):
         alone = drawn_by(logits[row : row + 1].repeat(50, 1), **parameters)
         asked = SamplingParameters(**parameters)  # type: ignore[arg-type]
-        assert set(alone.supports) == (set(range(50)) if asked.is_cut else set())
-        support = alone.supports.get(0, np.zeros(0, np.int32)).tolist()
+        assert set(alone.lists[SUPPORT]) == (set(range(50)) if asked.is_cut else set())
+        support = alone.lists[SUPPORT].get(0, np.zeros(0, np.int32)).tolist()
         kept = support or [*range(size)]
         least, most = (
             kept_by(logits[row], parameters, slack) for slack in (-1e-6, 1e-6)
@@ -247,9 +248,9 @@ def test_rows_are_cut_as_if_they_were_alone(
         alone = sample(logits[one], sampling[one], seeds[one], positions[one])
         assert alone.ids[0] == together.ids[row]
         assert alone.logprobs[0] == together.logprobs[row]
-        assert (row in together.supports) == (0 in alone.supports)
-        if row in together.supports:
-            assert np.array_equal(alone.supports[0], together.supports[row])
+        assert (row in together.lists[SUPPORT]) == (0 in alone.lists[SUPPORT])
+        if row in together.lists[SUPPORT]:
+            assert np.array_equal(alone.lists[SUPPORT][0], together.lists[SUPPORT][row])
 
 
 def test_equal_logits_stay_together() -> None:
@@ -260,12 +261,12 @@ def test_equal_logits_stay_together() -> None:
         {"min_p": 0.1},
         {"top_k": 3, "top_p": 0.9},
     ):
-        assert drawn_by(logits, **cut).supports[0].tolist() == [0, 1, 2, 3]
+        assert drawn_by(logits, **cut).lists[SUPPORT][0].tolist() == [0, 1, 2, 3]
     one = drawn_by(logits, top_k=1)
-    assert (one.supports[0].tolist(), one.logprobs[0]) == ([1], 0.0)
+    assert (one.lists[SUPPORT][0].tolist(), one.logprobs[0]) == ([1], 0.0)
     # More than there are is all.
-    assert drawn_by(logits, top_k=6).supports[0].tolist() == []
-    assert drawn_by(logits, temperature=0.0, top_k=2).supports == {}
+    assert drawn_by(logits, top_k=6).lists[SUPPORT][0].tolist() == []
+    assert drawn_by(logits, temperature=0.0, top_k=2).lists[SUPPORT] == {}
 
 
 def test_temperature_zero_takes_the_largest_logit() -> None:

@@ -77,9 +77,9 @@ async def test_each_span_is_a_sample_of_the_advantage() -> None:
     group = Group(GroupId(0), PROMPT, (first, replace(second, sample_index=1)))
     assert rewards_of(group) == {"": {0.5, -1.0, 2.0}}
     header, tokens = pack_groups(Batch(0, (group,), 0))
-    units = find_units(header, len(tokens))
-    assert (units.rewards, units.groups) == ([0.5, -1.0, 2.0], [0, 0, 0])
-    trained = units.unit_N[np.flatnonzero(tokens.is_sampled)].tolist()
+    units, unit_N = find_units(header, len(tokens))
+    assert [unit[:2] for unit in units] == [(0.5, 0), (-1.0, 0), (2.0, 0)]
+    trained = unit_N[np.flatnonzero(tokens.is_sampled)].tolist()
     assert trained == [0, 0, 1, 1, 2, 2, 2, 2]
 
 

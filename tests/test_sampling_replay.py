@@ -54,10 +54,10 @@ from asyncrl.trainer.adjustments import (
     PLAIN,
     AdjustedCall,
     AdjustedCalls,
-    PairChanges,
+    changed_calls,
     find_adjusted,
 )
-from asyncrl.trainer.packing import Costs, PackRules, micro_batches
+from asyncrl.trainer.packing import Costs, LogitSets, PackRules, micro_batches
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
@@ -297,19 +297,15 @@ def test_memory_of_penalties_does_not_grow_with_the_length() -> None:
     call = AdjustedCall(0, start, num_tokens, penalties)
     own = np.where(np.arange(num_tokens) >= start, 0, PLAIN).astype(np.int32)
     adjusted = AdjustedCalls([call], own)
-    changes = PairChanges.of(adjusted, ids, np.arange(start, num_tokens))
-    assert changes is not None
-    assert len(changes.stretches.id_E) <= num_tokens
-    logits = changes.of_plain(num_tokens, torch.device("cpu"))
-    assert logits is not None
-    assert logits.before[-1] * 28 > 150e6
+    places = np.arange(start, num_tokens)
+    (changes,) = changed_calls(adjusted, ids, places, torch.device("cpu"))
+    assert len(changes.begin_A) <= num_tokens
     logits_MC = torch.zeros(num_tokens - start, 512)
-    part = slice(0, 512)
-    num_changed = int(logits.before[np.searchsorted(logits.ids, 512)])
+    num_changed = len(logits_MC) * int(np.searchsorted(changes.ids, 512))
     assert num_changed > 2 * MOST_ADJUSTED
     with LiveBytes() as live:
-        changed_slice = logits.apply_to(logits_MC, part, 1.0)
-        changed_slice.correct(logits_MC, None)
+        for block in [*changes.apply_to(logits_MC, slice(0, 512), 1.0)]:
+            block.correct(logits_MC, None)
     found = live.most - logits_MC.nbytes
     planned = num_changed + ADJUSTED_BYTES * MOST_ADJUSTED
     assert 0.7 * planned < found <= planned
@@ -379,8 +375,7 @@ def scores_of(policy: Policy, case: Case) -> tuple[Scores, Any, Any]:
         torch.device("cpu"),
         ONE_RANK,
         Costs(0.1, 0.1),
-        adjusted=adjusted,
-        supports=supports,
+        LogitSets(adjusted=adjusted, supports=supports),
     )
     order = np.argsort(micro.source_M)
     scores = policy(micro, 0.7)

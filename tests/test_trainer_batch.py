@@ -216,9 +216,11 @@ def test_every_sampled_token_is_in_one_unit_and_step(
 ) -> None:
     header, arrays = make_branch_batch(seed, credits=credits)
     sampled, expected = arrays.is_sampled, plain_units(header)
-    rewards, groups, unit_N, *_ = find_units(header, len(sampled))
-    assert rewards == [reward for reward, _ in expected.values()]
-    assert groups == [key[0] - 10 for key in expected]
+    units, unit_N = find_units(header, len(sampled))
+    found_units = [(unit.reward, unit.group) for unit in units]
+    assert found_units == [
+        (reward, key[0] - 10) for key, (reward, _) in expected.items()
+    ]
     for number, (_, places) in enumerate(expected.values()):
         assert (unit_N[places] == number).all()
     assert (unit_N[sampled] >= 0).all()

@@ -51,7 +51,7 @@ def test_every_loss_token_is_packed_once(
     assert sorted(source) == np.flatnonzero(arrays.is_sampled).tolist()
     for micro in micros:
         layout = micro.layout
-        assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
+        assert layout.num_tokens <= max_tokens or len(layout.rows) == 1
         assert len(layout.passes) <= 1 + math.log2(layout.num_tokens)
         pairs = torch.stack([micro.predict_U, micro.target_U])
         assert len(np.unique(pairs, axis=1)[0]) == len(micro.predict_U)

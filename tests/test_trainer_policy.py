@@ -18,9 +18,10 @@ from torch.nn import functional
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.messages.records import Adjustment
 from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
-from asyncrl.trainer.adjustments import ChangedLogits, Stretches
+from asyncrl.trainer.adjustments import AdjustedCall, ChangedCall
 from asyncrl.trainer.forward_plan import find_plan, probe_model
 from asyncrl.trainer.packing import AllowedRows, micro_batches
 from asyncrl.trainer.policy import ForwardPlan, HeadUse, Policy, head_scores
@@ -295,16 +296,25 @@ def test_sliced_head_is_a_log_softmax(
         part.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         for part in narrow
     ]
-    changes, changed = np.ones((3, 70, 600), np.float32), None
+    changes, changed = np.ones((3, 70, 600), np.float32), list[ChangedCall]()
     changes[::2] = 0.0
     if has_changes:  # values that are exact in float32
-        values = torch.randint(0, 3, (3, 70, 600), generator=random)
-        is_changed = torch.rand(70, 600, generator=random).numpy() < 0.1
-        changes = np.where(is_changed, 2.0 ** values.float().numpy(), changes)
-        id_A, row_A = is_changed.T.nonzero()
-        of_rows = Stretches(id_A, row_A, row_A + 1, *changes[:, row_A, id_A])
-        device = torch.device("cpu")
-        changed = ChangedLogits.of(np.arange(70), of_rows, device)
+        ids = torch.randint(0, 90, (100,), generator=random).int().numpy()
+        for row in range(70):
+            changes[0, row, [5, 300]] = 1.5, -2.0
+            changes[1, row, ids[: 30 + row]] = 2.0
+            counts_V = np.bincount(ids[30 : 30 + row], minlength=600)
+            changes[2, row] = 0.5 * counts_V + (counts_V > 0)
+        given = Adjustment(
+            logit_bias={5: 1.5, 300: -2.0},
+            presence_penalty=1.0,
+            frequency_penalty=0.5,
+            repetition_penalty=2.0,
+        )
+        places = np.arange(30, 100)
+        call = AdjustedCall(0, 30, 100, given)
+        cpu = torch.device("cpu")
+        changed = [ChangedCall.of(call, ids, places - 30, places, cpu)]
     found, expected = [*narrow, None][:3], [*wide, None][:3]
     scores = (
         head_scores(*found, target_M, HeadUse(0.7, rows, changed))[:3],

@@ -18,7 +18,7 @@ MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
 MOST_ADJUSTED = 2**20
 """Logits of a slice that biases and penalties change at once."""
-ADJUSTED_BYTES = 88
+ADJUSTED_BYTES = 20
 """Of each while it changes (counted by a test). Each logit of the slice that has changed
 keeps 1 byte until its gradient is known.
 """

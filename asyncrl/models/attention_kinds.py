@@ -47,11 +47,25 @@ class AttentionKind(NamedTuple):
     chunk: int | None = None
     softcap: float | None = None
 
+    def within(self, length: int) -> AttentionKind:
+        """Return the kind without a window or a chunk that no text up to `length`
+        crosses.
+        """
+        window, chunk = (
+            size if size and size < length else None
+            for size in (self.window, self.chunk)
+        )
+        return self._replace(window=window, chunk=chunk)
 
-def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
+
+def kind_of(
+    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]
+) -> AttentionKind:
     """Return the kind of attention that `module` asks for. Raises
     UnknownAttentionError.
     """
+    if attention_mask is not None:
+        raise UnknownAttentionError("it has an attention mask of its own")
     # A keyword of tomorrow's model may change what a token sees. The packed pass would
     # ignore it, and the numbers would be wrong without an error. So only known ones
     # pass.
@@ -86,23 +100,28 @@ def kind_of(module: nn.Module, options: dict[str, Any]) -> AttentionKind:
     return AttentionKind(window, chunk, options.get("softcap"))
 
 
-def temperature_correction(
-    module: Any, counted_N: Tensor, position_N: Tensor
-) -> Tensor | None:
-    """Return factors [N] for a module's queries, or None.
+def by_position(module: Any, query: Tensor, position_N: Tensor) -> Tensor:
+    """Return queries [B, heads, T, d] as those of a call of one text, for N = B * T
+    tokens.
 
     Llama 4 scales the queries of layers without rotary embedding by a token's place in
-    the call, `counted_N`, which is its position only in a call of one text.
+    the call, which is its position only in a call of one text. Other models have no
+    such factor.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(
         module, "use_rope", True
     ):
-        return None
-    floors_2N = torch.floor(
-        (torch.stack((position_N, counted_N)) + 1.0) / module.floor_scale
+        return query
+    position_BT = position_N.view(len(query), -1)
+    # In packed tokens, the count runs on over all sequences.
+    counted_BT = torch.arange(query.shape[2], device=query.device).expand_as(
+        position_BT
+    )
+    floors_2BT = torch.floor(
+        (torch.stack((position_BT, counted_BT)) + 1.0) / module.floor_scale
     )
     # The model has already multiplied by the wrong factor, so the correction is the
-    # quotient. In packed tokens, counted_N runs on over all sequences.
-    right_N, wrong_N = torch.log1p(floors_2N) * module.attn_scale + 1.0
-    factors_N: Tensor = right_N / wrong_N
-    return factors_N
+    # quotient.
+    right_BT, wrong_BT = torch.log1p(floors_2BT) * module.attn_scale + 1.0
+    factor_BT: Tensor = right_BT / wrong_BT
+    return (query * factor_BT[:, None, :, None]).to(query.dtype)

@@ -51,36 +51,27 @@ def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
         >>> call.own_R.tolist(), call.place_R.tolist()
         ([0, 1, 2, 5], [0, 1, 2, 3])
     """
-    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-    groups = list[list[int]]()
-    longest = num_tokens = 0
-    for row in order:
-        length = len(rows[row])
-        # Longest first: the first row of a group is its width, and padding is known
-        # before a row joins.
-        padding = longest * (len(groups[-1]) + 1) - num_tokens - length if groups else 0
-        if groups and padding <= FREE_PADDING + MOST_PADDING * (num_tokens + length):
-            groups[-1].append(row)
-            num_tokens += length
+    groups = list[list[IntN]]()
+    # Longest first: the first row of a group is its width, and padding is known before
+    # a row joins.
+    for row in sorted(rows, key=len, reverse=True):
+        group = [*(groups[-1] if groups else ()), row]
+        num_tokens = sum(map(len, group))
+        padding = len(group[0]) * len(group) - num_tokens
+        if groups and padding <= FREE_PADDING + MOST_PADDING * num_tokens:
+            groups[-1] = group
         else:
             groups.append([row])
-            longest = length
-            num_tokens = length
     # A common prefix is stored once among packed tokens, but each row computes it
     # again, since a recurrence needs it. One row's output is kept.
     is_owned = np.zeros(1 + max(int(row.max()) for row in rows), np.bool_)
     calls = []
     for group in groups:
-        width = len(rows[group[0]])
+        width = len(group[0])
         place_SL = np.stack(
-            [
-                np.pad(rows[row], (0, width - len(rows[row])), mode="edge")
-                for row in group
-            ]
+            [np.pad(row, (0, width - len(row)), mode="edge") for row in group]
         )
-        is_real_SL = (
-            np.arange(width) < np.array([len(rows[row]) for row in group])[:, None]
-        )
+        is_real_SL = np.arange(width) < np.array([*map(len, group)])[:, None]
         real_R = np.flatnonzero(is_real_SL)
         place_R, first_R = np.unique(place_SL.reshape(-1)[real_R], return_index=True)
         is_new_R = ~is_owned[place_R]

@@ -50,12 +50,11 @@ def _attend_alone(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Let each token see only itself, and add the kind that is asked for to `kinds`."""
-    if attention_mask is not None:
-        raise UnknownAttentionError("it has an attention mask of its own")
+    kind = kind_of(module, attention_mask, options)
     if query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
         shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
         raise UnknownAttentionError(f"its attention reads {shapes}")
-    kinds.add(kind_of(module, options))
+    kinds.add(kind)
     # Grouped queries: several query heads share a head of keys and values.
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return value.transpose(1, 2).contiguous(), None

@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -30,9 +30,10 @@ from transformers import AttentionInterface
 from asyncrl.models.attention_kinds import (
     AttentionKind,
     UnknownAttentionError,
+    by_position,
     kind_of,
-    temperature_correction,
 )
+from asyncrl.models.devices import to_device
 from asyncrl.trainer.banded_attention import (
     BLOCK,
     Span,
@@ -40,12 +41,11 @@ from asyncrl.trainer.banded_attention import (
     dense_attention,
     dense_backward,
     mask_of,
-    narrowed,
     short_spans,
     spans_of,
     tiles_of,
 )
-from asyncrl.trainer.tree import Layout, Piece, to_device
+from asyncrl.trainer.tree import IntN, Layout, Piece
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -96,12 +96,12 @@ def calls_of(
     if is_dense or (device.type == "cpu" and kind != PLAIN):
         return _tiled_calls(spans_of(layout, kind, BLOCK), kind.window, device)
     if kind != PLAIN:
-        return (_banded_call([*spans_of(layout, kind)], kind.window, device),)
+        spans = [*spans_of(layout, kind)]
+        return (_call(spans, device, is_causal=True, window=kind.window),)
     if device.type != "cpu":
-        passes = layout.passes
         return tuple(
-            _call(list(part.pieces), device, is_causal=part.is_causal)
-            for part in passes
+            _call(part.pieces, device, is_causal=part.is_causal)
+            for part in layout.passes
         )
     # A CPU kernel call costs more than a short path's arithmetic, so short paths share
     # padded tiles with all of their keys. The pieces below leave these queries out:
@@ -137,7 +137,7 @@ def _tiled_calls(
 
 
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
-    is_long = ~is_short_N[piece.query : piece.query + piece.num_queries]
+    is_long = ~is_short_N[piece.queries]
     if not is_long.any():
         return
     edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False)).tolist()
@@ -145,49 +145,33 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         yield replace(piece, query=piece.query + start, num_queries=end - start)
 
 
-def _banded_call(
-    spans: list[Span], window: int | None, device: torch.device
+def _call(
+    parts: Sequence[Piece] | Sequence[Span],
+    device: torch.device,
+    *,
+    is_causal: bool,
+    window: int | None = None,
 ) -> KernelCall:
-    """Return a call in which a span's last query is its last key, as the kernels on
+    """Return a call in which a part's last query is its last key, as the kernels on
     CUDA align them.
     """
-    query_N, key_K = (
-        to_device(torch.from_numpy(np.concatenate(places)), device)
-        for places in zip(*((span.queries, span.keys) for span in spans), strict=True)
-    )
-    query_lengths = tuple(len(span.queries) for span in spans)
-    key_lengths = tuple(len(span.keys) for span in spans)
+    queries = [part.queries for part in parts]
+    keys = [part.keys for part in parts]
     return KernelCall(
-        query_N,
-        key_K,
-        query_lengths,
-        key_lengths,
-        is_causal=True,
+        _gathered(queries, device),
+        _gathered(keys, device),
+        tuple(map(len, queries)),
+        tuple(map(len, keys)),
+        is_causal,
         window=window,
     )
 
 
-def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> KernelCall:
-    queries = [slice(piece.query, piece.query + piece.num_queries) for piece in pieces]
-    keys = [slice(piece.key, piece.key + piece.num_keys) for piece in pieces]
-    query_lengths, key_lengths = zip(
-        *((one.num_queries, one.num_keys) for one in pieces), strict=True
-    )
-    return KernelCall(
-        _gathered(queries, device),
-        _gathered(keys, device),
-        query_lengths,
-        key_lengths,
-        is_causal,
-    )
-
-
-def _gathered(places: list[slice], device: torch.device) -> Places:
-    if all(one.stop == other.start for one, other in itertools.pairwise(places)):
-        return slice(places[0].start, places[-1].stop)
-    return to_device(
-        torch.cat([torch.arange(place.start, place.stop) for place in places]), device
-    )
+def _gathered(parts: list[IntN], device: torch.device) -> Places:
+    place_N = np.concatenate(parts)
+    if (np.diff(place_N) == 1).all():
+        return slice(int(place_N[0]), int(place_N[-1]) + 1)
+    return to_device(place_N, device)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -221,37 +205,18 @@ def attention(
     """
     number: Tensor | None = options.pop("packed_layout", None)
     position_N: Tensor | None = options.pop("packed_position_N", None)
-    kind = kind_of(module, options)
+    kind = kind_of(module, attention_mask, options)
     if number is None or position_N is None:
         raise UnknownAttentionError("packed attention needs a layout of its tokens")
-    if attention_mask is not None:
-        raise UnknownAttentionError("it has an attention mask of its own")
+    query = by_position(module, query, position_N)
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    # Llama 4 scales queries by their place in the call, here the packed row. Replace
-    # that factor by the one of the position in the sequence. Other models have no
-    # factor.
-    counted_N = torch.arange(query.shape[2], device=query.device)
-    factors_N = temperature_correction(module, counted_N, position_N)
-    if factors_N is not None:
-        query = (query * factors_N[:, None]).to(query.dtype)
     size = value.shape[3]
     # kernels support one head size; zero columns change nothing
     if size < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - size))
-    if query.shape[2:] != key.shape[2:] or key.shape != value.shape:
-        shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
-        raise UnknownAttentionError(f"its attention reads {shapes}")
-    band = (kind.window, kind.chunk, kind.softcap)
-    output = _attend(
-        query,
-        key,
-        value,
-        options.get("s_aux"),
-        number,
-        scale,
-        *band,
-    )[0]
+    sinks = options.get("s_aux")
+    output, _ = _attend(query, key, value, sinks, number, scale, *kind)
     return output if size == output.shape[3] else output[..., :size], None
 
 
@@ -268,7 +233,9 @@ def _calls(
     if query.is_cuda:
         is_narrow = query.dtype in (torch.bfloat16, torch.float16)
         is_dense |= not is_narrow or query.shape[3] > MOST_HEAD_SIZE
-    return calls_of(layout, query.device, narrowed(kind, layout), is_dense=is_dense)
+    return calls_of(
+        layout, query.device, kind.within(layout.longest), is_dense=is_dense
+    )
 
 
 def _merged(
@@ -646,4 +613,4 @@ def _lengths(
 
 @lru_cache(maxsize=256)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
+    return to_device(np.cumsum([0, *lengths], dtype=np.int32), device)

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.models.attention_kinds import AttentionKind
-from asyncrl.trainer.tree import IntN, Layout, places_of, to_device
+from asyncrl.models.devices import to_device
+from asyncrl.trainer.tree import IntN, Layout, places_of
 
 BLOCK = 64
 MOST_KEYS = 2**14
@@ -79,15 +80,6 @@ class Span:
     @property
     def keys(self) -> IntN:
         return self.place_T[self.low : self.end]
-
-
-def narrowed(kind: AttentionKind, layout: Layout) -> AttentionKind:
-    """Return the kind without a window or a chunk that no sequence exceeds."""
-    window, chunk = (
-        size if size and size < layout.longest else None
-        for size in (kind.window, kind.chunk)
-    )
-    return AttentionKind(window, chunk, kind.softcap)
 
 
 def spans_of(
@@ -163,7 +155,7 @@ def _tiles(spans: list[Span], window: int | None, device: torch.device) -> Tiles
     real = np.flatnonzero(is_query_BQ)
     missing = np.flatnonzero(~is_query_BQ)
     key_R, query_R, real_queries, no_queries, missing_B = (
-        to_device(torch.from_numpy(array), device)
+        to_device(array, device)
         for array in (
             key_BK.flatten(),
             key_BK[:, width - size :].flatten(),

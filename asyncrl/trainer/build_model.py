@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.tokens import NO_EXPERT
+from asyncrl.models.devices import choose_device
 from asyncrl.models.loading import (
     CONVERSIONS,
     load_language_model,
@@ -164,16 +165,6 @@ def scatter(
                 tensor.copy_(sources[name.removeprefix("model.")])
             dist.broadcast(tensor, group_src=0, group=group)
     policy.load_state_dict(state, strict=False, assign=True)
-
-
-def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
-    is_cuda = spec.device == "cuda" or (
-        spec.device == "auto" and torch.cuda.is_available()
-    )
-    dtype = (
-        ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
-    )
-    return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
 
 
 def shard_policy(
@@ -346,7 +337,7 @@ class TrainedModel:
         needs_reference: bool,
         kind: type[Policy] = Policy,
     ) -> None:
-        self.device, self.dtype = resolve_device(spec)
+        self.device, self.dtype = choose_device(spec.device, spec.dtype)
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import AlgorithmConfig
+from asyncrl.models.devices import to_device
 from asyncrl.trainer import packing
 from asyncrl.trainer.build_model import TrainedModel, reshard
 from asyncrl.trainer.objective import BatchNumbers, Float32N
@@ -25,7 +26,7 @@ from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step_metrics import StepMeter
 from asyncrl.trainer.sums import MicroLoss, gather_losses
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import BoolN, to_device
+from asyncrl.trainer.tree import BoolN
 
 
 class ValueModel(Policy):
@@ -159,7 +160,7 @@ class Critic:
             assert batch.value_N is not None
             assert batch.return_N is not None
             old_M, return_M = (
-                to_device(torch.from_numpy(value_N[micro.source_M]), value_M.device)
+                to_device(value_N[micro.source_M], value_M.device)
                 for value_N in (batch.value_N, batch.return_N)
             )
             clip = self.settings.value_clip

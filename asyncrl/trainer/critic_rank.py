@@ -15,9 +15,10 @@ from torch import Tensor
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.tokens import Tokens
+from asyncrl.models.devices import choose_device
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import packing, step_metrics
-from asyncrl.trainer.build_model import resolve_device, set_up_torch
+from asyncrl.trainer.build_model import set_up_torch
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.ranks import Ranks
@@ -50,7 +51,7 @@ class CriticRank:
         self.ranks = ranks
         self.everyone = everyone
         self.policy_version = 0
-        self.device, dtype = resolve_device(spec)
+        self.device, dtype = choose_device(spec.device, spec.dtype)
         cuda = torch.cuda if self.device.type == "cuda" else None
         dtype_name = str(dtype).removeprefix("torch.")
         self._meter = step_metrics.StepMeter(everyone, dtype_name, cuda)

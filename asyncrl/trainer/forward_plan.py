@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -293,18 +294,19 @@ def _sides(texts: list[IntN], border: LengthBorder | None) -> list[list[IntN]]:
 
 def _plain(model: PreTrainedModel, ids_1T: Tensor) -> Tensor:
     """Return the last hidden states [T, D]."""
-    forget_lengths(model)
-    states: Tensor = backbone_of(model)(
-        input_ids=ids_1T, use_cache=False
-    ).last_hidden_state[0]
+    states: Tensor = _run(backbone_of(model), ids_1T).last_hidden_state[0]
     return states
 
 
 def _plain_logits(model: PreTrainedModel, ids_1T: Tensor) -> Tensor:
     """Return the logits [T, V]."""
-    forget_lengths(model)
-    logits: Tensor = model(input_ids=ids_1T, use_cache=False).logits[0]
+    logits: Tensor = _run(model, ids_1T).logits[0]
     return logits
+
+
+def _run(model: PreTrainedModel, ids_1T: Tensor) -> Any:
+    forget_lengths(model)
+    return model(input_ids=ids_1T, use_cache=False)
 
 
 def _check_causal(
@@ -420,8 +422,6 @@ def _has_plain_head(model: PreTrainedModel, ids_1T: Tensor) -> bool:
         return logits + spread.to(logits.dtype)
 
     with head.register_forward_hook(enlarged):
-        logits = model(input_ids=ids_1T, use_cache=False).logits
-        plain = head(
-            backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state
-        )
+        logits = _plain_logits(model, ids_1T)
+        plain = head(_plain(model, ids_1T))
     return torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)

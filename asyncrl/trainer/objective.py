@@ -6,7 +6,7 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,15 +39,15 @@ from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
 from asyncrl.messages.records import Credit, task_of
 from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
-from asyncrl.trainer.adjustments import AdjustedCalls, check_adjusted
-from asyncrl.trainer.packing import AllowedSets, MicroBatch
+from asyncrl.models.devices import to_device
+from asyncrl.trainer.adjustments import check_adjusted
+from asyncrl.trainer.packing import LogitSets, MicroBatch
 from asyncrl.trainer.supports import (
     DistillRows,
-    SupportSets,
     check_supports,
 )
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import BoolN, IntN, to_device
+from asyncrl.trainer.tree import BoolN, IntN
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
@@ -128,99 +128,74 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
         )
 
 
-class Units(NamedTuple):
-    """The B units of the advantage: rollouts, or the units of their credits.
-
-    `unit_N` int64 [N]: each token's unit, or -1. `groups`: 0 to num_groups - 1. `keys`:
-    (group, sample, credit unit).
+class Unit(NamedTuple):
+    """A unit of the advantage: a rollout, `sample` of its group, or the unit `number` of
+    its credits.
     """
 
-    rewards: list[float]
-    groups: list[int]
-    unit_N: IntN
-    keys: list[tuple[int, int, int]]
-    states: list[str]
-    tasks: list[str]
-
-    def take(self, place_U: IntN) -> Units:
-        """Return these units, without tokens, in groups from 0."""
-        _, group_U = np.unique(np.array(self.groups)[place_U], return_inverse=True)
-        return Units(
-            [self.rewards[place] for place in place_U],
-            group_U.tolist(),
-            np.zeros(0, np.int64),
-            [self.keys[place] for place in place_U],
-            [self.states[place] for place in place_U],
-            [self.tasks[place] for place in place_U],
-        )
-
-    def by_role(self) -> list[int]:
-        """Return a group for each role of each group, from 0.
-
-        A group with a unit without a role, such as a rollout that was cut before its
-        harness named roles, stays whole: alone, the cut one would not be punished.
-        """
-        _, role_B = np.unique(self.states, return_inverse=True)
-        group_B = np.array(self.groups)
-        is_whole_B = np.isin(group_B, group_B[np.array(self.states) == ""])
-        role_B = np.where(is_whole_B, -1, role_B.reshape(-1))
-        pairs_B2 = np.stack([group_B, role_B], axis=1)
-        _, group_B = np.unique(pairs_B2, axis=0, return_inverse=True)
-        return group_B.reshape(-1).tolist()
-
-    def turns(self) -> Turns:
-        keys_B3 = np.array(self.keys)
-        _, inverse = np.unique(keys_B3[:, :2], axis=0, return_inverse=True)
-        rollout_B = inverse.reshape(-1)
-        group_R = np.zeros(rollout_B.max() + 1, np.int64)
-        group_R[rollout_B] = self.groups
-        # In order of the calls. Branches are in the order of their ids.
-        order_B = np.lexsort((keys_B3[:, 2], rollout_B))
-        _, first_R = np.unique(rollout_B[order_B], return_index=True)
-        turn_B = np.zeros_like(rollout_B)
-        turn_B[order_B] = np.arange(len(order_B)) - first_R[rollout_B[order_B]]
-        # Nothing is known to be equal to an unknown state.
-        names = [
-            f"{group}/{state}" if state else f"unknown {number}"
-            for number, (group, state) in enumerate(
-                zip(self.groups, self.states, strict=True)
-            )
-        ]
-        _, state_B = np.unique(names, return_inverse=True)
-        numbers = (rollout_B, turn_B, group_R, state_B)
-        return Turns(*map(torch.from_numpy, numbers))
+    reward: float
+    group: int
+    sample: int
+    number: int
+    state: str
+    task: str
 
 
-def find_units(header: BatchHeader, num_tokens: int) -> Units:
-    rewards = list[float]()
-    groups = list[int]()
-    states = list[str]()
-    tasks = list[str]()
+def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[Unit], IntN]:
+    """Return the units of a batch, and each token's, int64 [N], or -1."""
+    units = list[Unit]()
     unit_N = np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
-        length = entry.end - entry.start
         # Without credits, all branches of a rollout are one unit, which has its reward.
-        whole = Credit(
-            0,
-            length,
-            entry.reward,
-            -1,
-        )
+        whole = Credit(0, entry.end - entry.start, entry.reward, -1)
         for credit in entry.credits or [whole]:
             # The branch is not part of the key: a unit that several branches repeat
             # gets one advantage.
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
-                numbers[key] = len(rewards)
-                rewards.append(credit.reward)
-                groups.append(entry.group_index)
-                states.append(credit.state)
-                tasks.append(task_of(entry.prompt_id))
+                numbers[key] = len(units)
+                task = task_of(entry.prompt_id)
+                units.append(Unit(credit.reward, *key, credit.state, task))
             start = entry.start + credit.start
-            end = entry.start + credit.end
-            unit_N[start:end] = numbers[key]
-    return Units(rewards, groups, unit_N, [*numbers], states, tasks)
+            unit_N[start : entry.start + credit.end] = numbers[key]
+    return units, unit_N
+
+
+def by_role(units: Sequence[Unit]) -> Tensor:
+    """Return a group for each role of each group, int64 [B], from 0.
+
+    A group with a unit without a role, such as a rollout that was cut before its harness
+    named roles, stays whole: alone, the cut one would not be punished.
+    """
+    states = [unit.state for unit in units]
+    group_B = np.array([unit.group for unit in units])
+    _, role_B = np.unique(states, return_inverse=True)
+    is_whole_B = np.isin(group_B, group_B[np.array(states) == ""])
+    role_B = np.where(is_whole_B, -1, role_B.reshape(-1))
+    pairs_B2 = np.stack([group_B, role_B], axis=1)
+    _, group_B = np.unique(pairs_B2, axis=0, return_inverse=True)
+    return torch.from_numpy(group_B.reshape(-1))
+
+
+def turns_of(units: Sequence[Unit]) -> Turns:
+    keys_B3 = np.array([(unit.group, unit.sample, unit.number) for unit in units])
+    _, inverse = np.unique(keys_B3[:, :2], axis=0, return_inverse=True)
+    rollout_B = inverse.reshape(-1)
+    group_R = np.zeros(rollout_B.max() + 1, np.int64)
+    _, group_R[rollout_B] = np.unique(keys_B3[:, 0], return_inverse=True)
+    # In order of the calls. Branches are in the order of their ids.
+    order_B = np.lexsort((keys_B3[:, 2], rollout_B))
+    _, first_R = np.unique(rollout_B[order_B], return_index=True)
+    turn_B = np.zeros_like(rollout_B)
+    turn_B[order_B] = np.arange(len(order_B)) - first_R[rollout_B[order_B]]
+    # Nothing is known to be equal to an unknown state.
+    names = [
+        f"{unit.group}/{unit.state}" if unit.state else f"unknown {number}"
+        for number, unit in enumerate(units)
+    ]
+    _, state_B = np.unique(names, return_inverse=True)
+    return Turns(*map(torch.from_numpy, (rollout_B, turn_B, group_R, state_B)))
 
 
 @dataclass
@@ -238,23 +213,20 @@ class BatchNumbers:
     entropy_N: Float32N | None = None
     value_N: Float32N | None = None
     return_N: Float32N | None = None
-    allowed: AllowedSets | None = None
-    adjusted: AdjustedCalls | None = None
-    supports: SupportSets | None = None
+    sets: LogitSets = LogitSets()
     advantage_N: Float32N = field(init=False)
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of one part: a factor per sequence, and a correction and a mask per
-    token.
+    """Numbers of one part: a weight, a correction and a mask per token.
 
     `size`: what algorithm.aggregate averages over, the part's loss tokens or its
     sequences.
     """
 
     size: int
-    weight_S: Tensor
+    weight_N: Float32N
     correction_N: Float32N | None
     mask_N: Float32N | None
 
@@ -267,21 +239,20 @@ class Compare:
         if settings.advantage not in ("gae", "gigpo"):
             self._function = load_advantage(resolve(settings).advantage)
 
-    def __call__(self, units: Units, reward_B: Tensor) -> Tensor:
+    def __call__(self, units: Sequence[Unit], reward_B: Tensor) -> Tensor:
         """Return the advantage of each unit, float32 [B]."""
         settings = self.settings
-        groups = units.groups
         if settings.turn_discount is None:
-            groups = units.by_role()
+            group_B = by_role(units)
         else:
-            turns = units.turns()
+            turns = turns_of(units)
+            group_B = turns.group_R[turns.rollout_B]
             to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
             if settings.advantage == "gigpo":
                 return gigpo(reward_B, to_go_B, turns, settings.state_weight)
             if settings.advantage in TURN_ADVANTAGES:
                 return turn_rloo(to_go_B, turns)
             reward_B = to_go_B
-        group_B = torch.tensor(groups, dtype=torch.int64)
         given = self._function(reward_B, group_B)
         return checked_advantages(given, reward_B, settings)
 
@@ -321,12 +292,12 @@ class Objective:
         """Return advantages, float32 [N]. With a critic, set the batch's returns."""
         settings = self.settings
         has_loss = batch.has_loss
-        units = find_units(batch.header, len(has_loss))
-        unit_N = units.unit_N
+        units, unit_N = find_units(batch.header, len(has_loss))
         assert (unit_N[batch.arrays.is_sampled] >= 0).all(), (
             "credits cover every sampled token"
         )
-        reward_B = torch.tensor(units.rewards, dtype=torch.float32)
+        rewards = [unit.reward for unit in units]
+        reward_B = torch.tensor(rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
@@ -357,14 +328,17 @@ class Objective:
             return advantage_N
         return self._taught(batch, advantage_N)
 
-    def _compared(self, units: Units, reward_B: Tensor) -> Tensor:
+    def _compared(self, units: Sequence[Unit], reward_B: Tensor) -> Tensor:
         """Return the advantage of each unit, float32 [B]."""
         if not self.spec.algorithms:
             return self._advantages[""](units, reward_B)
         advantage_B = torch.zeros_like(reward_B)
-        for name in dict.fromkeys(units.tasks):
-            place_U = np.flatnonzero(np.array(units.tasks) == name)
-            of_task = self._advantages[name](units.take(place_U), reward_B[place_U])
+        places = dict[str, list[int]]()
+        for place, unit in enumerate(units):
+            places.setdefault(unit.task, []).append(place)
+        for name, place_U in places.items():
+            own = [units[place] for place in place_U]
+            of_task = self._advantages[name](own, reward_B[place_U])
             advantage_B[place_U] = of_task * self.spec.weights[name]
         return advantage_B
 
@@ -417,16 +391,15 @@ class Objective:
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        counts = list[int]()
-        for entry in batch.header.trajectories:
-            part = has_loss[entry.start : entry.end]
-            counts.append(int(part.sum()))
+        entries = batch.header.trajectories
+        counts = [int(has_loss[one.start : one.end].sum()) for one in entries]
         tokens_S = torch.tensor(counts)
         # By the counts of the whole part, not of a micro-batch: any cut into
         # micro-batches and ranks gives the same gradient (docs/decisions/0008).
         weight_S = losses.token_weights(
             self._recipe.aggregate, tokens_S, self.spec.max_tokens
         )
+        weight_N = weight_S.numpy().repeat([one.end - one.start for one in entries])
         mask_N = None
         correction_N = None
         if self.settings.top_entropy < 1:
@@ -451,12 +424,7 @@ class Objective:
         is_mean_of_tokens = self._recipe.aggregate == "token"
         size_S = tokens_S if is_mean_of_tokens else tokens_S > 0
         size = int(size_S.sum())
-        return StepNumbers(
-            size,
-            weight_S,
-            correction_N,
-            mask_N,
-        )
+        return StepNumbers(size, weight_N, correction_N, mask_N)
 
     def _correct(
         self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor
@@ -483,8 +451,7 @@ class Objective:
         """
 
         def over_tokens(values_N: npt.NDArray[np.generic]) -> Tensor:
-            values_M = torch.from_numpy(values_N[micro.source_M])
-            return to_device(values_M, current_M.device)
+            return to_device(values_N[micro.source_M], current_M.device)
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
@@ -546,10 +513,7 @@ class Objective:
             stats["kl_teacher"] = kl_M.sum()
         if micro.distilled is not None and entry_E is not None:
             loss_M = loss_M + self._distance(micro.distilled, entry_E, len(loss_M))
-        weight_S = to_device(step.weight_S[micro.trajectory_S], current_M.device)
-        weight_M = weight_S[micro.sequence_M]
-        loss = (loss_M * weight_M).sum()
-        return loss, stats
+        return (loss_M * over_tokens(step.weight_N)).sum(), stats
 
     def _distance(
         self, distilled: DistillRows, student_E: Tensor, num_tokens: int

@@ -8,7 +8,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,11 @@ from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
+from asyncrl.models.devices import to_device
 from asyncrl.trainer.adjustments import (
     AdjustedCalls,
-    ChangedLogits,
-    PairChanges,
+    ChangedCall,
+    changed_calls,
 )
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
@@ -35,7 +37,6 @@ from asyncrl.trainer.tree import (
     in_tree_order,
     lay_out,
     places_of,
-    to_device,
 )
 
 log = logging.getLogger("asyncrl.trainer")
@@ -57,30 +58,33 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a
-    set.
-    """
+    """Sets of the tokens `row_R`: `set_R` int64 indexes `bits_KB`."""
 
     bits_KB: Tensor
-    set_M: Tensor
+    set_R: Tensor
     row_R: Tensor
 
     @classmethod
     def of(
         cls,
         bits_KB: npt.NDArray[np.uint8],
-        set_M: npt.NDArray[np.int64],
+        set_M: npt.NDArray[np.int32],
         device: torch.device,
-    ) -> AllowedRows:
-        arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
-        return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
+    ) -> AllowedRows | None:
+        """`set_M`: the set of each token, or ANY. Return None if all have ANY."""
+        (row_R,) = np.nonzero(set_M != ANY)
+        if not len(row_R):
+            return None
+        used, set_R = np.unique(set_M[row_R], return_inverse=True)
+        arrays = bits_KB[used], set_R, row_R
+        return cls(*(to_device(array, device) for array in arrays))
 
     def mask(self, logits_MC: Tensor, part: slice) -> None:
         rows = self.row_R
         # A slice of the vocabulary may begin within a byte. Take whole bytes, then cut
         # the bits before and after it.
         first, last = part.start // 8, -(-part.stop // 8)
-        bytes_RB = self.bits_KB[self.set_M[rows], first:last]
+        bytes_RB = self.bits_KB[self.set_R, first:last]
         shifts = torch.arange(8, device=bytes_RB.device, dtype=torch.uint8)
         is_set_RC = (bytes_RB[:, :, None] >> shifts & 1).flatten(1).bool()
         is_set_RC = is_set_RC[:, part.start - 8 * first :][:, : part.stop - part.start]
@@ -133,6 +137,14 @@ def find_allowed(
     return AllowedSets(
         np.stack([np.frombuffer(bits, np.uint8) for bits in known]), set_N
     )
+
+
+class LogitSets(NamedTuple):
+    """What restricted and changed the logits of a batch's tokens at sampling."""
+
+    allowed: AllowedSets | None = None
+    adjusted: AdjustedCalls | None = None
+    supports: SupportSets | None = None
 
 
 # How finely a group may be cut: a bundle costs at most a rank's share of a step,
@@ -376,9 +388,9 @@ class MicroBatch:
     sequences, U pairs; int64.
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
-    is at `source_M` in the batch's arrays and belongs to `sequence_M`, which is
-    `trajectory_S` in the header. Pairs without a support come first; `allowed_P`,
-    `changed` and `distilled` are of these, `supports` of the others.
+    is at `source_M` in the batch's arrays and belongs to `sequence_M`. Pairs without a
+    support come first; `allowed_P`, `changed` and `distilled` are of these, `supports`
+    of the others.
     """
 
     token_ids_N: Tensor
@@ -389,9 +401,8 @@ class MicroBatch:
     pair_M: Tensor
     source_M: IntN
     sequence_M: Tensor
-    trajectory_S: IntN
     allowed_P: AllowedRows | None = None
-    changed: ChangedLogits | None = None
+    changed: Sequence[ChangedCall] = ()
     supports: SupportRows | None = None
     distilled: DistillRows | None = None
     routing_N: Tensor | None = None
@@ -430,9 +441,9 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     """Return each step's loss tokens: whole groups in admission order."""
     num_groups = header.trajectories[-1].group_index + 1
     count = min(count, num_groups)
-    step_of_N = np.zeros(len(has_loss), np.int64)
-    for entry in header.trajectories:
-        step_of_N[entry.start : entry.end] = entry.group_index * count // num_groups
+    entries = header.trajectories
+    steps = [entry.group_index * count // num_groups for entry in entries]
+    step_of_N = np.repeat(steps, [entry.end - entry.start for entry in entries])
     return [
         chosen
         for step in range(count)
@@ -474,9 +485,7 @@ def micro_batches(
     device: torch.device,
     ranks: Ranks,
     costs: Costs,
-    allowed: AllowedSets | None = None,
-    adjusted: AdjustedCalls | None = None,
-    supports: SupportSets | None = None,
+    sets: LogitSets = LogitSets(),
 ) -> list[tuple[MicroBatch, bool]]:
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in
     lockstep, are flagged False.
@@ -488,8 +497,7 @@ def micro_batches(
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
         for step in assign(side, arrays.ids, costs, max_tokens, ranks.data_size):
             if share := step[ranks.data_rank]:
-                sets = allowed, adjusted, supports
-                micro = _assemble(share, arrays, has_loss, max_tokens, device, *sets)
+                micro = _assemble(share, arrays, has_loss, max_tokens, device, sets)
                 micros.append((micro, True))
                 continue
             # FSDP2's collectives need a pass on every rank. A rank without a share runs
@@ -506,14 +514,13 @@ def micro_batches(
 
 def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:
     """Return one micro-batch of texts, with every token but the first predicted."""
-    sequences = list[TokenRange]()
-    end = 0
-    for index, text in enumerate(texts):
-        num_read = len(text) - 1
-        sequences.append(
-            TokenRange(index, end, num_read, group=0, first=1, num_loss=num_read)
-        )
-        end += len(text)
+    lengths = [len(text) for text in texts]
+    starts = accumulate(lengths[:-1], initial=0)
+    sequences = [
+        TokenRange(index, start, length - 1, group=0, first=1, num_loss=length - 1)
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    end = sum(lengths)
     has_loss = np.ones(end, np.bool_)
     has_loss[[one.start for one in sequences]] = False
     arrays = Tokens(np.concatenate(texts).astype(np.int32))
@@ -526,12 +533,12 @@ def _assemble(
     has_loss: BoolN,
     max_tokens: int,
     device: torch.device,
-    allowed: AllowedSets | None = None,
-    adjusted: AdjustedCalls | None = None,
-    supports: SupportSets | None = None,
+    sets: LogitSets = LogitSets(),
 ) -> MicroBatch:
+    allowed, adjusted, supports = sets
+
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        return to_device(torch.from_numpy(array.astype(np.int64)), device)
+        return to_device(array.astype(np.int64), device)
 
     sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
     layout, source_N, position_N = lay_out(sequences, arrays.ids, max_tokens)
@@ -552,17 +559,16 @@ def _assemble(
     # Under two sets of allowed tokens, two adjustments or two supports, an equal
     # continuation has two logprobs, so the sets become part of the pair. The last one
     # decides the order: FULL is -1, so pairs without a support come first.
-    for sets in (allowed, adjusted, supports):
-        if sets is not None:
-            set_M = sets.set_N[source_M].astype(np.int64) + 1
+    for kind in sets:
+        if kind is not None:
+            set_M = kind.set_N[source_M].astype(np.int64) + 1
             numbers = set_M * len(first_U) + pair_M
             _, first_U, pair_M = np.unique(
                 numbers, return_index=True, return_inverse=True
             )
     pair_U, source_U = both_M[first_U], source_M[first_U]
-    support_rows = changed = None
+    support_rows = None
     num_plain = len(source_U)
-    changes = PairChanges.of(adjusted, arrays.ids, source_U)
     if supports is not None:
         set_U = supports.set_N[source_U]
         num_plain = int((set_U == FULL).sum())
@@ -572,21 +578,13 @@ def _assemble(
                 target_M[first_U[num_plain:]],
                 num_plain,
                 device,
-                changes,
+                changed_calls(adjusted, arrays.ids, source_U[num_plain:], device),
             )
-    if changes is not None:
-        changed = changes.of_plain(num_plain, device)
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
     if allowed is not None:
-        # Number this micro-batch's sets from 0. ANY is -1 and sorts first; subtracting
-        # `first` leaves it -1.
         set_P = allowed.set_N[source_U[:num_plain]]
-        used, number_P = np.unique(set_P, return_inverse=True)
-        first = int(ANY in used)
-        if len(used) > first:
-            bits_KB = allowed.bits_KB[used[first:]]
-            allowed_P = AllowedRows.of(bits_KB, number_P - first, device)
+        allowed_P = AllowedRows.of(allowed.bits_KB, set_P, device)
     routing_N = None
     if ROUTING in arrays.columns:
         # A token's experts are recorded with the token after it; those of a text's last
@@ -594,7 +592,7 @@ def _assemble(
         # and of the first text.
         following_N = (source_N + 1) % len(arrays)
         routing_NE = arrays.column(ROUTING)[following_N]
-        routing_N = to_device(torch.from_numpy(routing_NE.astype(np.int32)), device)
+        routing_N = to_device(routing_NE.astype(np.int32), device)
     return MicroBatch(
         token_ids_N=tensor(arrays.ids[source_N]),
         position_N=tensor(position_N),
@@ -606,11 +604,8 @@ def _assemble(
         sequence_M=tensor(
             np.repeat(np.arange(len(sequences)), [len(part) for part in sources])
         ),
-        trajectory_S=np.array(
-            [sequence.trajectory for sequence in sequences], dtype=np.int64
-        ),
         allowed_P=allowed_P,
-        changed=changed,
+        changed=changed_calls(adjusted, arrays.ids, source_U[:num_plain], device),
         supports=support_rows,
         distilled=DistillRows.of(arrays, source_M, pair_M, device),
         routing_N=routing_N,

@@ -12,7 +12,7 @@ weights' float64.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
-from asyncrl.trainer.adjustments import ChangedLogits, ChangedSlice
+from asyncrl.trainer.adjustments import ChangedBlock, ChangedCall, change
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
@@ -68,7 +68,7 @@ class HeadUse(NamedTuple):
 
     temperature: float
     allowed_M: AllowedRows | None = None
-    changed: ChangedLogits | None = None
+    changed: Sequence[ChangedCall] = ()
     entries: Entries | None = None
     is_compiled: bool = False
 
@@ -77,11 +77,9 @@ class HeadUse(NamedTuple):
 
     def logits(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> tuple[Tensor, ChangedSlice | None]:
+    ) -> tuple[Tensor, list[ChangedBlock]]:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
-        changed = None
-        if self.changed is not None:
-            changed = self.changed.apply_to(logits_MC, part, self.temperature)
+        changed = change(self.changed, logits_MC, part, self.temperature)
         if self.allowed_M is not None:
             self.allowed_M.mask(logits_MC, part)
         return logits_MC, changed
@@ -173,8 +171,8 @@ class _HeadScores(torch.autograd.Function):
             narrow_MC, grad_bias_C = slice_gradient(
                 logits_MC, place_M, sums, weight_VD.dtype, has_bias, of_entries
             )
-            if changed is not None:
-                changed.correct(narrow_MC, grad_bias_C)
+            for block in changed:
+                block.correct(narrow_MC, grad_bias_C)
             if grad_bias_V is not None:
                 grad_bias_V[part] = grad_bias_C
             grad_hidden_MD += narrow_MC @ weight_VD[part]
@@ -188,19 +186,6 @@ class _HeadScores(torch.autograd.Function):
             None,
             None,
         )
-
-
-def support_scores(
-    hidden_RD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    supports: SupportRows,
-    temperature: float,
-) -> Scores:
-    """Score the targets of pairs with supports."""
-    return Scores(
-        *_SupportScores.apply(hidden_RD, weight_VD, bias_V, supports, temperature)  # type: ignore[no-untyped-call]
-    )
 
 
 class _SupportScores(torch.autograd.Function):
@@ -220,13 +205,20 @@ class _SupportScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
+        ctx.slope_E = torch.ones_like(value_E) if supports.changed else None
+        use = HeadUse(temperature, changed=supports.changed)
         for part in _slices(hidden_RD, weight_VD):
             of_part = supports.within(part)
-            if of_part is not None:
-                logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
-                value_E[of_part.entries] = logits_RC[of_part.places]
-                del logits_RC
-        value_E, ctx.slope_E = supports.adjust(value_E, temperature)
+            if of_part is None:
+                continue
+            logits_RC, changed = use.logits(hidden_RD, weight_VD, bias_V, part)
+            value_E[of_part.entries] = logits_RC[of_part.places]
+            if changed:
+                slope_RC = logits_RC.fill_(1.0)
+                for block in changed:
+                    block.correct(slope_RC, None)
+                ctx.slope_E[of_part.entries] = slope_RC[of_part.places]
+            del logits_RC
         exponential_E, *scores = supports.sums(value_E)
         ctx.save_for_backward(hidden_RD, weight_VD, bias_V, exponential_E)
         ctx.supports, ctx.temperature = supports, temperature
@@ -487,19 +479,18 @@ class Policy(nn.Module):
                 hidden_PD = chosen_UD[:num_plain]
                 parts.append(head_scores(hidden_PD, *weights, target_P, use))
             if supports is not None:
-                parts.append(
-                    support_scores(
-                        chosen_UD[num_plain:], *weights, supports, temperature
-                    )
+                hidden_RD = chosen_UD[num_plain:]
+                scores = _SupportScores.apply(  # type: ignore[no-untyped-call]
+                    hidden_RD, *weights, supports, temperature
                 )
+                parts.append(Scores(*scores))
             return _joined(parts)
         logits_UV = (
             self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
             / temperature
         )
-        if micro.changed is not None:
-            whole = slice(0, logits_UV.shape[1])
-            micro.changed.apply_to(logits_UV, whole, temperature)
+        whole = slice(0, logits_UV.shape[1])
+        change(micro.changed, logits_UV[:num_plain], whole, temperature)
         if num_plain:
             parts.append(
                 _whole_scores(
@@ -508,8 +499,8 @@ class Policy(nn.Module):
             )
         if supports is not None:
             of_supports_RV = logits_UV[num_plain:]
+            change(supports.changed, of_supports_RV, whole, temperature)
             value_E = of_supports_RV[supports.row_E, supports.id_E]
-            value_E, _ = supports.adjust(value_E, temperature)
             parts.append(Scores(*supports.sums(value_E)[1:]))
         return _joined(parts)
 

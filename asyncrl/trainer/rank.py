@@ -49,7 +49,7 @@ from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import Trained, make_optimizer
-from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.packing import LogitSets, MicroBatch
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks
 from asyncrl.trainer.state import CRITIC, POLICY, Progress, TrainerState
@@ -103,7 +103,6 @@ class TrainerRank(TrainedModel):
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self.rollout_advantages: list[tuple[int, int, float]] = []
         self._record = step_metrics.RecordWriter(spec.record_path)
-        self._has_recorded = False
         self._objective = Objective(spec)
         needs_reference = self._objective.needs_reference
         super().__init__(spec, ranks, needs_reference=needs_reference)
@@ -314,15 +313,9 @@ class TrainerRank(TrainedModel):
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
-        supports = find_supports(arrays, has_loss)
-        return BatchNumbers(
-            header,
-            arrays,
-            has_loss,
-            allowed=allowed,
-            adjusted=find_adjusted(header, arrays, has_loss),
-            supports=supports,
-        )
+        adjusted = find_adjusted(header, arrays, has_loss)
+        sets = LogitSets(allowed, adjusted, find_supports(arrays, has_loss))
+        return BatchNumbers(header, arrays, has_loss, sets=sets)
 
     @cached_property
     def _grammars(self) -> TokenGrammars:
@@ -364,14 +357,11 @@ class TrainerRank(TrainedModel):
         self._use_in_step(
             "score", REFERENCE_WEIGHTS if is_reference else POLICY_WEIGHTS
         )
-        micros = self._micro_batches(batch, batch.has_loss)
-        self._meter.enter("logprobs")
         outputs = list[tuple[MicroBatch, Scores]]()
-        for micro, counts in micros:
+        passes = self._passes(batch, batch.has_loss, has_backward=False)
+        for micro, counts in passes:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                flops = policy.costs.flops(*micro.size, has_backward=False)
-                self._meter.count(flops)
                 outputs.append((micro, scores))
         num_tokens = len(batch.has_loss)
         logprobs_N, entropies_N = gather_scores(outputs, num_tokens, self.ranks)
@@ -382,24 +372,31 @@ class TrainerRank(TrainedModel):
         self._meter.enter("")
         return logprobs_N, entropies_N
 
-    def _micro_batches(
-        self, batch: BatchNumbers, chosen: BoolN
-    ) -> list[tuple[MicroBatch, bool]]:
+    def _passes(
+        self, batch: BatchNumbers, chosen: BoolN, *, has_backward: bool
+    ) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's micro-batches (packing.micro_batches) for a pass each, and
+        count these.
+        """
         self._meter.enter("pack")
-        max_tokens = self.spec.trainer.micro_batch_tokens
-        rules = self.policy.plan.rules(max_tokens)
-        return packing.micro_batches(
+        costs = self.policy.costs
+        micros = packing.micro_batches(
             batch.header,
             batch.arrays,
             chosen,
-            rules,
+            self.policy.plan.rules(self.spec.trainer.micro_batch_tokens),
             self.device,
             self.ranks,
-            self.policy.costs,
-            batch.allowed,
-            batch.adjusted,
-            batch.supports,
+            costs,
+            batch.sets,
         )
+        for micro, counts in micros:
+            self._meter.enter("forward" if has_backward else "logprobs")
+            yield micro, counts
+            if counts:
+                flops = costs.flops(*micro.size, has_backward=has_backward)
+                num_tokens = micro.layout.num_tokens if has_backward else 0
+                self._meter.count(flops, num_tokens)
 
     def _add_gradient(
         self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
@@ -425,11 +422,10 @@ class TrainerRank(TrainedModel):
         share = step.share_of(numbers.size)
         if step.parts:
             self._trained.scale_gradient(1.0 - share)
-        numbers = replace(numbers, weight_S=numbers.weight_S * share)
+        numbers = replace(numbers, weight_N=numbers.weight_N * share)
         outputs = list[tuple[MicroBatch, Scores]]()
         losses = list[MicroLoss]()
-        for micro, counts in self._micro_batches(batch, chosen):
-            self._meter.enter("forward")
+        for micro, counts in self._passes(batch, chosen, has_backward=True):
             scores = self.policy(micro, self.spec.temperature)
             # FSDP2 gathers and reduces in both passes, and hangs if a rank leaves one
             # out. A rank without sequences runs a token with a gradient of zero.
@@ -449,8 +445,6 @@ class TrainerRank(TrainedModel):
             # micro-batch. gather_scores() and gather_losses() wait once, for all.
             outputs.append((micro, detached))
             losses.append((loss.detach(), stats))
-            flops = self.policy.costs.flops(*micro.size, has_backward=True)
-            self._meter.count(flops, micro.layout.num_tokens)
         self._meter.enter("")
         # Every rank gets the scores and the loss of all ranks, so each takes the same
         # decisions below: skip, refuse, or step.
@@ -494,8 +488,7 @@ class TrainerRank(TrainedModel):
         weight = self.spec.algorithm.sft_weight_at(self.policy_version)
         num_tokens = int(chosen.sum())
         losses = list[MicroLoss]()
-        for micro, counts in self._micro_batches(batch, chosen):
-            self._meter.enter("forward")
+        for micro, counts in self._passes(batch, chosen, has_backward=True):
             # Of the model itself, as in `asyncrl sft`: nobody sampled these tokens at
             # the run's temperature.
             logprob_M = self.policy(micro, 1.0).logprob_M
@@ -505,8 +498,6 @@ class TrainerRank(TrainedModel):
             (loss * (weight if counts else 0.0)).backward()
             if counts:
                 losses.append((loss.detach(), {}))
-                flops = self.policy.costs.flops(*micro.size, has_backward=True)
-                self._meter.count(flops, micro.layout.num_tokens)
         self._meter.enter("")
         version.open_step.sft_loss, _ = gather_losses(losses, self.ranks)
 
@@ -619,7 +610,6 @@ class TrainerRank(TrainedModel):
         self._profiler.end()
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
-        first_version = self.policy_version
         self.policy_version += 1
         self._version = None
         metrics = {
@@ -633,8 +623,6 @@ class TrainerRank(TrainedModel):
         # Rank 0 has the numbers of all ranks. A second line from another rank would look
         # like a batch that was trained twice.
         if self.ranks.is_first:
-            if not self._has_recorded:  # earlier lines are repeated
-                self._note_restored(first_version)
             loss = metrics["policy/loss"]
             lines = [
                 step_metrics.trained_line(
@@ -648,16 +636,12 @@ class TrainerRank(TrainedModel):
             # The weights have moved, so the step cannot be refused any more. No
             # checkpoint is made before the line is written (begin_save_state).
             except OSError as error:
-                step = first_version + 1
                 path = self.spec.record_path
-                log.warning("%s lacks step %d for now: %s", path, step, error)
+                log.warning(
+                    "%s lacks step %d for now: %s", path, self.policy_version, error
+                )
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
-
-    def _note_restored(self, version: int) -> None:
-        if self.ranks.is_first:
-            self._record.note_restored(version)
-            self._has_recorded = True
 
     def _write_record(self) -> None:
         """Write the lines of all steps, which rank 0 has. Raises Refused."""
@@ -715,7 +699,8 @@ class TrainerRank(TrainedModel):
         self.num_skipped_in_a_row = progress.num_skipped_in_a_row
         # The record may have lines of this version and later, from before the restart.
         # They are void now.
-        self._note_restored(self.policy_version)
+        if self.ranks.is_first:
+            self._record.note_restored(self.policy_version)
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError

@@ -42,7 +42,7 @@ from asyncrl.base.http import (
     serve,
 )
 from asyncrl.messages import trainer_api as api
-from asyncrl.trainer.build_model import resolve_device
+from asyncrl.models.devices import choose_device
 from asyncrl.trainer.critic_rank import CriticRank
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
@@ -81,7 +81,7 @@ class TrainerService:
             beat.start()
 
     def _make_rank(self) -> TrainerRank | CriticRank:
-        device, dtype = resolve_device(self._spec)
+        device, dtype = choose_device(self._spec.device, self._spec.dtype)
         ranks, everyone = join_ranks(self._spec, device, dtype)
         kind = CriticRank if self._spec.is_of_critic else TrainerRank
         return kind(self._spec, ranks, everyone)

@@ -401,21 +401,29 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting = list[str]()
+        self._is_begun = False
 
-    def note(self, line: Mapping[str, object]) -> None:
-        self._waiting.append(json.dumps(line) + "\n")
+    def note(self, line: TrainedLine) -> None:
+        """Note a step. A new process notes first that earlier lines are repeated."""
+        if not self._is_begun:
+            self.note_restored(line["version"])
+        self._add(line)
 
     def note_restored(self, version: int) -> None:
         """Note that batches from `version` on are trained again. Cuts an incomplete line."""
+        self._is_begun = True
         if self._path.is_file() and self._path.stat().st_size:
             # A process that was killed in write() leaves half a line. The batch is
             # trained again, so the half is cut rather than completed.
             start, line = next(lines_from_end(self._path))
             if not line.endswith(b"\n"):
                 cut_at(self._path, start)
-            self.note({"restored": version})
+            self._add({"restored": version})
         elif self._waiting:
-            self.note({"restored": version})
+            self._add({"restored": version})
+
+    def _add(self, line: Mapping[str, object]) -> None:
+        self._waiting.append(json.dumps(line) + "\n")
 
     def write(self) -> None:
         """Append the noted lines. Raises OSError; then they wait for the next call."""

@@ -102,9 +102,13 @@ class VersionSums:
         # Later epochs see the same tokens again, under weights that have learned from
         # them.
         first_epoch = parts[: len(parts) // self.num_epochs]
-        logprobs_M = np.concatenate([part.logprobs_M for part in first_epoch])
-        behaviour_M = np.concatenate([part.behaviour_M for part in first_epoch])
-        entropies_M = np.concatenate([part.entropies_M for part in first_epoch])
+        columns = zip(
+            *(
+                (one.logprobs_M, one.behaviour_M, one.entropies_M)
+                for one in first_epoch
+            ),
+            strict=True,
+        )
         num_sampled = sum(int(batch.arrays.is_sampled.sum()) for batch in self.batches)
         num_loss_tokens = sum(int(batch.has_loss.sum()) for batch in self.batches)
         return {
@@ -112,7 +116,7 @@ class VersionSums:
             **{f"policy/{name}": value / num_seen for name, value in stats.items()},
             "policy/loss": _mean([step.loss for step in taken]),
             "policy/grad_norm": _mean([step.grad_norm for step in taken]),
-            **step_metrics.policy_metrics(logprobs_M, behaviour_M, entropies_M),
+            **step_metrics.policy_metrics(*map(np.concatenate, columns)),
             **self._gap_metrics(),
             **self._sft_metrics(taken),
             "sample/masked_fraction": 1.0 - num_loss_tokens / num_sampled,

@@ -21,8 +21,9 @@ from asyncrl.messages.tokens import (
     Ragged,
     Tokens,
 )
-from asyncrl.trainer.adjustments import ChangedEntries, PairChanges
-from asyncrl.trainer.tree import BoolN, IntN, to_device
+from asyncrl.models.devices import to_device
+from asyncrl.trainer.adjustments import ChangedCall
+from asyncrl.trainer.tree import BoolN, IntN
 
 FULL = -1
 
@@ -137,11 +138,11 @@ class DistillRows(Entries):
         token_E, place_E = token_E[order], place_E[order]
         ids = tops.values[place_E]
         row, id, token = (
-            to_device(torch.from_numpy(array.astype(np.int64)), device)
+            to_device(array.astype(np.int64), device)
             for array in (pair_M[token_E], ids, token_E)
         )
         logprob_E = arrays.column(DISTILL_LOGPROBS).values[place_E]
-        other_E = to_device(torch.from_numpy(logprob_E), device)
+        other_E = to_device(logprob_E, device)
         return cls(row, id, ids, token, other_E)
 
 
@@ -151,7 +152,7 @@ class SupportRows(Entries):
     ids.
 
     `row_E`: counted from `num_plain`. `target_R` int64: the entry of each pair's target.
-    `changed`: entries whose logits the call has adjusted.
+    `changed`: adjusted logits of these R pairs.
 
     Example: the second pair and the third have the supports {2, 5} and {5}.
         >>> sets = [np.array([2, 5], np.int32), np.array([5], np.int32)]
@@ -162,7 +163,7 @@ class SupportRows(Entries):
 
     num_plain: int
     target_R: Tensor
-    changed: ChangedEntries | None = None
+    changed: list[ChangedCall]
 
     @classmethod
     def of(
@@ -171,11 +172,9 @@ class SupportRows(Entries):
         target_R: npt.NDArray[np.int64],
         num_plain: int,
         device: torch.device,
-        changes: PairChanges | None = None,
+        changed: list[ChangedCall] | None = None,
     ) -> SupportRows:
-        """`sets`: the support of each pair. `target_R`: its target, which is in it.
-        `changes`: of all pairs.
-        """
+        """`sets`: the support of each pair. `target_R`: its target, which is in it."""
         ids = np.concatenate(sets)
         row_E = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
         # A slice of the vocabulary needs the entries of its ids, which are neighbors
@@ -185,22 +184,9 @@ class SupportRows(Entries):
         (own,) = np.nonzero(ids == target_R[row_E])
         place_R = own[np.argsort(row_E[own])]
         row, id, target = (
-            to_device(torch.from_numpy(array.astype(np.int64)), device)
-            for array in (row_E, ids, place_R)
+            to_device(array.astype(np.int64), device) for array in (row_E, ids, place_R)
         )
-        changed = None
-        if changes is not None:
-            pair_E = row_E + num_plain
-            changed = changes.of_entries(pair_E, ids.astype(np.int64), device)
-        return cls(row, id, ids, num_plain, target, changed)
-
-    def adjust(
-        self, value_E: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the entries' adjusted logits, and their derivatives (None: 1)."""
-        if self.changed is None:
-            return value_E, None
-        return self.changed.apply(value_E, temperature)
+        return cls(row, id, ids, num_plain, target, changed or [])
 
     def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a

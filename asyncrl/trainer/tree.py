@@ -19,8 +19,6 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 IntN = npt.NDArray[np.int64]
 BoolN = npt.NDArray[np.bool_]
@@ -49,6 +47,14 @@ class Piece:
     num_queries: int
     key: int
     num_keys: int
+
+    @property
+    def queries(self) -> IntN:
+        return np.arange(self.query, self.query + self.num_queries)
+
+    @property
+    def keys(self) -> IntN:
+        return np.arange(self.key, self.key + self.num_keys)
 
 
 @dataclass(frozen=True)
@@ -304,11 +310,3 @@ def _runs_to(last: TreeNode) -> Runs:
     """
     own = (last.path, last.place + last.length - last.path)
     return (own,) if last.left is None else (*_runs_to(last.left), own)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return tensor.to(device)
-    # From pageable memory, the copy would make the host wait for all kernels before it.
-    # torch keeps the pinned block until the copy has run.
-    return tensor.pin_memory().to(device, non_blocking=True)

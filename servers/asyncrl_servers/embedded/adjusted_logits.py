@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.messages.records import Adjustment
-from asyncrl_servers.embedded.decoder import to_device
+from asyncrl.models.devices import to_device
 
 
 class AdjustedIds:
@@ -22,15 +22,19 @@ class AdjustedIds:
         adjustment: Adjustment,
         token_ids: npt.NDArray[np.int64],
         num_sampled: int,
+        max_tokens: int,
     ) -> None:
-        """The last `num_sampled` ids were sampled by earlier segments of the call."""
+        """The last `num_sampled` ids were sampled by earlier segments of the call, which
+        may sample `max_tokens` more.
+        """
         self._adjustment = adjustment
         self._places = dict[int, int]()
-        self._ids = np.zeros(64, np.int64)
-        self._biases = np.zeros(64, np.float32)
-        self._counts = np.zeros(64, np.float32)
+        most = len(adjustment.logit_bias) + len(token_ids) + max_tokens
+        self._ids = np.zeros(most, np.int64)
+        self._biases = np.zeros(most, np.float32)
+        self._counts = np.zeros(most, np.float32)
         """How often this call has sampled each id."""
-        self._is_in_text = np.zeros(64, np.bool_)
+        self._is_in_text = np.zeros(most, np.bool_)
         for token_id, bias in adjustment.logit_bias.items():
             self._biases[self._place_of(token_id)] = bias
         num_prompt = len(token_ids) - num_sampled
@@ -64,11 +68,6 @@ class AdjustedIds:
 
     def _place_of(self, token_id: int) -> int:
         place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):
-            self._ids, self._biases, self._counts, self._is_in_text = (
-                np.concatenate([one, np.zeros_like(one)])
-                for one in (self._ids, self._biases, self._counts, self._is_in_text)
-            )
         self._ids[place] = token_id
         return place
 

@@ -22,6 +22,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
+from asyncrl.models.devices import choose_device, to_device
 from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
@@ -85,14 +87,7 @@ class LoadedModel:
     def __init__(self, spec: EmbeddedSpec) -> None:
         """Load and probe the model; exit if it is missing or unsupported."""
         self.folder = Path(spec.model_path)
-        wants_cuda = spec.device == "cuda" or (
-            spec.device == "auto" and torch.cuda.is_available()
-        )
-        self.device = torch.device("cuda" if wants_cuda else "cpu")
-        default = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.dtype: torch.dtype = getattr(
-            torch, default if spec.dtype == "auto" else spec.dtype
-        )
+        self.device, self.dtype = choose_device(spec.device, spec.dtype)
         limit_memory(self.device, spec.share)
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
@@ -225,15 +220,6 @@ class LoadedModel:
             )
         num_routed = 0 if self.routed is None else self.routed.take().shape[1]
         self.shape = CacheShape(tuple(probe.layers), num_routed, state)
-
-
-def pinned(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory()
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    return pinned(array, device).to(device, non_blocking=True)
 
 
 def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
@@ -421,20 +407,17 @@ MOST_LIKELY = 1024
 """Logits that top_p sorts first: most nuclei end here, and on a CPU a sort of 49,152
 logits takes 14 ms, the largest 1,024 of them 0.6 ms.
 """
-TopTokens = list[tuple[int, float]]
-"""(id, logprob in nats) of the likeliest tokens, in order."""
 
 
 class Drawn(NamedTuple):
-    """A token per row: `ids` int64 [N], `logprobs` float32 [N] in nats. By row: the
-    likeliest tokens, and the ids that a cut row was drawn from (int32, ascending;
-    empty: all).
+    """A token per row: `ids` int64 [N], `logprobs` float32 [N] in nats. `lists`: by
+    column and row: TOP_IDS and TOP_LOGPROBS of the likeliest tokens, in order, and as
+    SUPPORT the ids that a cut row was drawn from (ascending; empty: all).
     """
 
     ids: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
-    top: dict[int, TopTokens]
-    supports: dict[int, npt.NDArray[np.int32]]
+    lists: dict[str, dict[int, npt.NDArray[np.generic]]]
 
 
 def sample(
@@ -459,7 +442,7 @@ def sample(
     is_full = (sampling["top_p"] == 1.0) & (sampling["top_k"] == 0.0)
     is_full &= sampling["min_p"] == 0.0
     cut = np.flatnonzero(~is_full & (temperatures > 0.0))
-    supports = dict[int, npt.NDArray[np.int32]]()
+    supports = dict[int, npt.NDArray[np.generic]]()
     if len(cut):
         index = to_device(cut, device)
         kept_MV = _cut(logits_NV[index], sampling[cut])
@@ -492,11 +475,14 @@ def sample(
     token_ids, logprobs, *found = to_host(
         tokens_N1[:, 0], picked_N1[:, 0], *chain.from_iterable(likeliest)
     )
-    top = dict[int, TopTokens]()
+    top_ids = dict[int, npt.NDArray[np.generic]]()
+    top_logprobs = dict[int, npt.NDArray[np.generic]]()
     for row, values, ids in zip(num_top, found[::2], found[1::2], strict=True):
-        pairs = zip(ids.tolist(), values.tolist(), strict=True)
-        top[row] = [(token, value) for token, value in pairs if value > -np.inf]
-    return Drawn(token_ids, logprobs, top, supports)
+        is_possible = values > -np.inf
+        top_ids[row] = ids[is_possible].astype(np.int32)
+        top_logprobs[row] = values[is_possible]
+    lists = {TOP_IDS: top_ids, TOP_LOGPROBS: top_logprobs, SUPPORT: supports}
+    return Drawn(token_ids, logprobs, lists)
 
 
 def _supports(logits_MV: Tensor) -> list[npt.NDArray[np.int32]]:

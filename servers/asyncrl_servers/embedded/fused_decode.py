@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asyncrl.models.devices import pinned
 from asyncrl_servers.embedded.decoder import (
     Layer,
     Maps,
     PlainDecoder,
     layer_of,
     layer_step,
-    pinned,
     separate,
 )
 from asyncrl_servers.embedded.kv_attention import SPLITS, Ints

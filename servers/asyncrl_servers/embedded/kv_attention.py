@@ -23,8 +23,8 @@ from transformers import AttentionInterface, DynamicCache
 from asyncrl.models.attention_kinds import (
     AttentionKind,
     UnknownAttentionError,
+    by_position,
     kind_of,
-    temperature_correction,
 )
 from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
@@ -501,44 +501,23 @@ def _attention(
     """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Raises
     UnknownAttentionError.
     """
-    if attention_mask is not None:
-        raise UnknownAttentionError("it has an attention mask of its own")
+    kind = kind_of(module, attention_mask, options).within(running.max_length)
     if running.mixer:
         raise UnknownAttentionError(f"{running.mixer} has both attention and a state")
-    kind = reaching(kind_of(module, options), running.max_length)
     # Counted, not taken from the layer's number: hybrids skip layers, and a module may
     # be called more than once in a pass.
     place, running.place = running.place, running.place + 1
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    query = by_position(module, query, running.pass_.positions)
     axis = 2 if query.shape[0] == 1 else 0
     rows = [
         states[0].transpose(0, 1) if axis else states[:, :, 0]
         for states in (query, key, value)
     ]
-    positions_R = running.pass_.positions
-    counted_R = (
-        torch.arange(len(rows[0]), device=query.device)
-        if axis
-        else torch.zeros_like(positions_R)
-    )
-    factors_R = temperature_correction(module, counted_R, positions_R)
-    if factors_R is not None:
-        rows[0] = (rows[0] * factors_R[:, None, None]).to(query.dtype)
     mixed = running.pass_.attend(
         place, *rows, scaling, kind, options.get("s_aux")
     ).contiguous()
     return (mixed[None] if axis else mixed[:, None]), None
-
-
-def reaching(kind: AttentionKind, max_length: int) -> AttentionKind:
-    """Return the kind without a window or chunk that no text up to `max_length`
-    crosses.
-    """
-    window, chunk = (
-        size if size and size < max_length else None
-        for size in (kind.window, kind.chunk)
-    )
-    return kind._replace(window=window, chunk=chunk)
 
 
 # transformers builds no mask for unregistered names

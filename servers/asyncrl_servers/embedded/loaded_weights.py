@@ -95,10 +95,7 @@ class Weights(WeightState):
                 }
             # Copied, because the next export may replace the file, and overwrites the
             # trainer's memory.
-            copies = {name: places[name].copy_(one) for name, one in sent.items()}
-            # Of the copies, which will serve: a digest of the file would not notice a
-            # fault on the way into memory.
-            check_arrived(request.place, digest_and_size(copies), request)
+            check_arrived(request.place, _copied(sent, places), request)
         if request.kind == "weights":
             return tensors
         # Adapters are defined over the initial weights, which a whole push or a sleep
@@ -119,10 +116,7 @@ class Weights(WeightState):
             parameters = {
                 name: parameter.data for name, parameter in self._parameters.items()
             }
-            places = pieces_of(parameters, self._pieces)
-            return digest_and_size(
-                {name: places[name].copy_(tensor) for name, tensor in tensors.items()}
-            )
+            return _copied(tensors, pieces_of(parameters, self._pieces))
 
     def swap(self) -> None:
         assert self.swapping is not None
@@ -179,9 +173,7 @@ class Weights(WeightState):
 
         def take(sent: Mapping[str, Tensor]) -> Arrived:
             self._check_parameters(sent, place, is_part=True)
-            return digest_and_size(
-                {name: places[name].copy_(one) for name, one in sent.items()}
-            )
+            return _copied(sent, places)
 
         try:
             digests = take_announced(
@@ -237,6 +229,15 @@ class Weights(WeightState):
                 what,
                 rule="trainer and engine hold the same model in the same dtype",
             )
+
+
+def _copied(sent: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> Arrived:
+    """Copy tensors to their places. The digests are of the copies, which will serve:
+    those of the sent ones would not notice a fault on the way into memory.
+    """
+    return digest_and_size(
+        {name: places[name].copy_(one) for name, one in sent.items()}
+    )
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
+from asyncrl.models.devices import pinned, to_device
 from asyncrl_servers.embedded.decoder import (
     EmbeddedSpec,
     LoadedModel,
     PlainDecoder,
-    pinned,
-    to_device,
     to_host,
 )
 from asyncrl_servers.embedded.kv_attention import (
@@ -460,14 +459,7 @@ class Scorer(Runner):
         """Return of each text the logprobs, float32 [T - 1], and the likeliest ids,
         int64 [T - 1, K], with their logprobs, float32 [T - 1, K].
         """
-        read = list[list[npt.NDArray[np.generic]]]()
-        for text in texts:
-            num_predicted = len(text.ids) - 1
-            shape = (num_predicted, text.request.top_k)
-            logprobs = np.zeros(num_predicted, np.float32)
-            read.append(
-                [logprobs, np.zeros(shape, np.int64), np.zeros(shape, np.float32)]
-            )
+        read: list[list[list[npt.NDArray[np.generic]]]] = [[] for _ in texts]
         # The last token predicts nothing that was asked for.
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
         for parts in cut_calls(jobs, self._query_chunk):
@@ -475,18 +467,15 @@ class Scorer(Runner):
             row = 0
             of_parts = list[Tensor]()
             for slot, _, start, end in parts:
-                of_part = (
-                    logits[row : row + end - start].float()
-                    / texts[slot].request.temperature
-                )
+                ids, request, _ = texts[slot]
+                of_part = logits[row : row + end - start].float() / request.temperature
                 row += end - start
-                targets = to_device(texts[slot].ids[start + 1 : end + 1], logits.device)
+                targets = to_device(ids[start + 1 : end + 1], logits.device)
                 logprob_TV = torch.log_softmax(of_part, dim=-1)
-                top = logprob_TV.topk(texts[slot].request.top_k)
+                top = logprob_TV.topk(request.top_k)
                 of_parts.append(logprob_TV.gather(1, targets[:, None])[:, 0])
                 of_parts += [top.indices, top.values]
             on_host = iter(to_host(*of_parts))
-            for slot, _, start, end in parts:
-                for array in read[slot]:
-                    array[start:end] = next(on_host)
-        return read
+            for slot, *_ in parts:
+                read[slot].append([next(on_host) for _ in range(3)])
+        return [[*map(np.concatenate, zip(*pieces, strict=True))] for pieces in read]

@@ -21,9 +21,6 @@ from asyncrl.messages.tokens import (
     EMPTY,
     NO_EXPERT,
     ROUTING,
-    SUPPORT,
-    TOP_IDS,
-    TOP_LOGPROBS,
     Ragged,
     Tokens,
     Values,
@@ -32,7 +29,6 @@ from asyncrl_servers.embedded.adjusted_logits import AdjustedIds, adjust
 from asyncrl_servers.embedded.decoder import (
     Drawn,
     EmbeddedSpec,
-    TopTokens,
     grammar_refusal,
     mask,
     sample,
@@ -72,11 +68,10 @@ class Sequence(Run):
         """Next tokens, bool [V]; None: all."""
         self.adjusted: AdjustedIds | None = None
         if (adjustment := self.request.adjustment) is not None:
-            num_sampled = self.request.num_resumed
-            self.adjusted = AdjustedIds(adjustment, token_ids, num_sampled)
-        self.top: list[TopTokens] = []
-        """Of the unreported tokens, like `supports`."""
-        self.supports: list[npt.NDArray[np.int32]] = []
+            counts = self.request.num_resumed, self.request.max_tokens
+            self.adjusted = AdjustedIds(adjustment, token_ids, *counts)
+        self.lists: dict[str, list[npt.NDArray[np.generic]]] = {}
+        """Of the unreported tokens, by column."""
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
         self.next_logits_V: Tensor | None = None
@@ -100,10 +95,9 @@ class Rows:
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.lengths = np.zeros(num_rows, np.int64)
         """Tokens including the prompt; the newest is not cached yet."""
-        self.limits = np.zeros(slots, np.int64)
-        self.seeds = np.zeros(slots, np.uint64)
-        self.sampling = np.zeros(
-            slots, [(name, np.float64) for name in DRAW_PARAMETERS]
+        draw = [(name, np.float64) for name in DRAW_PARAMETERS]
+        self.settings = np.zeros(
+            slots, [("limit", np.int64), ("seed", np.uint64), *draw]
         )
         # Least recently used first. Kept rows come after the slots: a decode step needs
         # running rows 0..n-1 without a gap.
@@ -117,9 +111,7 @@ class Rows:
         self.sequences.append(sequence)
         self.token_ids[row, : len(ids)] = ids
         self.lengths[row] = len(ids)
-        self.limits[row] = sequence.limit
-        self.seeds[row] = request.seed
-        self.sampling[row] = request.draw
+        self.settings[row] = (sequence.limit, request.seed, *request.draw)
 
     def keep(self, row: int) -> int:
         """Keep this row's tokens; return the kept row or -1."""
@@ -152,14 +144,12 @@ class Rows:
         self.sequences[target] = self.sequences[source]
         self.token_ids[target, :length] = self.token_ids[source, :length]
         self.logprobs[target, :length] = self.logprobs[source, :length]
-        for column in (self.limits, self.seeds, self.sampling):
-            column[target] = column[source]
+        self.settings[target] = self.settings[source]
 
     def append(self, drawn: Drawn) -> None:
-        for row, likeliest in drawn.top.items():
-            self.sequences[row].top.append(likeliest)
-        for row, ids in drawn.supports.items():
-            self.sequences[row].supports.append(ids)
+        for name, by_row in drawn.lists.items():
+            for row, values in by_row.items():
+                self.sequences[row].lists.setdefault(name, []).append(values)
         rows = np.arange(len(self.sequences))
         places = self.lengths[rows]
         self.token_ids[rows, places] = drawn.ids
@@ -202,18 +192,10 @@ class Rows:
         start, end = sequence.num_told, int(self.lengths[row])
         sequence.num_told = end
         columns: dict[str, Values] = {BEHAVIOUR: self.logprobs[row, start:end].copy()}
-        if sequence.request.top_logprobs:
-            columns[TOP_IDS] = Ragged.of(
-                [[token for token, _ in one] for one in sequence.top], "<i4"
-            )
-            columns[TOP_LOGPROBS] = Ragged.of(
-                [[value for _, value in one] for one in sequence.top], "<f4"
-            )
-            sequence.top = []
-        if sequence.supports:
-            sizes = np.array([len(ids) for ids in sequence.supports], np.int32)
-            columns[SUPPORT] = Ragged(np.concatenate(sequence.supports), sizes)
-            sequence.supports = []
+        for name, lists in sequence.lists.items():
+            sizes = np.array([len(values) for values in lists], np.int32)
+            columns[name] = Ragged(np.concatenate(lists), sizes)
+        sequence.lists = {}
         tokens = Tokens(
             self.token_ids[row, start:end].astype(np.int32),
             spans_between(sequence.marks, start, end),
@@ -563,7 +545,7 @@ class Scheduler(RunQueue[Sequence]):
     def _sample(self, logits_NV: Tensor) -> None:
         """Draw a token for each row, and report and remove the rows that end with it."""
         rows = self.rows
-        running = slice(len(rows))
+        settings, lengths = rows.settings[: len(rows)], rows.lengths[: len(rows)]
         allowed = {
             row: one.allowed
             for row, one in enumerate(rows.sequences)
@@ -581,13 +563,7 @@ class Scheduler(RunQueue[Sequence]):
             for row, one in enumerate(rows.sequences)
             if (num := one.request.top_logprobs)
         }
-        drawn = sample(
-            logits_NV,
-            rows.sampling[running],
-            rows.seeds[running],
-            rows.lengths[running],
-            num_top,
-        )
+        drawn = sample(logits_NV, settings, settings["seed"], lengths, num_top)
         # This ends the process: its tokens would be trained on, and an error as the
         # answer would leave the same weights in place.
         if not np.isfinite(drawn.logprobs).all():
@@ -612,7 +588,7 @@ class Scheduler(RunQueue[Sequence]):
                     sequence.allowed = sequence.matcher.allowed()
                 except GrammarError as error:
                     failed[row] = error
-        is_over = is_stop | (rows.lengths[running] >= rows.limits[running])
+        is_over = is_stop | (lengths >= settings["limit"])
         is_over[[*failed]] = True
         # only rows above a removed row move
         for row in np.flatnonzero(is_over)[::-1].tolist():
