@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import asdict
 from itertools import count
 
 from gateway_plain import serve
@@ -71,8 +70,8 @@ class Turnover:
         return session.key
 
     async def _stats(self, _: Request) -> JSONResponse:
-        stats = asdict(self.gateway.stats())
-        stats["deviations"] = sum(stats["deviations"].values())
+        gauges = self.gateway.gauges()
+        stats = {name.partition("/")[2]: number for name, number in gauges.items()}
         return JSONResponse(stats | {"sessions": len(self._sessions)})
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from token_cases import completion_of
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.messages.records import Completion, Rollout
 
@@ -100,7 +100,7 @@ def plan(
     """The prompt of a chat."""
     match = capture.match(messages, tools, prefill=prefill)
     return capture.plan(
-        capture._tokenizer.encode(match.text, after=match.neighbor), match
+        capture.tokenizer.encode(match.text, after=match.neighbor), match
     )
 
 
@@ -117,9 +117,7 @@ class Play:
         keeps_thoughts: bool = True,
     ) -> None:
         self.renderer = renderer if renderer is not None else CharRenderer()
-        self.capture = Capture(
-            self.renderer, GatewayStats(), thinking, keeps_thoughts=keeps_thoughts
-        )
+        self.capture = Capture(self.renderer, thinking, keeps_thoughts=keeps_thoughts)
         self.num_recorded = 0
 
     def answer(

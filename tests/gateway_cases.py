@@ -224,10 +224,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def num_forked(world: World) -> int:
-    """Count calls with a history that continue no recorded answer."""
-    stats = world.gateway.stats()
-    return stats.edited
+def num_calls(world: World, kind: str) -> float:
+    """Return a count of calls. edited: with a history, and without a recorded answer
+    that they continue.
+    """
+    return world.gateway.gauges()[f"gateway/{kind}"]
 
 
 def make_gateway(
@@ -311,7 +312,10 @@ class Talk:
     def is_one_branch_of(self, *answers: str) -> bool:
         (trajectory,) = self.world.session.rollout(0, Outcome(), 1.0)
         num_sampled = sum(len(each.encode()) + 1 for each in answers)
-        return num_forked(self.world) == 0 and trajectory.loss_mask.sum() == num_sampled
+        return (
+            num_calls(self.world, "edited") == 0
+            and trajectory.loss_mask.sum() == num_sampled
+        )
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from gateway_cases import gateway_world, in_loop
 from template_renderers import Renderers, renderers
 
 from asyncrl.agents.endpoint import prefix_match
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats
+from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout
@@ -270,7 +270,7 @@ def test_realigned_prompt_names_its_deviation(
 ) -> None:
     renderer = renderer_for(template)
     kept, as_template = Play(renderer), Play(renderer)
-    as_template.capture = Capture(renderer, GatewayStats(), keeps_thoughts=False)
+    as_template.capture = Capture(renderer, keeps_thoughts=False)
     for play in (kept, as_template):
         play.ask(CHAT[:1], sampled, CHAT[1])
     whole = renderer.render(CHAT)

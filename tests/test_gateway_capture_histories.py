@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_cases import completion_of
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.tool_formats import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
@@ -85,7 +85,7 @@ class History:
     def __post_init__(self) -> None:
         self.renderer = CharRenderer(self.habit)
         self.thinking = ("<", "|") if self.habit == "strips" else THINKING
-        self.capture = Capture(self.renderer, GatewayStats(), self.thinking)
+        self.capture = Capture(self.renderer, self.thinking)
 
     def round(self, number: int, calls: list[Call]) -> None:
         """Plan all, then answer each; the answers are known to the calls of the next

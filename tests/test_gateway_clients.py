@@ -16,7 +16,7 @@ from gateway_cases import (
     ByteTokenizer,
     ScriptedEngine,
     in_loop,
-    num_forked,
+    num_calls,
     talking,
 )
 
@@ -143,7 +143,7 @@ async def test_completions_continue_recorded_ids() -> None:
         assert (
             "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there."
         )
-        assert talk.world.gateway.stats().extended == 1
+        assert num_calls(talk.world, "extended") == 1
 
 
 @in_loop
@@ -231,7 +231,7 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
         )
         assert "billing" not in prompt
         assert talk.is_one_branch_of(*answers)
-        assert talk.world.gateway.stats().calls == 3, "counting is not a call"
+        assert num_calls(talk.world, "calls") == 3, "counting is not a call"
 
 
 @streams
@@ -435,7 +435,7 @@ async def test_responses_branch_and_return_requested_logprobs() -> None:
             )
         )
         assert len(talk.world.session.rollout(0, Outcome(), 1.0)) == 3
-        assert num_forked(talk.world) == 0
+        assert num_calls(talk.world, "edited") == 0
         told = await talk.respond("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens

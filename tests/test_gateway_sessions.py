@@ -19,6 +19,7 @@ from gateway_cases import (
     gateway_world,
     in_loop,
     make_gateway,
+    num_calls,
     until,
 )
 from openai import RateLimitError
@@ -172,10 +173,8 @@ async def test_call_without_client_is_cancelled_and_keeps_its_seed(
         assert cut == answered[0]
         assert len(set(answered)) == 3
         assert world.session.num_completions == 3
-        stats = world.gateway.stats()
-        assert (stats.refused, stats.edited) == ({}, 2), (
-            "the second call starts the session"
-        )
+        assert num_calls(world, "refused") == 0
+        assert num_calls(world, "edited") == 2, "the second call starts the session"
 
 
 def retry(number: int) -> dict[str, str]:
@@ -289,13 +288,13 @@ def test_session_remembers_few_and_short_answers() -> None:
         Written(b"x" * size, is_stream=False, is_lost=True)
         for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
     )
-    retries.answered_nowait(b"short", short)
-    retries.answered_nowait(b"long", long)
+    retries.keep_nowait(b"short", short)
+    retries.keep_nowait(b"long", long)
     assert retries.begin(b"short", is_retry=True) == short
     assert retries.begin(b"long", is_retry=True) is None
     short.is_lost = True
     for _ in range(NUM_RETRIED):
-        retries.answered_nowait(b"newer", Written(b"", is_stream=False))
+        retries.keep_nowait(b"newer", Written(b"", is_stream=False))
     assert retries.begin(b"short", is_retry=True) is None, (
         "newer answers have replaced it"
     )
@@ -326,7 +325,7 @@ async def test_flooding_harness_waits_until_its_calls_are_used_up(
         flood = [
             asyncio.ensure_future(world.ask(f"call {number}")) for number in range(40)
         ]
-        await until(lambda: world.gateway.stats().refused.get(429, 0) == 34)
+        await until(lambda: num_calls(world, "refused") == 34)
         gate.set()
         statuses = [status for status, _ in await asyncio.gather(*flood)]
         assert (statuses.count(200), statuses.count(429), engine.num_most) == (6, 34, 4)
@@ -475,10 +474,7 @@ async def test_agent_gets_the_special_tokens_of_its_task(
         assert (status, message["content"]) == (200, content)
         headers = {"Authorization": f"Bearer {session.key}"}
         await world.post({"messages": [*HI, message, *HI]}, headers=headers)
-        stats = world.gateway.stats()
-        assert (stats.extended, stats.realigned) == (
-            (1, 0) if shows_special else (0, 1)
-        )
+        assert num_calls(world, "extended" if shows_special else "realigned") == 1
         (branch,) = session.rollout(0, Outcome(), 1.0)
         assert branch.num_sampled == 2 * len("Hello") + 4, (
             "every token is trained on, shown or not"

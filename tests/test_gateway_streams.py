@@ -17,7 +17,7 @@ from gateway_cases import (
     World,
     gateway_world,
     in_loop,
-    num_forked,
+    num_calls,
     talking,
 )
 
@@ -141,7 +141,7 @@ async def test_stream_with_a_broken_call_continues(path: str, arguments: str) ->
         }
         body = BODIES["chat/completions"]
         status, _ = await world.post(body | {"messages": [*HI, answer, *HI]})
-        assert (status, num_forked(world)) == (200, 0)
+        assert (status, num_calls(world, "edited")) == (200, 0)
         (branch,) = world.session.rollout(0, Outcome(), 1.0)
         assert branch.num_sampled == 2 * len(text) + 2
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, save
+from token_cases import completion_of
 from transformers import AutoTokenizer
 
-from asyncrl.agents.endpoint.answers import AnswerText
+from asyncrl.agents.endpoint.answers import Answer, AnswerText
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.sampling import LeadingThought, StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -152,6 +154,24 @@ def test_client_and_engine_stop_at_the_same_text(
     assert shown == (
         plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop)
     )
+
+
+@pytest.mark.parametrize("name", [*MAKERS])
+def test_logprobs_of_parts_of_characters_read_the_vocabulary_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = _saved[name]
+    reads = iter([tokenizer.vocabulary])
+    monkeypatch.setattr(HFChatTokenizer, "vocabulary", property(lambda _: next(reads)))
+    ids = tokenizer.encode("\U0001f600")
+    text = AnswerText(tokenizer)
+    answer = Answer(
+        tokenizer=tokenizer, tool_format=ToolFormat(), text=text, options={}
+    )
+    answer.finish(completion_of(ids, finish="stop"))
+    answer.build_logprobs()
+    told = b"".join(bytes(entry["bytes"]) for entry in answer.logprobs or ())
+    assert told.endswith("\U0001f600".encode())
 
 
 def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str]) -> str:

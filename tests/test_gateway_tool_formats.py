@@ -24,7 +24,6 @@ from template_renderers import TEMPLATES, Renderers, renderers
 from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
-from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_formats import (
     FAMILIES,
     AnswerReader,
@@ -103,13 +102,13 @@ def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
 
 
 def calls_of(read: AnswerReader) -> Calls:
-    return [(call.name, json.loads(call.arguments)) for call in read.calls]
+    return [(call.name, json.loads(call.text)) for call in read.calls]
 
 
 def parsed(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
     """(content, calls)"""
     read = tool_format.parse(text, TOOLS)
-    return str(read.content), [(call.name, call.arguments) for call in read.calls]
+    return str(read.content), [(call.name, call.text) for call in read.calls]
 
 
 CASES: dict[str, Calls] = {
@@ -300,7 +299,7 @@ def test_answer_does_not_depend_on_its_pieces(
     streamed.feed(text[at:], is_last=True)
     assert shown(streamed) == shown(whole)
     assert streamed.is_malformed == whole.is_malformed
-    begun = [piece.number for piece in streamed.pieces if not piece.text]
+    begun = [block.number for block, text in streamed.pieces if not text]
     assert begun == [*range(len(streamed.calls))], (
         "only the first piece of a call is empty"
     )
@@ -309,7 +308,7 @@ def test_answer_does_not_depend_on_its_pieces(
 
 
 def shown(reader: AnswerReader) -> list[str]:
-    calls = [f"{call.name} {call.arguments}" for call in reader.calls]
+    calls = [f"{call.name} {call.text}" for call in reader.calls]
     return [str(reader.thought), str(reader.content), *calls]
 
 
@@ -358,7 +357,7 @@ def test_long_answer_costs_as_much_per_character(
             reader.feed(text[at : at + 4])
         reader.feed("", is_last=True)
         assert not reader.is_malformed
-        assert sum(len(piece.text) for piece in reader.pieces) <= len(text), (
+        assert sum(len(text) for _, text in reader.pieces) <= len(text), (
             "a piece is new text"
         )
         costs.append(reader.num_characters / len(text))
@@ -396,12 +395,10 @@ def test_channels_show_only_the_text_for_the_user() -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> None:
     ids = RAW["hermes"].partition(F)[0].encode() + F[:9].encode()
-    asked = ChatRequest(messages=[user("Q")], tools=TOOLS)
     tokenizer = ByteTokenizer()
     answer = Answer(
         tokenizer=tokenizer,
         tool_format=HERMES,
-        asked=asked,
         text=AnswerText(tokenizer),
         options={},
         is_streamed=is_streamed,
@@ -409,7 +406,7 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
     for token in ids:
         answer.feed([token])
     answer.finish(completion_of([*ids], finish="length"))
-    assert [call.arguments for call in answer.calls] == [F[:9]] * is_streamed
+    assert [call.text for call in answer.calls] == [F[:9]] * is_streamed
     assert answer.content == (None if is_streamed else ids.decode())
     assert all(re.fullmatch("[A-Z0-9]{9}", str(call.id)) for call in answer.calls)
 

@@ -14,7 +14,8 @@ from gateway_cases import ScriptedEngine, World, gateway_world
 from launch_cases import URLS, load
 from rollout_cases import virtual
 
-from asyncrl.agents.work_queue import RolloutQueue, WorkerRecord
+from asyncrl.agents.labelled_queue import WorkerRecord
+from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.base.errors import ComponentError, ConfigError, EngineError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
@@ -122,7 +123,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
         session = host.open_nowait(
             "eval", prompt_id="0/1", sample_index=0, attempt=0, route_key="x"
         )
-        before = world.gateway.stats()
+        before = world.gateway.gauges()
         headers = {"Authorization": f"Bearer {session.key}"}
         body = {
             "model": "m",
@@ -137,7 +138,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
             7,
             "eval/a0/c0",
         )
-        assert world.gateway.stats() == before
+        assert world.gateway.gauges() == before
         assert (await world.ask("Hi"))[1]["choices"][0]["message"][
             "content"
         ] == "Hello there."

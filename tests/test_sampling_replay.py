@@ -25,7 +25,7 @@ from token_cases import masked_tokens
 from trainer_cases import changed
 from trainer_cases import make_spec as trainer_spec
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats
+from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.base.http import Refused
 from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
 from asyncrl.engines.pool import SegmentJoin
@@ -164,7 +164,7 @@ def batch_of(world: World, seed: int, cut: int, **sampling: Any) -> Any:
         )
         for number in range(2)
     ]
-    capture = Capture(CharRenderer(), GatewayStats())
+    capture = Capture(CharRenderer())
     text = list[int]()
     for number, added in enumerate(([1, 2], [3], [4])):
         planned = capture.plan([*text, *added])

@@ -15,7 +15,7 @@ from gateway_capture_cases import CharRenderer
 from rollout_cases import virtual
 from test_engines_pool import publish
 
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats
+from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.schema import (
@@ -153,7 +153,7 @@ async def test_new_column_reaches_the_packed_batch(
         check(column, (await sample((5, 6, 7), "single", partial=partial)).tokens)
 
     # An agent of two turns, and a fork of the second one.
-    capture = Capture(CharRenderer(), GatewayStats())
+    capture = Capture(CharRenderer())
     for number, ids in enumerate(([1, 2, 3], [], [])):
         before = capture._nodes["turn-0"].all_ids().tolist() if number else []
         planned = capture.plan([*before, *ids, 40 + number])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import inspect
 import json
@@ -11,6 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +22,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
+from asyncrl.base.waits import within
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import kind_of
 from asyncrl.messages.records import Outcome, task_of
@@ -142,7 +143,7 @@ class Session:
             return {}
         return {"X-Session-ID": self.agent, "X-Session-Limits": json.dumps(self.limits)}
 
-    @functools.cached_property
+    @cached_property
     def client(self) -> AsyncOpenAI:
         """Return a client without time limits."""
         from openai import AsyncOpenAI
@@ -213,7 +214,7 @@ class PythonHarness:
 
     async def run(self, task: AnyTask, session: Session) -> object:
         self.calls.check()
-        call = functools.partial(self._function, task, session, **self._args)
+        call = partial(self._function, task, session, **self._args)
         value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
@@ -242,23 +243,20 @@ async def run_item(
     task: AnyTask = (
         Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
     )
-    limit = asyncio.timeout(item.timeout_s)
+    late = partial(
+        RolloutTimeout,
+        f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s",
+        rule="rollout.timeout_s limits all attempts together",
+    )
     try:
-        async with limit:
+        async with within(item.timeout_s, late):
             return as_outcome(await harness.run(task, session))
     except (ConfigError, asyncio.CancelledError):
         raise
     # User code may raise anything, also SystemExit and KeyboardInterrupt. It fails one
     # rollout, not the worker with all others.
     except BaseException as error:
-        # A TimeoutError of the harness's own, for example of a tool, is an error like
-        # others.
-        if isinstance(error, TimeoutError) and limit.expired():
-            what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
-            error = RolloutTimeout(
-                what, rule="rollout.timeout_s limits all attempts together"
-            )
-        elif not isinstance(error, RolloutFailure):
+        if not isinstance(error, RolloutFailure):
             trace = "".join(traceback.format_exception(error))
             log.warning(
                 "%s attempt %d failed\n%s",

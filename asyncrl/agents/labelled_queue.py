@@ -1,28 +1,55 @@
-"""Queue of work items by the labels that they ask for."""
+"""Work items and their workers, and the queue of items by the labels that they ask for."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.base.errors import RolloutFailure
+from asyncrl.messages import worker_api as wire
+from asyncrl.messages.records import Outcome
 
 Labels = frozenset[str]
 
 
-class Labelled(Protocol):
-    labels: Labels
-    place: int
+@dataclass(eq=False, slots=True)
+class QueuedItem:
+    """An attempt of a rollout, until its outcome. `started` may be called repeatedly."""
+
+    item: wire.WorkItem
+    started: Callable[[], None]
+    done: asyncio.Future[Outcome | RolloutFailure]
+    labels: Labels = frozenset()
+    place: int = 0
     """Of the item in the whole queue, set by it."""
+    worker: WorkerRecord | None = None
+    posted: Outcome = field(default_factory=Outcome)
 
     @property
-    def item_id(self) -> str: ...
+    def item_id(self) -> str:
+        return self.item.item_id
+
+    def post(self, outcome: Outcome) -> None:
+        self.posted = outcome
 
 
-Item = TypeVar("Item", bound=Labelled)
+@dataclass(eq=False, slots=True)
+class WorkerRecord:
+    """A worker process: its newest request for work, its items, and the timer that ends
+    its lease. `busy`: why it takes no work.
+    """
+
+    last_number: int = -1
+    labels: Labels = frozenset()
+    busy: str = ""
+    held: dict[str, QueuedItem] = field(default_factory=dict)
+    silence: asyncio.TimerHandle | None = None
 
 
-class LabelledQueue(Generic[Item]):
+class LabelledQueue:
     """A worker takes the oldest item whose labels it all has.
 
     Items with equal labels share a line, so a take costs a look at the head of each
@@ -32,32 +59,34 @@ class LabelledQueue(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Labels, OrderedDict[str, Item]] = {}
+        self._lines: dict[Labels, OrderedDict[str, QueuedItem]] = defaultdict(
+            OrderedDict
+        )
         self._last = itertools.count(1)
         self._first = itertools.count(0, -1)
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    def add(self, item: Item) -> None:
+    def add(self, item: QueuedItem) -> None:
         item.place = next(self._last)
-        self._line(item.labels)[item.item_id] = item
+        self._lines[item.labels][item.item_id] = item
 
-    def give_back(self, item: Item) -> None:
+    def give_back(self, item: QueuedItem) -> None:
         """Put an item that was taken before all others."""
         item.place = next(self._first)
-        line = self._line(item.labels)
+        line = self._lines[item.labels]
         line[item.item_id] = item
         line.move_to_end(item.item_id, last=False)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: QueuedItem) -> None:
         """Remove an item. Idempotent."""
-        line = self._lines.get(item.labels, OrderedDict())
+        line = self._lines[item.labels]
         line.pop(item.item_id, None)
         if not line:
-            self._lines.pop(item.labels, None)
+            del self._lines[item.labels]
 
-    def take(self, labels: Labels) -> Item | None:
+    def take(self, labels: Labels) -> QueuedItem | None:
         """Remove and return the oldest item for a worker with these labels."""
         heads = [
             next(iter(line.values()))
@@ -78,6 +107,3 @@ class LabelledQueue(Generic[Item]):
             for asked, line in self._lines.items()
             if not any(asked <= labels for labels in known)
         }
-
-    def _line(self, labels: Labels) -> OrderedDict[str, Item]:
-        return self._lines.setdefault(labels, OrderedDict())

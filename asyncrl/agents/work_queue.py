@@ -7,18 +7,23 @@ import hmac
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
-from asyncrl.agents.labelled_queue import LabelledQueue, Labels
+from asyncrl.agents.labelled_queue import (
+    LabelledQueue,
+    Labels,
+    QueuedItem,
+    WorkerRecord,
+)
 from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
@@ -35,39 +40,6 @@ WorkerId = tuple[str, str]
 # may have sent heartbeats in that time, still unread.
 LATE_S = 1.0
 """A timer this late means that this process was stopped."""
-
-
-@dataclass(eq=False, slots=True)
-class QueuedItem:
-    """An attempt of a rollout, until its outcome. `started` may be called repeatedly."""
-
-    item: wire.WorkItem
-    started: Callable[[], None]
-    done: asyncio.Future[Outcome | RolloutFailure]
-    labels: Labels = frozenset()
-    place: int = 0
-    worker: WorkerRecord | None = None
-    posted: Outcome = field(default_factory=Outcome)
-
-    @property
-    def item_id(self) -> str:
-        return self.item.item_id
-
-    def post(self, outcome: Outcome) -> None:
-        self.posted = outcome
-
-
-@dataclass(eq=False, slots=True)
-class WorkerRecord:
-    """A worker process: its newest request for work, its items, and the timer that ends
-    its lease. `busy`: why it takes no work.
-    """
-
-    last_number: int = -1
-    labels: Labels = frozenset()
-    busy: str = ""
-    held: dict[str, QueuedItem] = field(default_factory=dict)
-    silence: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -95,7 +67,7 @@ class RolloutQueue:
     """Takes all posted outcomes, with outcomes="later"."""
 
     def __post_init__(self) -> None:
-        self._queue = LabelledQueue[QueuedItem]()
+        self._queue = LabelledQueue()
         self._workers: dict[WorkerId, WorkerRecord] = {}
         self._takers: dict[str, Callable[[Outcome], None]] = {}
         """Receivers of posted outcomes, by key."""
@@ -183,7 +155,7 @@ class RolloutQueue:
 
     # ---- routes
 
-    def routes(self) -> list[APIRoute]:
+    def routes(self) -> list[Route]:
         paths = {
             "/work/take": self._for_workers(self._take),
             "/work/result": self._for_workers(self._result),
@@ -191,14 +163,7 @@ class RolloutQueue:
             "/s/{key}/v1/outcome": self._outcome,
         }
         return [
-            APIRoute(
-                path,
-                handler,
-                response_model=None,
-                include_in_schema=False,
-                methods=["POST"],
-            )
-            for path, handler in paths.items()
+            Route(path, handler, methods=["POST"]) for path, handler in paths.items()
         ]
 
     def _for_workers(
@@ -247,9 +212,7 @@ class RolloutQueue:
             lost = worker.held.keys() - message.holding  # in transit
             # To the front, in their order: they have waited longest, and their clocks
             # run.
-            for item_id in [
-                item_id for item_id in reversed(worker.held) if item_id in lost
-            ]:
+            for item_id in filter(lost.__contains__, [*reversed(worker.held)]):
                 item = worker.held.pop(item_id)
                 item.worker = None
                 self._queue.give_back(item)
@@ -276,20 +239,18 @@ class RolloutQueue:
             and is_connected(request)
             and worker.last_number == message.number
         ):
-            taken = list[QueuedItem]()
-            while len(taken) < message.max_items:
-                item = self._queue.take(worker.labels)
-                if item is None:
-                    break
-                taken.append(item)
-            # Held from here on, although the answer may be lost on its way: then the
-            # next take does not list them, and they return to the queue.
-            for item in taken:
+            items = list[wire.WorkItem]()
+            while len(items) < message.max_items and (
+                item := self._queue.take(worker.labels)
+            ):
+                # Held from here on, although the answer may be lost on its way: then
+                # the next take does not list it, and it returns to the queue.
                 item.worker = worker
                 worker.held[item.item_id] = item
                 item.started()
-            if taken:
-                return [item.item for item in taken]
+                items.append(item.item)
+            if items:
+                return items
             try:
                 async with asyncio.timeout_at(until_s):
                     await self._changed.wait()

@@ -160,13 +160,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 # Before heartbeats: the answer has the lease, which sets their period.
                 # It brings no work, since nobody has looked for room yet.
-                answer = await self._ask(
-                    "/work/take",
-                    partial(self._request, 0),
-                    wire.TakeAnswer,
-                    CALL_TIMEOUT_S,
-                )
-                self._lease_timeout_s = answer.lease_timeout_s
+                answer = await self._take(CALL_TIMEOUT_S)
                 heartbeats = tasks.create_task(
                     self._send_heartbeats(), name="heartbeats"
                 )
@@ -203,7 +197,7 @@ class Worker:
             raise error from None
         finally:
             # The run retries the items now, not after lease_timeout_s of silence.
-            leaving = self._request(0, is_leaving=True)
+            leaving = self._request(is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
                 await self._caller.post(
                     "/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S
@@ -249,7 +243,8 @@ class Worker:
         """Take work. A drain cuts the poll, and a second one returns to the queue what
         the answer to the first would have brought.
         """
-        poll = asyncio.ensure_future(self._take())
+        timeout_s = wire.MAX_WAIT_S + CALL_TIMEOUT_S
+        poll = asyncio.ensure_future(self._take(timeout_s, is_poll=True))
         drain = asyncio.ensure_future(self._drain.wait())
         try:
             await asyncio.wait({poll, drain}, return_when=asyncio.FIRST_COMPLETED)
@@ -259,24 +254,28 @@ class Worker:
         finally:
             drain.cancel()
             poll.cancel()
-        return await self._take()
+        return await self._take(timeout_s, is_poll=True)
 
-    async def _take(self) -> wire.TakeAnswer:
+    async def _take(
+        self, timeout_s: float, *, is_poll: bool = False
+    ) -> wire.TakeAnswer:
+        """Ask for work if `is_poll`; else send a heartbeat."""
         # again for each try, because the held items change
-        def request() -> wire.TakeRequest:
-            free = 0 if self.is_draining else self.settings.slots - len(self.running)
-            return self._request(free)
-
-        answer = await self._ask(
-            "/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S
-        )
+        make = partial(self._request, is_poll=is_poll)
+        answer = await self._ask("/work/take", make, wire.TakeAnswer, timeout_s)
         self._lease_timeout_s = answer.lease_timeout_s
+        if answer.is_over:
+            self._is_over = True
+            self._freed.notify()
         return answer
 
-    def _request(self, max_items: int, *, is_leaving: bool = False) -> wire.TakeRequest:
+    def _request(
+        self, *, is_poll: bool = False, is_leaving: bool = False
+    ) -> wire.TakeRequest:
+        takes = is_poll and not self.is_draining
         return wire.TakeRequest(
             **self._identity,
-            max_items=max_items,
+            max_items=self.settings.slots - len(self.running) if takes else 0,
             number=next(self._numbers),
             holding=list(self.running),
             is_draining=self.is_draining,
@@ -315,9 +314,7 @@ class Worker:
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
-            answer = await self._ask(
-                "/work/take", partial(self._request, 0), wire.TakeAnswer, timeout_s
-            )
+            answer = await self._take(timeout_s)
             for item_id in answer.cancel:
                 if (running := self.running.get(item_id)) is not None:
                     log.info(
@@ -341,13 +338,9 @@ class Worker:
         lost_since_s: float | None = None
         while True:
             try:
-                given = await self._caller.post(
+                return await self._caller.post(
                     path, make(), answer, timeout_s=timeout_s
                 )
-                if isinstance(given, wire.TakeAnswer) and given.is_over:
-                    self._is_over = True
-                    self._freed.notify()
-                return given
             except (CallRefused, CallLost) as error:
                 # The item belongs to nobody or to another worker. Posting again would
                 # not change that.

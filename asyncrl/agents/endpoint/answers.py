@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import Any
 
-from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat
+from asyncrl.agents.endpoint.tool_formats import AnswerReader, Block, ToolFormat
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import REPLACEMENT, overlap
 from asyncrl.messages.tokens import NO_COMPLETION, TOP_IDS, TOP_LOGPROBS
 from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.requests import AnyRequest
 
 
 class AnswerText:
@@ -55,10 +51,12 @@ class AnswerText:
         """
         self._held = ""
         """It may begin a stop string."""
-        self._context = list(before)
+        self._window = list(before)
+        """The last tokens, as context of later ones."""
+        self._num_known = len(self._decode(before))
+        """Characters of the window's text that were returned, or precede the answer."""
         self._run: list[int] = []
-        self._has_unsure = False
-        """The context ends in a replacement character that was not returned."""
+        """Byte tokens, which wait: a later one can change the text of all."""
         self.stopped_by: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -66,7 +64,7 @@ class AnswerText:
             return self._feed(token_ids)
         tokens = [*self._last, *token_ids]
         if self._may_think:
-            begun = self._texts.decode(tokens[:-1], skip_special_tokens=False)
+            begun = self._decode(tokens[:-1])
             self._may_think = self._opening.startswith(
                 begun.lstrip().rstrip(REPLACEMENT)
             )
@@ -83,7 +81,7 @@ class AnswerText:
         last = set(self._last[-1:])
         stop = self._stop if is_stopped and last <= self._texts.text_ids else ()
         if is_stopped and last & self._stop_ids:
-            self.stopped_by = self._mark(self._last.pop())
+            self.stopped_by = self._decode([self._last.pop()])
         num_held = len(self._held)
         text = self._feed(self._last) + self._release()
         end = len(text)
@@ -99,10 +97,12 @@ class AnswerText:
         for is_mark, tokens in itertools.groupby(token_ids, self._marks.__contains__):
             run = list(tokens)
             if is_mark:
-                text += self._release() + "".join(map(self._mark, run))
-                self._context = run[-1:]
+                marks = [self._decode([mark]) for mark in run]
+                text += self._release() + "".join(marks)
+                self._window = run[-1:]
+                self._num_known = len(marks[-1])
                 continue
-            held = self._held + self._add(run)
+            held = self._held + self._grown(run)
             end = len(held) - max(
                 (overlap(held, stop) for stop in self._stop), default=0
             )
@@ -110,58 +110,41 @@ class AnswerText:
             self._held = held[end:]
         return text
 
-    def _mark(self, token: int) -> str:
-        return self._texts.decode([token], skip_special_tokens=False)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._texts.decode(token_ids, skip_special_tokens=False)
 
-    def _add(self, token_ids: Sequence[int]) -> str:
+    def _release(self) -> str:
+        text = self._held + self._grown((), is_last=True)
+        self._held = ""
+        return text
+
+    def _grown(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
+        """Return the new text that no later token can change; all if `is_last`."""
         texts = self._texts
-        shown = [
+        self._run += [
             token
             for token in token_ids
             if token in texts.text_ids and token not in texts.end_ids
         ]
-        text = self._decode(self._whole_runs(shown))
-        self._has_unsure = text.endswith(REPLACEMENT)
-        return text[:-1] if self._has_unsure else text
-
-    def _release(self) -> str:
-        run = self._run
-        self._run = []
-        text = self._held + self._decode(run)
-        self._held = ""
-        self._has_unsure = False
-        return text
+        end = len(self._run)
+        while end and not is_last and self._run[end - 1] in texts.byte_ids:
+            end -= 1
+        self._window += self._run[:end]
+        self._run = self._run[end:]
+        new = self._decode(self._window)[self._num_known :]
+        sure = new if is_last else new.removesuffix(REPLACEMENT)
+        self._window = self._window[-CONTEXT_TOKENS:]
+        known = self._decode(self._window)
+        self._num_known = len(known) - len(new) + len(sure)
+        return sure
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
             token
             for name in names
             for token in self._texts.encode(name)
-            if token not in self._texts.text_ids and self._mark(token) == name
+            if token not in self._texts.text_ids and self._decode([token]) == name
         }
-
-    def _whole_runs(self, tokens: list[int]) -> list[int]:
-        """Byte tokens wait: a later one can change the text of all."""
-        end = len(tokens)
-        while end > 0 and tokens[end - 1] in self._texts.byte_ids:
-            end -= 1
-        if end == 0:
-            self._run += tokens
-            return []
-        ready = self._run + tokens[:end]
-        self._run = tokens[end:]
-        return ready
-
-    def _decode(self, tokens: list[int]) -> str:
-        if not tokens:
-            return REPLACEMENT if self._has_unsure else ""
-        known = (
-            len(self._texts.decode(self._context, skip_special_tokens=False))
-            - self._has_unsure
-        )
-        together = self._context + tokens
-        self._context = together[-CONTEXT_TOKENS:]
-        return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
 @cache
@@ -172,13 +155,20 @@ def _bytes_of_letters() -> Mapping[str, int]:
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
+@lru_cache(1)
+def _pieces(tokenizer: ChatTokenizer) -> Mapping[int, str]:
+    """Return the vocabulary by id. To read 150,000 tokens takes 0.2 s, in which the
+    gateway answers nobody.
+    """
+    return {token: piece for piece, token in tokenizer.vocabulary.items()}
+
+
 def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
     """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at
     byte level, `âĤ`.
     """
-    piece = next(
-        piece for piece, known in tokenizer.vocabulary.items() if known == token
-    )
+    # hashed by its identity
+    piece = _pieces(tokenizer)[token]  # type: ignore[arg-type]
     if token in tokenizer.byte_ids:
         return bytes.fromhex(piece[3:5])
     return bytes(_bytes_of_letters()[letter] for letter in piece)
@@ -194,11 +184,11 @@ class Answer:
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
-    asked: InitVar[AnyRequest]
     text: AnswerText
     prefill: InitVar[str] = ""
     options: Mapping[str, Any]
     """Of AnswerReader."""
+    has_logprobs: bool = False
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an
     answer is text.
@@ -209,20 +199,18 @@ class Answer:
     completion: Completion = NO_COMPLETION
     """Once finished."""
 
-    def __post_init__(self, asked: AnyRequest, prefill: str) -> None:
-        self.has_logprobs = asked.logprobs
-        self.most_calls = 1 if asked.has_one_call else sys.maxsize
+    def __post_init__(self, prefill: str) -> None:
         self.reader = AnswerReader(self.tool_format, **self.options)
         self._texts: list[str] = []
         self._add(prefill)
 
     @property
     def thought(self) -> str:
-        return str(self.reader.thought)
+        return self.reader.thought
 
     @property
     def content(self) -> str | None:
-        return str(self.reader.content) or (None if self.calls else "")
+        return self.reader.content or (None if self.calls else "")
 
     @property
     def num_thought_tokens(self) -> int:
@@ -235,8 +223,8 @@ class Answer:
         )
 
     @property
-    def calls(self) -> Sequence[ToolCall]:
-        return self.reader.calls[: self.most_calls]
+    def calls(self) -> Sequence[Block]:
+        return self.reader.calls
 
     @property
     def message(self) -> dict[str, object]:
@@ -252,7 +240,7 @@ class Answer:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {"name": call.name, "arguments": call.text},
                 }
                 for call in self.calls
             ]

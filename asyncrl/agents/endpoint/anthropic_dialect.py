@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError, from_json
 
 from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
 from asyncrl.agents.endpoint.dialects import (
-    Block,
     Dialect,
     Read,
     Writer,
@@ -36,7 +35,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.tool_formats import Part
+    from asyncrl.agents.endpoint.tool_formats import Block, Part
 
 
 BILLING = "x-anthropic-billing-header:"
@@ -106,10 +105,8 @@ def _read(reader: RequestReader, body: dict[str, object], kept: KeptAnswers) -> 
     chat["response_format"] = chat_format(
         asked.output_config.get("format"), name="output", strict=True
     )
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    return reader.chat(chat, functions), MessageWriter(
-        Kept(messages, tools) if thread else None
-    )
+    kept_chat = Kept(messages, tools) if thread else None
+    return reader.chat(chat), MessageWriter(kept_chat)
 
 
 MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
@@ -166,7 +163,7 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
     return results if results and not parts else [*results, message]
 
 
-def _function(tool: _ToolBlock) -> dict[str, Any]:
+def _function(tool: _ToolBlock) -> Mapping[str, object]:
     function = present(tool, "name", "description", "strict") | {
         "parameters": tool.get("input_schema", {})
     }
@@ -200,7 +197,7 @@ class MessageWriter(Writer):
 
     def body(self, call: GatewayCall) -> dict[str, object]:
         answer = call.answer
-        content = [_block(answer, block) for block in whole_blocks(answer)]
+        content = [_block(block, block.text) for block in whole_blocks(answer)]
         usage = _usage(call, answer.num_tokens)
         return {**_head(call), "content": content, "usage": usage, **_ending(answer)}
 
@@ -209,7 +206,7 @@ class MessageWriter(Writer):
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
         yield encoded({"type": "message_start", "message": message}, PING)
-        blocks = list[Block]()
+        blocks: list[Block] = []
         async for step, block, text in grow_blocks(call, blocks):
             index = len(blocks) - 1
             if step == "ping":
@@ -218,7 +215,7 @@ class MessageWriter(Writer):
                 yield _event(
                     "start",
                     index,
-                    content_block=_block(answer, block) | _OPENED[block.part],
+                    content_block=_block(block, text) | _OPENED[block.part],
                 )
             elif step == "delta":
                 kind, name = _DELTAS[block.part]
@@ -253,19 +250,19 @@ def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _block(answer: Answer, block: Block) -> dict[str, object]:
+def _block(block: Block, text: str) -> dict[str, object]:
     if block.part == "thought":
-        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+        return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
     if block.part == "text":
-        return {"type": "text", "text": block.text}
+        return {"type": "text", "text": text}
     # A block that begins has no arguments yet. Clients expect an object, and the deltas
     # follow.
-    call = answer.calls[block.number]
+    arguments = from_json(text or "{}")
     return {
         "type": "tool_use",
-        "id": call.id,
-        "name": call.name,
-        "input": from_json(block.text or "{}"),
+        "id": block.id,
+        "name": block.name,
+        "input": arguments,
     }
 
 

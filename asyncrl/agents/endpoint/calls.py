@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import PromptPlan
 from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
 from asyncrl.agents.endpoint.sub_agents import Agent
-from asyncrl.agents.endpoint.tool_formats import AnswerPiece
+from asyncrl.agents.endpoint.tool_formats import Block
 from asyncrl.messages.sampling import SamplingRequest
 
 PING_S = 10.0
@@ -22,7 +22,7 @@ NOT_KEPT = "previous_response_not_found"
 
 class Kept(NamedTuple):
     messages: Sequence[Mapping[str, object]]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     items: Sequence[Mapping[str, object]] = ()
     """Of a response, for later references."""
 
@@ -61,7 +61,6 @@ class GatewayCall:
     """Among equal calls; None if the client set a seed."""
     answer: Answer
     request: SamplingRequest
-    is_streamed: bool
     is_trained: bool
     agent: Agent
     key: bytes
@@ -84,9 +83,9 @@ class GatewayCall:
         self.answer.feed(token_ids)
         self.news.set()
 
-    async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield what grows until the call is sampled, and a ping after PING_S without a
-        piece.
+    async def pieces(self) -> AsyncIterator[tuple[Block | None, str]]:
+        """Yield what grows until the call is sampled, and None as a ping after PING_S
+        without a piece.
         """
         loop = asyncio.get_running_loop()
         num_yielded = 0
@@ -103,11 +102,8 @@ class GatewayCall:
             is_last = self.is_sampled
             for piece in self.answer.reader.pieces[num_yielded:]:
                 num_yielded += 1
-                # With parallel_tool_calls=false further calls stay hidden. They do not
-                # put off the ping, since the client sees nothing of them.
-                if piece.number < self.answer.most_calls:
-                    ping_at = loop.time() + PING_S
-                    yield piece
+                ping_at = loop.time() + PING_S
+                yield piece
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
-                yield AnswerPiece("ping", 0, "")
+                yield None, ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -46,21 +46,6 @@ Earned = tuple[float, int, str]
 """Reward, unit and state of a Credit."""
 
 
-@dataclass(slots=True)
-class GatewayStats:
-    calls: int = 0
-    extended: int = 0
-    realigned: int = 0
-    edited: int = 0
-    untrained: int = 0
-    """Answers at another temperature than the run's, such as greedy ones."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    deviations: Counter[str] = field(default_factory=Counter)
-    """Realigned prompts by Deviation."""
-    refused: Mapping[int, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPlan:
     """The parent's ids, then `added`. `whole`: of both."""
@@ -83,14 +68,11 @@ class PromptPlan:
     @property
     def tail(self) -> list[int]:
         """The last prompt ids, which the text of the answer may depend on."""
-        added = self.added[-CONTEXT_TOKENS:].tolist()
-        return (
-            added
-            if added or self.parent is None
-            else self.parent.last_ids(CONTEXT_TOKENS)
-        )
+        ids: list[int] = self.prompt_ids[-CONTEXT_TOKENS:].tolist()
+        return ids
 
 
+@dataclass(eq=False, repr=False)
 class Capture:
     """Record sent and sampled ids of a session; find the completion that a new call
     continues.
@@ -107,26 +89,21 @@ class Capture:
         rollout: the branches 1 2 3 [7 8] 4 5 [9] and 1 2 3 6 4 5 [9]; each sampled id has loss once.
     """
 
-    def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        counts: GatewayStats,
-        thinking: Marks = THINKING,
-        *,
-        keeps_thoughts: bool = True,
-        frames: dict[Roles, Frame] | None = None,
-    ) -> None:
-        """`keeps_thoughts` False: prompts are the template's own renders, in new
-        branches if needed. `frames`: of the chat template, shared by sessions.
-        """
-        self._tokenizer = tokenizer
-        self._counts = counts
-        self._thinking = thinking
-        self._keeps_thoughts = keeps_thoughts
+    tokenizer: ChatTokenizer
+    thinking: Marks = THINKING
+    _: KW_ONLY
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of the gateway, by the names of its metrics."""
+    keeps_thoughts: bool = True
+    """False: prompts are the template's own renders, in new branches if needed."""
+    frames: dict[Roles, Frame] = field(default_factory=dict)
+    """Of the chat template, shared by sessions."""
+
+    def __post_init__(self) -> None:
         self._nodes: dict[str, ChatNode] = {}
         self._ends: set[ChatNode] = set()
         """The last sampled node of each branch."""
-        self._recorded = Recorded({} if frames is None else frames)
+        self._recorded = Recorded(self.frames)
         self._num_calls = 0
 
     @property
@@ -157,17 +134,17 @@ class Capture:
 
         `prefill`: beginning of the answer, after an open thought.
         """
-        render = partial(self._tokenizer.render, tools=tools, settings=settings)
+        render = partial(self.tokenizer.render, tools=tools, settings=settings)
         try:
-            chain = Chain(messages, tools, settings, self._thinking, self._recorded)
+            chain = Chain(messages, tools, settings, self.thinking, self._recorded)
             matcher = ChatMatcher(
-                self._tokenizer,
+                self.tokenizer,
                 render,
                 self._recorded,
                 messages,
                 prefill,
                 chain,
-                self._keeps_thoughts,
+                self.keeps_thoughts,
             )
             return matcher.match()
         except RecursionError:
@@ -186,15 +163,12 @@ class Capture:
         if match is None and parent is not None:
             added = added[parent.whole.length :]
         how: How = match.how if match else ("extended" if parent else "edited")
-        self._counts.calls += 1
-        # Nothing is recorded yet, so the harness cannot have edited anything. `new` has
-        # no counter; the other values of `how` are fields of GatewayStats.
+        # Nothing is recorded yet, so the harness cannot have edited anything.
         if parent is None and not self._nodes:
             how = "new"
-        else:
-            setattr(self._counts, how, getattr(self._counts, how) + 1)
+        self.counts.update(["calls", how])
         if match is not None:
-            self._counts.deviations.update(match.deviations)
+            self.counts.update(f"kept_{name}" for name in match.deviations)
         whole = (parent.whole if parent else Prefix()).then(added)
         # Calls get numbers when they are planned. Parallel answers end in any order,
         # and a call that is never delivered leaves a gap.
@@ -257,9 +231,9 @@ class Capture:
             # neighbors, and with special tokens, since they may enclose a thought that
             # answer_forms must find. Later renders are compared with this text.
             sampled = completion.token_ids
-            text = decode_after(self._tokenizer, planned.tail, sampled)
-            said = text.removesuffix(end_of(self._tokenizer, sampled))
-            forms = answer_forms(message, said, self._thinking)
+            text = decode_after(self.tokenizer, planned.tail, sampled)
+            said = text.removesuffix(end_of(self.tokenizer, sampled))
+            forms = answer_forms(message, said, self.thinking)
             keys = [match.chain.key_with(form) for form in forms]
             node = replace(
                 node,

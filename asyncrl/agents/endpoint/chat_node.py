@@ -117,8 +117,5 @@ class ChatNode:
         return np.concatenate([node.ids for node in self.path()])
 
     def last_ids(self, number: int) -> list[int]:
-        """Return the last `number` ids of all_ids()."""
-        ids = self.ids
-        if len(ids) < number and self.parent is not None:
-            ids = np.concatenate([self.parent.last_ids(number - len(ids)), ids])
-        return [int(token) for token in ids[-number:]]
+        ids: list[int] = self.all_ids()[-number:].tolist()
+        return ids

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -15,10 +15,10 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.calls import NOT_KEPT, GatewayCall, Kept, KeptAnswers
 from asyncrl.agents.endpoint.requests import ApiError
+from asyncrl.agents.endpoint.tool_formats import Block
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-    from asyncrl.agents.endpoint.tool_formats import Part
 
 Event = Mapping[str, object]
 
@@ -73,63 +73,39 @@ def encoded(*events: Event) -> bytes:
 Step = Literal["open", "delta", "close", "ping"]
 
 
-@dataclass(eq=False)
-class Block:
-    part: Part
-    number: int
-    """Among the blocks of its part; a tool call's own."""
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-
 def whole_blocks(answer: Answer) -> list[Block]:
     """Return a thought, a text and the calls of an answer, or an empty text."""
     texts = [
         Block("thought", 0, [answer.thought]),
         Block("text", 0, [answer.content or ""]),
     ]
-    calls = [
-        Block("call", number, [each.arguments])
-        for number, each in enumerate(answer.calls)
-    ]
-    return [*(each for each in texts if each.text), *calls] or texts[1:]
+    return [*(each for each in texts if each.text), *answer.calls] or texts[1:]
 
 
 async def grow_blocks(
     call: GatewayCall, blocks: list[Block]
 ) -> AsyncIterator[tuple[Step, Block, str]]:
     """Append to `blocks` while a call is sampled, in the order in which it was sampled;
-    yield the steps.
+    yield the steps. A block may already have more text than its steps have told.
 
     An answer without any block gets an empty text.
     """
-    async for part, number, text in call.pieces():
-        if part == "ping":
-            yield "ping", Block(part, 0), ""
+    empty = Block("text")
+    async for block, text in call.pieces():
+        if block is None:
+            yield "ping", empty, ""
             continue
-        last = blocks[-1] if blocks else None
-        if (
-            last is None
-            or last.part != part
-            or (part == "call" and last.number != number)
-        ):
-            if last is not None:
-                yield "close", last, ""
-            # Calls may divide a text into several blocks, whose ids need different
-            # numbers.
-            last = Block(part, sum(each.part == part for each in blocks))
-            blocks.append(last)
-            yield "open", last, ""
+        if block not in blocks[-1:]:
+            for last in blocks[-1:]:
+                yield "close", last, last.text
+            blocks.append(block)
+            yield "open", block, ""
         if text:
-            last.pieces.append(text)
-            yield "delta", last, text
+            yield "delta", block, text
     if not blocks:
-        blocks.append(Block("text", 0))
-        yield "open", blocks[-1], ""
-    yield "close", blocks[-1], ""
+        blocks.append(empty)
+        yield "open", empty, ""
+    yield "close", blocks[-1], blocks[-1].text
 
 
 # ---- errors and models

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from weakref import WeakSet
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.calls import GatewayCall
-from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import Frame, PromptMatch, Roles
@@ -75,7 +77,10 @@ class EngineRoute:
     checks: GrammarChecks = field(default_factory=GrammarChecks)
 
     def __post_init__(self) -> None:
-        self.counts = GatewayStats()
+        self.counts = Counter[str]()
+        """Calls by the names of the metrics. untrained: at another temperature than the
+        run's, such as greedy ones.
+        """
         self.frames: dict[Roles, Frame] = {}
         self.reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
@@ -97,8 +102,8 @@ class EngineRoute:
         """Open a session; the caller ends it."""
         capture = Capture(
             self.tokenizer,
-            self.counts,
             self.tool_format.thinking,
+            counts=self.counts,
             keeps_thoughts=self.sessions.limits.thoughts == "keep",
             frames=self.frames,
         )
@@ -152,7 +157,7 @@ class EngineRoute:
         # Counted before the first await, so that parallel calls cannot pass the limit
         # together.
         session.num_calls += 1  # refusals from here on cost work
-        session.budgets.called_nowait(agent)
+        session.budgets.count_call_nowait(agent)
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
         prompt = planned.match.text if planned.match else ""
@@ -210,7 +215,6 @@ class EngineRoute:
         answer = Answer(
             tokenizer=self.tokenizer,
             tool_format=tool_format,
-            asked=asked,
             text=text,
             prefill=prefill,
             options={
@@ -219,7 +223,9 @@ class EngineRoute:
                 "name": f"call_{key:016x}",
                 "is_thinking": is_open,
                 "splits_thought": splits_thoughts,
+                "most_calls": 1 if asked.has_one_call else sys.maxsize,
             },
+            has_logprobs=asked.logprobs,
             is_streamed=asked.stream,
         )
         stop = tuple(asked.stop)
@@ -259,7 +265,6 @@ class EngineRoute:
             number=number,
             answer=answer,
             request=request,
-            is_streamed=asked.stream,
             # The trainer knows one temperature, and other parameters by the supports
             # that they leave.
             is_trained=asked.sampling.keys() <= rules.replayed,
@@ -268,11 +273,11 @@ class EngineRoute:
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
         """Sample the answer of a call, and finish it. Raises ApiError."""
         answer = call.answer
-        on_tokens = call.feed if call.is_streamed else None
+        on_tokens = call.feed if answer.is_streamed else None
         try:
             async with session.slots:
                 completion = await self.engine.generate(
-                    call.request, on_tokens=on_tokens, on_spent=session.spent_nowait
+                    call.request, on_tokens=on_tokens, on_spent=session.add_spent_nowait
                 )
             session.last_span = (
                 completion.tokens.spans[-1] if completion.tokens.spans else None
@@ -298,9 +303,7 @@ class EngineRoute:
             call.is_sampled = True
             call.news.set()
         if not call.is_trained:
-            self.counts.untrained += 1
-        self.counts.prompt_tokens += call.num_prompt
-        self.counts.completion_tokens += answer.num_tokens
+            self.counts["untrained"] += 1
 
     async def _planned(
         self, session: GatewaySession, asked: AnyRequest, num_bytes: int

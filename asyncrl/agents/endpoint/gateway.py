@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -33,7 +32,6 @@ from uvicorn.server import ServerState
 from asyncrl.agents.endpoint import openapi
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.calls import GatewayCall
-from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.chat_node import Deviation
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
@@ -51,6 +49,7 @@ from asyncrl.agents.endpoint.sub_agents import Agent, agent_of
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.http import Refused
+from asyncrl.base.waits import within
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingParameters
@@ -70,6 +69,10 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+COUNTED = (
+    *("calls", "extended", "realigned", "edited", "untrained", "refused"),
+    *(f"kept_{name}" for name in get_args(Deviation)),
+)
 _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models."
 
 
@@ -98,7 +101,6 @@ class Gateway:
         self._config = config
         self._model = rules.model_name
         self.sessions = Sessions(config)
-        self._refused = Counter[int]()
         self._broken: ComponentError | None = None
 
         def broke(error: ComponentError) -> None:
@@ -146,7 +148,7 @@ class Gateway:
         seed_of: SeedOf,
         on_broken: OnBroken,
     ) -> EngineRoute:
-        """Return a host of another engine's sessions, which stats() excludes."""
+        """Return a host of another engine's sessions, which gauges() excludes."""
         # Evaluations of different versions are compared, so agents must not change the
         # parameters.
         rules = replace(
@@ -199,18 +201,11 @@ class Gateway:
             self._socket.close()
         self._socket = None
 
-    def stats(self) -> GatewayStats:
-        return replace(self._route.counts, refused=dict(self._refused))
-
     def gauges(self) -> dict[str, float]:
         counts = self._route.counts
-        names = ("calls", "extended", "realigned", "edited", "untrained")
-        gauges: dict[str, float] = {name: getattr(counts, name) for name in names}
-        for name in get_args(Deviation):
-            gauges[f"kept_{name}"] = counts.deviations[name]
-        gauges["with_notes"] = self._route.reader.num_with_notes
-        gauges["refused"] = self._refused.total()
-        return {f"gateway/{name}": value for name, value in gauges.items()}
+        gauges: dict[str, float] = {f"gateway/{name}": counts[name] for name in COUNTED}
+        gauges["gateway/with_notes"] = self._route.reader.num_with_notes
+        return gauges
 
     # ---- routes
 
@@ -242,7 +237,7 @@ class Gateway:
             why = "Internal error of the gateway; its log has the traceback."
             error = ApiError(500, why, type="server_error", headers=NO_RETRY)
         if error.status != CLIENT_GONE:
-            self._refused[error.status] += 1
+            self._route.counts["refused"] += 1
         return error
 
     async def answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
@@ -292,12 +287,12 @@ class Gateway:
             # A client that has left may retry. Its call stays open for that retry,
             # which would otherwise get the answer of an equal call.
             if error.status != CLIENT_GONE:
-                session.retries.refused_nowait(digest)
+                session.retries.withdraw_nowait(digest)
             raise
         # Before the write: if the connection breaks in it, connection_lost marks this
         # answer as lost, and a retry gets it.
         connection.written = Written(bytes(reply.written + rest), is_stream)
-        session.retries.answered_nowait(digest, connection.written)
+        session.retries.keep_nowait(digest, connection.written)
         await reply.write(rest, is_last=True, is_stream=is_stream)
 
     async def _sampled(
@@ -433,16 +428,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """
     body = bytearray()
     is_here = not request.scope["connection"].cycle.more_body
-    try:
-        async with asyncio.timeout(None if is_here else READ_TIMEOUT_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:
-                    raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
-    except TimeoutError:
-        raise ApiError(
-            408, f"The body of this request did not arrive within {READ_TIMEOUT_S} s."
-        ) from None
+    why = f"The body of this request did not arrive within {READ_TIMEOUT_S} s."
+    late = partial(ApiError, 408, why)
+    async with within(None if is_here else READ_TIMEOUT_S, late):
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
     return bytes(body)
 
 

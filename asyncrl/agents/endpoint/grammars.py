@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -114,19 +115,19 @@ def _overlapping_pattern(schema: object) -> str | None:
     return _overlapping_pattern(list(schema.values()))
 
 
+@dataclass
 class _Rules:
-    def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat) -> None:
-        self._tokenizer = tokenizer
-        self._format = tool_format
-        self._rules: list[str] = []
+    tokenizer: ChatTokenizer
+    tool_format: ToolFormat
+    rules: list[str] = field(default_factory=list)
 
     @cached_property
     def _marks(self) -> dict[str, int]:
         """Return the ids of the marks that are special tokens."""
         marks: dict[str, int] = {}
-        for mark in self._format.opens:
-            first, *others = self._tokenizer.encode(mark)
-            if not others and first not in self._tokenizer.text_ids:
+        for mark in self.tool_format.opens:
+            first, *others = self.tokenizer.encode(mark)
+            if not others and first not in self.tokenizer.text_ids:
                 marks[mark] = first
         return marks
 
@@ -155,7 +156,7 @@ class _Rules:
         """
         calls: list[str] = []
         for tool in tools:
-            around = self._format.around(tool["name"])
+            around = self.tool_format.around(tool["name"])
             if around is None:
                 return None
             arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, tool)
@@ -165,18 +166,18 @@ class _Rules:
         return self._add("call", " | ".join(calls))
 
     def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
-        begin, end = self._format.thinking
+        begin, end = self.tool_format.thinking
         start = f"({answer})"
-        if opens_thought(prompt, self._format.thinking):
+        if opens_thought(prompt, self.tool_format.thinking):
             start = f"{self._until(end)} SPACE {start}"
         elif (
             has_thought
-            and thinks(self._format, self._tokenizer)
+            and thinks(self.tool_format, self.tokenizer)
             and not prompt.rstrip().endswith(end)
         ):
             start = f"({self.spelled(begin)} {self._until(end)} SPACE)? {start}"
         fixed = "TEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]*/"
-        return "\n".join([f"start: {start}", fixed, *self._rules])
+        return "\n".join([f"start: {start}", fixed, *self.rules])
 
     def spelled(self, text: str) -> str:
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
@@ -195,8 +196,8 @@ class _Rules:
         return self._add("until", f"TEXT {json.dumps(mark)}", options="[lazy]")
 
     def _add(self, name: str, body: str, options: str = "") -> str:
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        name = f"{name}_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
         return name
 
 

@@ -14,7 +14,6 @@ from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
 from asyncrl.agents.endpoint.dialects import (
-    Block,
     Dialect,
     Read,
     Step,
@@ -40,7 +39,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.tool_formats import AnswerPiece, Part
+    from asyncrl.agents.endpoint.tool_formats import Block, Part
 
 
 # ---- chats and completions
@@ -71,8 +70,8 @@ class ChatWriter(Writer):
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         answer = call.answer
         yield self._event(call, self.begun)
-        async for piece in call.pieces():
-            yield self._event(call, self._grown(answer, piece))
+        async for block, text in call.pieces():
+            yield self._event(call, self._grown(block, text))
         # Logprobs are made once the answer is whole, so they come with the last chunk.
         last = {
             **self.ended,
@@ -100,25 +99,20 @@ class ChatWriter(Writer):
         choice = {"index": 0, "logprobs": None, "finish_reason": None, **part}
         return encoded(self._head(call, self.chunk) | {"choices": [choice]})
 
-    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
+    def _grown(self, block: Block | None, text: str) -> dict[str, object]:
         """Return the delta of a piece, with at most one call: some clients read no
         more. Its first delta has the name.
         """
-        part, number, text = piece
-        if part == "ping":
+        if block is None:
             return {"delta": {}}
-        if part != "call":
-            return {
-                "delta": {"content" if part == "text" else "reasoning_content": text}
-            }
-        entry: dict[str, object] = {"index": number, "function": {"arguments": text}}
+        if block.part != "call":
+            name = "content" if block.part == "text" else "reasoning_content"
+            return {"delta": {name: text}}
+        function = {"arguments": text}
+        entry: dict[str, object] = {"index": block.number, "function": function}
         if not text:
-            call = answer.calls[number]
-            entry |= {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": ""},
-            }
+            function["name"] = block.name
+            entry |= {"id": block.id, "type": "function"}
         return {"delta": {"tool_calls": [entry]}}
 
     def _head(self, call: GatewayCall, kind: str) -> dict[str, object]:
@@ -142,8 +136,8 @@ class TextWriter(ChatWriter):
     whole = chunk = "text_completion"
     begun = ended = {"text": ""}
 
-    def _grown(self, answer: Answer, piece: AnswerPiece) -> dict[str, object]:
-        return {"text": piece.text}
+    def _grown(self, block: Block | None, text: str) -> dict[str, object]:
+        return {"text": text}
 
     def _choice(self, answer: Answer) -> dict[str, object]:
         return {"text": answer.content or "", "logprobs": None}
@@ -385,14 +379,14 @@ class ResponseWriter(Writer):
         self._functions = functions
         self.continues = Kept(messages) if asked.store else None
         self._is_sealed = "reasoning.encrypted_content" in asked.include
-        self._blocks = list[Block]()
+        self._blocks: list[Block] = []
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)
 
     def body(self, call: GatewayCall) -> dict[str, object]:
         answer = call.answer
         # A stream has its blocks already, in sampled order.
         self._blocks = self._blocks or whole_blocks(answer)
-        output = [self._item(call, block) for block in self._blocks]
+        output = [self._item(call, block, block.text) for block in self._blocks]
         if self.continues is not None:
             self.continues = self.continues._replace(items=output)
         body = self._response(call, "completed") | {
@@ -436,7 +430,7 @@ class ResponseWriter(Writer):
             if block.part == "text":
                 place["logprobs"] = []
             return event(f"response.{name}.delta", **place, delta=text)
-        item = self._item(call, block)
+        item = self._item(call, block, text)
         # only calls have none
         parts = item.get("content", [])
         if step == "open":
@@ -481,21 +475,21 @@ class ResponseWriter(Writer):
     def _event(self, kind: str, **fields: object) -> bytes:
         return encoded({"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _item(self, call: GatewayCall, block: Block) -> dict[str, Any]:
+    def _item(self, call: GatewayCall, block: Block, text: str) -> dict[str, Any]:
         answer = call.answer
         is_cut = answer.finish_reason == "length" and block is self._blocks[-1]
         status = "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": _item_id(call, block), "status": status}
         if block.part == "call":
-            made = answer.calls[block.number]
-            item |= {"type": "function_call", "call_id": made.id}
-            full_name = present(self._functions.get(made.name, {}), "name", "namespace")
-            return item | {"name": made.name, "arguments": block.text, **full_name}
-        part: dict[str, object] = {"type": _PARTS[block.part][1], "text": block.text}
+            item |= {"type": "function_call", "call_id": block.id}
+            function = self._functions.get(block.name, {})
+            full_name = present(function, "name", "namespace")
+            return item | {"name": block.name, "arguments": text, **full_name}
+        part: dict[str, object] = {"type": _PARTS[block.part][1], "text": text}
         if block.part == "thought":
             if self._is_sealed:
                 item["encrypted_content"] = (
-                    _SEALED + base64.b64encode(block.text.encode()).decode()
+                    _SEALED + base64.b64encode(text.encode()).decode()
                 )
             return item | {"type": "reasoning", "summary": [], "content": [part]}
         part |= {

@@ -271,7 +271,9 @@ class Recorded:
         return found
 
 
-def _rank(node: ChatNode, place: Hashable) -> tuple[Any, ...]:
+def _rank(
+    node: ChatNode, place: Hashable
+) -> tuple[bool, tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]]:
     """Rank completions of one place; the order of arrival does not count."""
     return node.key != place, node.content
 
@@ -549,15 +551,13 @@ class ChatMatcher:
             trial = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
             ends = (end, self.tokenizer.call_closing)
-            places = [
-                (trial.after.find(mark), mark)
-                for mark in ends
-                if mark and mark in trial.after
-            ]
-            for place, mark in sorted(places)[:1]:
-                written_end = mark if end else ""
-                rest = trial.after[place:].removeprefix(written_end)
-                yield Joint(trial, rest, written_end, end != written_end)
+            marks = [mark for mark in ends if mark and mark in trial.after]
+            if marks:
+                _, mark, rest = trial.after.partition(min(marks, key=trial.after.find))
+                if end:
+                    yield Joint(trial, rest, mark, is_other_end=mark != end)
+                else:
+                    yield Joint(trial, mark + rest)
         trial = self._around(at, keeps_calls=False)
         if not trial.after:
             return

@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
@@ -155,14 +155,13 @@ def text_of(part: Any) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """`joint`: what the template writes between two texts. `functions`: tools by name."""
+    """`joint`: what the template writes between two texts."""
 
     joint: str
-    functions: Mapping[str, Mapping[str, object]]
     has_notes: bool = False
     """A tool has returned an image or a file."""
 
-    def result(self, part: object) -> str:
+    def result(self, part: object, tools: Sequence[GivenTool]) -> str:
         """Return the text of a part of a tool result.
 
         A tool's name becomes its definition, as Claude Code's ToolSearch announces it.
@@ -170,20 +169,22 @@ class Reading:
         the rollout.
         """
         match part:
-            case {"type": "tool_reference", "tool_name": str(name)} if (
-                name in self.functions
-            ):
-                function = present(
-                    self.functions[name], "description", "name", "parameters"
-                )
-                definition = json.dumps(function, ensure_ascii=False)
-                return f"<functions>\n<function>{definition}</function>\n</functions>"
+            case {"type": "tool_reference", "tool_name": name}:
+                for tool in reversed(tools):
+                    if tool["function"]["name"] == name:
+                        return _definition(tool["function"])
             case {"type": str(kind)} if kind in _MEDIA:
                 with contextlib.suppress(PydanticCustomError):
                     return text_of(part)
                 self.has_notes = True
                 return f"[{kind.removeprefix('input_').removesuffix('_url')}: this model reads text only]"
         return text_of(part)
+
+
+def _definition(function: Function) -> str:
+    shown_fields = present(function, "description", "name", "parameters")
+    definition = json.dumps(shown_fields, ensure_ascii=False)
+    return f"<functions>\n<function>{definition}</function>\n</functions>"
 
 
 def joined(content: object) -> object:
@@ -241,7 +242,7 @@ _UNREAD = ("function_call", "audio", "prefix", "partial", "tool_calls")
 """Keys of messages that no template reads; tool_calls only of answers."""
 
 
-def _tidy(message: object, info: ValidationInfo) -> object:
+def _tidy(message: object, info: ValidationInfo[Reading]) -> object:
     """Keep the keys that templates get, with all text parts in one `content`. The
     context is a Reading.
 
@@ -265,10 +266,11 @@ def _tidy(message: object, info: ValidationInfo) -> object:
                 "and begins each answer itself"
             )
     content = kept.setdefault("content", "")
-    reading: Any = info.context
+    reading = info.context
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
     if isinstance(content, list) and role == "tool":
-        text = "\n".join(filter(None, map(reading.result, content)))
+        results = [reading.result(part, info.data.get("tools", ())) for part in content]
+        text = "\n".join(filter(None, results))
         # one block of definitions
         kept["content"] = text.replace("\n</functions>\n<functions>\n", "\n")
     elif isinstance(content, list):
@@ -414,12 +416,12 @@ class CallRules:
 _ToolChoice = Literal["none", "auto", "required"] | dict[str, object]
 
 
-def _tool_choice(value: Any) -> str:
+def _tool_choice(value: object) -> str:
     match value:
         case "none" | "auto" | "required":
             return str(value)
-        case {"type": "none" | "auto"}:
-            return str(value["type"])
+        case {"type": ("none" | "auto") as kind}:
+            return str(kind)
         case {"type": "any"}:
             return "required"
         case {"type": "function", "function": {"name": str(name)}} | {
@@ -513,8 +515,9 @@ class ChatRequest(CallRequest):
 
     param = "messages"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    # Before `messages`, in which tool results may name them.
     tools: Annotated[list[GivenTool], FailFast()] = []
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tool_choice: Annotated[
         str, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)
     ] = "auto"
@@ -605,15 +608,9 @@ class RequestReader:
         self.num_with_notes = 0
         """Calls with a note in place of an image or a file."""
 
-    def chat(
-        self,
-        body: dict[str, Any],
-        functions: Mapping[str, Mapping[str, object]] | None = None,
-    ) -> ChatRequest:
-        """Check the body of a chat. `functions`: the tools that a tool result may name.
-        Raises ApiError.
-        """
-        reading = Reading(self._joint, functions or {})
+    def chat(self, body: dict[str, Any]) -> ChatRequest:
+        """Check the body of a chat. Raises ApiError."""
+        reading = Reading(self._joint)
         asked = self.checked(body, ChatRequest, reading)
         if reading.has_notes:
             self.num_with_notes += 1

@@ -19,6 +19,7 @@ from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.agents.endpoint.sub_agents import Agent, AgentBudgets, above
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
+from asyncrl.base.waits import within
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import (
     MAIN_AGENT,
@@ -106,14 +107,14 @@ class Retries:
             self._num_open[digest] += 1
         return None
 
-    def answered_nowait(self, digest: bytes, written: Written) -> None:
+    def keep_nowait(self, digest: bytes, written: Written) -> None:
         self._num_answered[digest] += 1
-        self.refused_nowait(digest)
+        self.withdraw_nowait(digest)
         # The retry of a longer answer is sampled like a new call.
         if len(written.content) <= MAX_REMEMBERED:
             self._written.append((digest, written))
 
-    def refused_nowait(self, digest: bytes) -> None:
+    def withdraw_nowait(self, digest: bytes) -> None:
         # A first try and the retry that took over its place share one count, and both
         # may end.
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
@@ -252,7 +253,7 @@ class GatewaySession:
         self._failure: RolloutFailure | None = None
         self.sessions.open[self.key] = self
 
-    def spent_nowait(self, num_tokens: int) -> None:
+    def add_spent_nowait(self, num_tokens: int) -> None:
         self.num_spent += num_tokens
 
     def end_nowait(self, reason: str) -> None:
@@ -331,7 +332,7 @@ class GatewaySession:
             agent=call.agent.name,
         )
         call.is_delivered = True
-        self.budgets.sampled_nowait(call.agent, call.answer.num_tokens)
+        self.budgets.count_tokens_nowait(call.agent, call.answer.num_tokens)
         if continues is not None:
             self.kept[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -360,12 +361,12 @@ class GatewaySession:
             raise self._at_limit(why_agent)
 
     def _at_limit(self, why: str) -> ApiError:
-        self._overflowed_nowait(why)
+        self._note_overflow_nowait(why)
         return ApiError(
             429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY
         )
 
-    def _overflowed_nowait(self, why: str) -> None:
+    def _note_overflow_nowait(self, why: str) -> None:
         self.overflow = why
         self._overflow_order = self.num_calls
 
@@ -438,7 +439,7 @@ class GatewaySession:
             # A prompt that no longer fits is a limit like max_calls: unless the agent
             # continues with a shorter prompt, its rollout is truncated, not failed.
             if error.error["code"] == TOO_LONG:
-                self._overflowed_nowait(str(error))
+                self._note_overflow_nowait(str(error))
             # 410 says that the session has ended, 499 that the client has left. Neither
             # refuses what the agent asked for.
             if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
@@ -460,20 +461,13 @@ class GatewaySession:
     async def _until_end(
         self, error: Callable[[str | None], Exception]
     ) -> AsyncIterator[asyncio.Timeout]:
-        try:
-            # A timeout without a limit, whose rescheduling cancels exactly this block.
-            # scope.expired() separates that from a cancellation of the whole task, and
-            # from a TimeoutError of the code inside.
-            async with asyncio.timeout(None) as scope:
-                self._scopes.add(scope)
-                try:
-                    yield scope
-                finally:
-                    self._scopes.discard(scope)
-        except TimeoutError:
-            if scope.expired():
-                raise error(self.ended) from None
-            raise
+        # A timeout without a limit, whose rescheduling cancels exactly this block.
+        async with within(None, lambda: error(self.ended)) as scope:
+            self._scopes.add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
 
 
 class Sessions:

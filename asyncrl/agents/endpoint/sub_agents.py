@@ -91,10 +91,10 @@ class AgentBudgets:
         self._num_calls = Counter[str]()
         self._num_tokens = Counter[str]()
 
-    def called_nowait(self, agent: Agent) -> None:
+    def count_call_nowait(self, agent: Agent) -> None:
         self._num_calls.update(above(agent.name))
 
-    def sampled_nowait(self, agent: Agent, num_tokens: int) -> None:
+    def count_tokens_nowait(self, agent: Agent, num_tokens: int) -> None:
         self._num_tokens.update(dict.fromkeys(above(agent.name), num_tokens))
 
     def exhausted(self, agent: Agent) -> str | None:

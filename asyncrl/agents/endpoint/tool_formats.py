@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import tomllib
 from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic_core import from_json
 
@@ -37,68 +38,29 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 Value = TypeVar("Value")
 
 
-Part = Literal["thought", "text", "call", "ping"]
+Part = Literal["thought", "text", "call"]
 
 
-class AnswerPiece(NamedTuple):
-    part: Part
-    number: int
-    """Of the tool call."""
-    text: str
-
-
-@dataclass
-class ToolCall:
-    """`arguments`: JSON text of an object; it grows while the call is sampled.
+@dataclass(eq=False)
+class Block:
+    """A thought, a text or a call of an answer; it grows while it is sampled. The text
+    of a call is JSON of its arguments.
 
     Example: a streamed call of `add` has the pieces `{"a"`, `: 1, "b"` and `: 2}`.
     """
 
-    name: str
-    id: str
-    """The model's own if it wrote one."""
+    part: Part
+    number: int = 0
+    """Among the blocks of its part: calls may divide a text into several."""
     pieces: list[str] = field(default_factory=list)
+    name: str = ""
+    """Of the called tool."""
+    id: str = ""
+    """Of the call; the model's own if it wrote one."""
 
     @property
-    def arguments(self) -> str:
+    def text(self) -> str:
         return "".join(self.pieces)
-
-
-class GrowingText:
-    """Text of an answer. White space at its end is held until text follows."""
-
-    def __init__(self, part: Part, pieces: list[AnswerPiece]) -> None:
-        """`pieces`: of all parts."""
-        self._part: Part = part
-        self._pieces = pieces
-        self._space: list[str] = []
-        self._is_cut = False
-
-    def __str__(self) -> str:
-        return "".join(piece.text for piece in self._pieces if piece.part == self._part)
-
-    def add(self, text: str) -> None:
-        # A stream cannot take text back, and white space before a call is part of the
-        # call's form. What follows decides.
-        bare = text.rstrip()
-        if bare:
-            self._show(bare)
-            self._space = []
-        self._space.append(text[len(bare) :])
-
-    def cut(self) -> None:
-        """Something follows that is no text."""
-        self._space = []
-        self._is_cut = True
-
-    def end(self) -> None:
-        """White space at the end of a text that was never cut belongs to it."""
-        if not self._is_cut:
-            self._show("")
-
-    def _show(self, text: str) -> None:
-        if shown := "".join([*self._space, text]):
-            self._pieces.append(AnswerPiece(self._part, 0, shown))
 
 
 def call_id(name: str, number: int) -> str:
@@ -185,20 +147,27 @@ class AnswerReader:
         name: str = "",
         is_thinking: bool = False,
         splits_thought: bool = False,
+        most_calls: int = sys.maxsize,
     ) -> None:
         """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no
-        content has it.
+        content has it. `most_calls`: others stay hidden.
         """
         self._name = name
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.is_thinking = is_thinking
         self.splits_thought = splits_thought
-        self.pieces: list[AnswerPiece] = []
-        """In the order in which they were sampled. A call begins with an empty one."""
-        self.thought = GrowingText("thought", self.pieces)
-        self.content = GrowingText("text", self.pieces)
-        self.calls: list[ToolCall] = []
+        self.blocks: list[Block] = []
+        """In the order in which they were sampled."""
+        self.pieces: list[tuple[Block, str]] = []
+        """The texts of the blocks as they grow. A call begins with an empty one."""
+        self.calls: list[Block] = []
+        self.call = Block("call")
+        """The last call; it may be hidden."""
+        self.most_calls = most_calls
+        self._space: list[str] = []
+        """White space at the end of a text, held until more of the text follows."""
+        self._is_cut = False
         self.num_shown = 0
         """Calls that began in an earlier feed."""
         self.text = ""
@@ -210,6 +179,17 @@ class AnswerReader:
         self._new: list[str] = []
         self._num_new = 0
         self._steps: Iterator[None] = tool_format.steps(self)
+
+    @property
+    def thought(self) -> str:
+        return self._said("thought")
+
+    @property
+    def content(self) -> str:
+        return self._said("text")
+
+    def _said(self, part: Part) -> str:
+        return "".join(block.text for block in self.blocks if block.part == part)
 
     def feed(self, text: str, *, is_last: bool = False) -> None:
         self._new.append(text)
@@ -234,18 +214,52 @@ class AnswerReader:
             next(self._steps, None)
 
     def begin(self, name: str, own_id: str | None = None) -> None:
-        self.content.cut()
+        self.cut()
         number = len(self.calls)
-        self.calls.append(ToolCall(name, own_id or call_id(self._name, number)))
-        self.pieces.append(AnswerPiece("call", number, ""))
+        id = own_id or call_id(self._name, number)
+        self.call = Block("call", number, name=name, id=id)
+        if number < self.most_calls:
+            self.calls.append(self.call)
+            self.blocks.append(self.call)
+            self.pieces.append((self.call, ""))
 
     def grow(self, arguments: str) -> None:
         """Append to the arguments of the last call."""
-        if arguments:
-            self.calls[-1].pieces.append(arguments)
-            self.pieces.append(AnswerPiece("call", len(self.calls) - 1, arguments))
+        self.call.pieces.append(arguments)
+        if arguments and self.call in self.calls[-1:]:
+            self.pieces.append((self.call, arguments))
 
-    def read(self, pattern: str, into: GrowingText | None = None) -> Steps[Any]:
+    def add(self, part: Part, text: str) -> None:
+        """Append a text, but not yet white space at its end."""
+        # A stream cannot take text back, and white space before a call is part of the
+        # call's form. What follows decides.
+        bare = text.rstrip()
+        if bare:
+            self._show(part, "".join([*self._space, bare]))
+            self._space = []
+        self._space.append(text[len(bare) :])
+
+    def cut(self) -> None:
+        """Something follows that is no text."""
+        self._space = []
+        self._is_cut = True
+
+    def end(self) -> None:
+        """White space at the end of a text that was never cut belongs to it."""
+        space = "".join(self._space)
+        if space and not self._is_cut:
+            self._show("text", space)
+
+    def _show(self, part: Part, text: str) -> None:
+        """Append to the last block, or to a new one after a block of another part."""
+        if not self.blocks or self.blocks[-1].part != part:
+            number = sum(block.part == part for block in self.blocks)
+            self.blocks.append(Block(part, number))
+        last = self.blocks[-1]
+        last.pieces.append(text)
+        self.pieces.append((last, text))
+
+    def read(self, pattern: str, into: Part | None = None) -> Steps[Any]:
         """Read a pattern, and return its match; `into` gets the text before it. Return
         None if the text continues differently, or ends before a pattern that may be
         anywhere.
@@ -274,7 +288,7 @@ class AnswerReader:
                 # makes it part of one.
                 next_match = held if is_held else found
                 end = next_match.start() if next_match else len(self.text)
-                into.add(self.text[self.at : end])
+                self.add(into, self.text[self.at : end])
                 self.at = end
             if not is_held and (found or into is None or self.is_last):
                 self.at = found.end() if found else self.at
@@ -287,9 +301,11 @@ class AnswerReader:
             raise ValueError(f"a call does not continue with {pattern}")
         return found
 
-    def restart(self) -> None:
+    def restart(self, after: Part) -> None:
         """What follows is the beginning of a text."""
         self._forget(self.at)
+        if after == "thought":
+            self._space = []
 
     def _forget(self, length: int) -> None:
         self.text = self.text[length:]
@@ -321,12 +337,12 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
         reader.grow(head["arguments"])
     else:
         yield from _grow(reader)
-    check_arguments(reader.calls[-1].arguments)
+    check_arguments(reader.call.text)
     if groups.get("object"):
         end = yield from reader.need(JSON_END)
         # Mistral's and Apriel's models write the id last, and a stream has shown another.
         if end["id"] and len(reader.calls) > reader.num_shown:
-            reader.calls[-1].id = end["id"]
+            reader.call.id = end["id"]
 
 
 def _grow(reader: AnswerReader) -> Steps[None]:
@@ -358,7 +374,7 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes
     the type.
     """
-    root = reader.schemas.get(reader.calls[-1].name)
+    root = reader.schemas.get(reader.call.name)
     keys: set[str] = set()
     reader.grow("{")
     while found := (yield from reader.read(pattern)):
@@ -486,23 +502,23 @@ class ToolFormat:
         begin, end = map(re.escape, self.thinking)
         head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
         close = rf"{end}\s*"
-        into = reader.thought
+        into: Part = "thought"
         if not reader.splits_thought:  # the content has its marks
-            head, close, into = f"(?={head})", f"(?<={end})", reader.content
+            head, close, into = f"(?={head})", f"(?<={end})", "text"
         opened = yield from reader.read(head)
         if opened is not None:
             yield from reader.read(close, into)
-            reader.restart()
+            reader.restart(into)
 
     def read_text(self, reader: AnswerReader) -> Steps[None]:
         noise = f"|(?P<noise>{self.noise})" if self.noise else ""
         opening = f"(?:{self.open})(?:{self.entry}){noise}"
-        while found := (yield from reader.read(opening, reader.content)):
+        while found := (yield from reader.read(opening, "text")):
             if found.groupdict().get("noise"):
-                reader.content.cut()
+                reader.cut()
             else:
                 yield from self._read_calls(reader, found)
-        reader.content.end()
+        reader.end()
 
     def _read_calls(self, reader: AnswerReader, head: Any) -> Steps[None]:
         while head is not None:
@@ -631,13 +647,13 @@ _WAYS: Sequence[Mapping[str, Any]] = (
 """What templates want a call to be. Kimi's write the id instead of the name."""
 
 
+@dataclass
 class TemplateProbe:
     """What a chat template writes; nothing if it fails."""
 
-    def __init__(self, template: str) -> None:
-        self._template = template
-        self.why = ""
-        """Why it failed."""
+    template: str
+    why: str = ""
+    """Why it failed."""
 
     def render(
         self,
@@ -655,7 +671,7 @@ class TemplateProbe:
             "add_generation_prompt": is_open,
         }
         try:
-            template = _compile_jinja_template(self._template)
+            template = _compile_jinja_template(self.template)
             return str(template.render(**chat, bos_token="<bos>", eos_token="<eos>"))
         except Exception as error:  # templates raise what they like
             self.why = f" (it fails with {type(error).__name__}: {error})"[:200]
@@ -723,7 +739,7 @@ def _find_readers(
             continue
         for tool_format in fitting:
             calls = [
-                (call.name, json.loads(call.arguments))
+                (call.name, json.loads(call.text))
                 for call in tool_format.parse(text, _PROBE_TOOLS).calls
             ]
             if calls != _CALLS[:number]:
