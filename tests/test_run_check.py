@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import re
 import resource
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from job_runs import write_config
@@ -119,6 +121,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -149,7 +152,9 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     assert "Way out: " in said
 
 
-def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(here: Path) -> None:
+def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = "n_embd: 32, n_layer: 2, n_head: 4, n_positions: 128"
     for architecture in (f"{{model_type: gpt-sw3, {sizes}}}", MBART):
         setting = f"model.scratch.architecture={architecture}"
@@ -157,6 +162,10 @@ def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(here: Path) -> 
         config = load_config(write_config(here), [setting])
         if architecture != MBART:
             validate(config)
+            with monkeypatch.context() as patched:
+                again = Mock(side_effect=AssertionError("the engine was asked before"))
+                patched.setattr(subprocess, "run", again)
+                validate(config)
             continue
         with pytest.raises(ConfigError, match="cannot|differ") as refused:
             validate(config)

@@ -434,13 +434,26 @@ async def bringing_up_version_2() -> AsyncIterator[tuple[SharedSync, Any]]:
 
 
 @virtual
-async def test_run_pushes_a_version_whose_bring_up_was_cancelled() -> None:
+async def test_cancelled_bring_up_leaves_no_version_on_some_engines() -> None:
     async with bringing_up_version_2() as (sync, up):
-        await asyncio.sleep(EXPORT_S + PREPARE_S / 2)
+        trainer = sync.trainer
+        assert isinstance(trainer, SharingTrainer)
+        sync.fakes[1].swap_s = 1.0
+        await asyncio.sleep(EXPORT_S + PREPARE_S + 0.25)
+        assert sync.fakes[0].policy_version == 2, "engine-1 still swaps"
         up.cancel()
+        # A new trainer makes version 2 again, with other bits. If run() pushed it,
+        # engine-0 would refuse it, which ends the run.
+        trainer.die()
+        trainer.restart()
         await asyncio.sleep(20.0)
+        assert up.cancelled()
         assert [version for version, _ in sync.served] == [1, 2]
-        assert sync.versions() == [2, 0]
+        assert sync.publisher.is_down("engine-1")
+        trainer.step()
+        await asyncio.sleep(20.0)
+        assert [version for version, _ in sync.served] == [1, 2, 3]
+        assert sync.versions() == [3, 2]
 
 
 @virtual

@@ -451,16 +451,30 @@ def test_worker_is_bit_for_bit_a_step_in_process(
         ]
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("another")])
-def test_beat_that_fails_is_told_by_the_health(error: Exception) -> None:
-    """Without a beat the other ranks would run into their timeout."""
+def service_of_ranks(**everyone: Any) -> TrainerService:
     service = object.__new__(TrainerService)
     service._failure = None
     service._spec = SimpleNamespace(trainer=SimpleNamespace(timeout_s=0.01))  # type: ignore[assignment]
-    service.rank = SimpleNamespace(
-        everyone=SimpleNamespace(beat=Mock(side_effect=error))
-    )  # type: ignore[assignment]
+    service.rank = Mock(everyone=Mock(size=2, **everyone))
+    return service
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("another")])
+def test_failure_of_rank_0_alone_is_told_by_the_health(error: Exception) -> None:
+    """The other ranks would run into their timeout: without a beat, or in a call that
+    rank 0 has left.
+    """
+    service = service_of_ranks(beat=Mock(side_effect=error))
     with ThreadPoolExecutor(1) as service._torch_thread:
         service._beat()
     with pytest.raises(Refused, match=f"between two calls: {error}"):
         service.health()
+    service = service_of_ranks()
+    service.rank.begin_save_state.side_effect = error  # type: ignore[attr-defined]
+    state = StateRequest(path=Path("state")).model_dump_json().encode()
+    for ask in (lambda: service._together("begin_save_state", state), service.health):
+        with pytest.raises(
+            Refused, match=f"failed in /begin_save_state.*{error}"
+        ) as lost:
+            ask()
+        assert lost.value.status == LOST_STATUS

@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from trainer_cases import MakeStep, full_disk, make_batch
 from asyncrl.base.http import Refused
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.rank_process import _words
+from asyncrl.trainer.ranks import BrokenStepError, loss_behind
+from asyncrl.trainer.trainer_client import LOST_STATUS
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -177,9 +180,19 @@ def test_failed_save_is_an_error_and_the_next_succeeds(
         step.begin_save_state(tmp_path / "half").result()
     step.begin_save_state(folder).result()
     make_step().load_state(folder)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    # Its optimizer has lost its state, so this trainer must not go on.
+    with pytest.raises(BrokenStepError, match=f"cannot write or read {folder}") as half:
+        step.load_state(folder)
+    lost = loss_behind(half.value, step.spec)
+    assert lost is not None
+    assert lost.status == LOST_STATUS
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):
         step.load_state(folder)
+    step._state._copy = Mock(side_effect=ValueError("odd"))  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="cannot copy the state .*ValueError: odd"):
+        step.begin_save_state(tmp_path / "odd").result()
 
 
 def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(

@@ -19,7 +19,14 @@ from asyncrl.base.errors import (
     WeightsLost,
 )
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import SHORTEST_S, Signal, note_span, waiting, within
+from asyncrl.base.waits import (
+    SHORTEST_S,
+    Signal,
+    note_span,
+    uncut,
+    waiting,
+    within,
+)
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import (
     CommitResponse,
@@ -593,13 +600,17 @@ class PushLoop(Publisher):
         # it again.
         self._exported_version = manifest.version
         try:
-            await self._publish(manifest, 0.0, note)
+            # To its end, also when this engine is lost again or parked. Otherwise some
+            # engines may have the version, which is not announced: step 3 above.
+            _, cancelled = await uncut(self._publish(manifest, 0.0, note))
         finally:
             if self.version < manifest.version:
-                # Also after a cancellation, when this engine is parked: run() pushes
-                # the version to the other engines.
+                # run() pushes the version to the other engines.
                 self._exported_version = self.version
                 self._down.add(name)
+        if cancelled is not None:
+            self._down.add(name)
+            raise cancelled
         if not lost and self.version < manifest.version:
             lost.append(
                 EngineLost(

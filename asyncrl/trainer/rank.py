@@ -685,7 +685,9 @@ class TrainerRank(TrainedModel):
             self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
-        """Restore a saved state, and drop an open gradient. Raises Refused."""
+        """Restore a saved state, and drop an open gradient. Raises Refused, and
+        BrokenStepError if only a part could be read.
+        """
         self.everyone.agree(
             lambda: self._offload.need("load a state", "weights", "optimizer")
         )

@@ -128,9 +128,18 @@ class TrainerService:
             # file errors do not desynchronize the ranks
             raise _cannot_write(name, error) from error
         except Exception as error:
-            # For good: the groups are broken, and each further call would wait for its
-            # timeout. The supervisor restarts all ranks.
+            # For good: the groups are broken, or the other ranks wait in a call that
+            # this rank has left, and each further call would wait for its timeout. The
+            # supervisor restarts all ranks.
             self._failure = loss_behind(error, self._spec)
+            if self._failure is None and self.rank.everyone.size > 1:
+                words = _words(error)
+                self._failure = Refused(
+                    LOST_STATUS,
+                    f"rank 0 has failed in /{name}: {words.error}",
+                    rule="the ranks of a trainer make each call together, or start again",
+                    way_out=words.way_out,
+                )
             if self._failure is None:
                 raise
             raise self._failure from error

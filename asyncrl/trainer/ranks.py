@@ -318,8 +318,8 @@ def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
         return Refused(
             LOST_STATUS,
             str(error),
-            rule="if parts cannot be moved within a step, the trainer starts again from its checkpoint",
-            way_out="free memory, or space on the disk of the run directory.",
+            rule="a call that stops half-way changes the trainer, which starts again from its checkpoint",
+            way_out="free memory, or check the disk of the run directory.",
         )
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None

@@ -57,7 +57,7 @@ from asyncrl.models.loading import (
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import Trained
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.ranks import BrokenStepError, Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
     LazyWeights,
@@ -169,7 +169,8 @@ class TrainerState:
 
     def load(self, path: Path, bring: Callable[[str], None]) -> Progress:
         """Restore the state and return the counts. `bring` takes a model's prefix, and
-        brings its parts to the device. Raises Refused.
+        brings its parts to the device. Raises Refused, and BrokenStepError once a part
+        has changed.
         """
         # A write that still runs makes collective calls on the same group, from another
         # thread: the ranks would mistake the messages of one for those of the other.
@@ -201,8 +202,12 @@ class TrainerState:
                 for key, one in self._live().items()
                 if key.startswith(own) or (key.startswith("rng.") and key in known)
             }
-            with _errors(path):
-                dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
+            try:
+                with _errors(path):
+                    dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
+            except Refused as refused:
+                # A refusal promises that nothing has changed, and the trainer goes on.
+                raise BrokenStepError(str(refused)) from refused
             # The model computes with rounded copies of the masters, which DCP has just
             # replaced.
             model.masters.write_back()
@@ -400,7 +405,8 @@ def _refuse_other_models(path: Path, saved: SavedState, *, has_critic: bool) -> 
 def _result_of(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
         return copying.result()
-    except (OSError, MemoryError, RuntimeError) as error:
+    # Of any kind: the other ranks wait for this rank's answer.
+    except Exception as error:
         what = f"cannot copy the state to host memory: {type(error).__name__}: {str(error)[:300]}"
         raise Refused(
             507, what, way_out="free host memory; the next checkpoint tries again."
