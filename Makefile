@@ -7,13 +7,14 @@
 # make setup         install asyncrl[dev]; like all commands it does nothing if nothing has changed
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
+# make test-harbor   install Harbor into .venv-harbor (HARBOR_PYTHON: Python 3.12 or newer), and run its tests (about 10 minutes)
 # make bench         every benchmark, a short table each
 # make gpu           compare a CUDA device with the CPU and measure its speed; results in benchmarks/results
 # make fuzz          kill real runs about 300 times, resume them, and check the results (an hour)
 # make faults        the tests that kill hosts of a network, ROUNDS times (20; some minutes each); needs root
 # make docs          regenerate docs/configuration.md and docs/metrics.md
 # make site          build the site of docs/ into build/site; a warning fails it
-.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long check bench gpu fuzz faults docs
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long test-harbor check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
@@ -61,6 +62,12 @@ test-others:
 
 test-long: setup
 	$(BY_FILE) -m long
+
+HARBOR_PYTHON := python3.12
+
+test-harbor: setup
+	PYTHON=$(HARBOR_PYTHON) bash scripts/setup_harbor.sh
+	$(BIN)/python -m pytest -q --durations=10 tests/test_harbor_trial.py
 
 check: setup
 	$(BIN)/ruff check .

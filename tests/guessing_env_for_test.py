@@ -66,7 +66,6 @@ class GuessingEnvConfig(vf.EnvConfig):
     judge: vf.AgentConfig = agent.model_copy(
         update={"client": vf.EvalClientConfig(base_url="http://x/v1")}
     )
-    twice: bool = False
     freeze: bool = False
 
 
@@ -83,16 +82,12 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
     async def run(self, task: vf.Task, agents: Any) -> None:
         if task.data.secret == 7:
             raise RuntimeError("seven is out of order")
-        for _ in range(1 + self.config.twice):
-            async with agents.agent.interaction(task) as talk:
-                segment = await talk.turn("Which number from 0 to 9?")
-                while not segment.terminated and segment.last_reply != str(
-                    task.data.secret
-                ):
-                    guess = int(segment.last_reply)
-                    segment = await talk.turn(
-                        "higher" if guess < task.data.secret else "lower"
-                    )
+        secret = task.data.secret
+        async with agents.agent.interaction(task) as talk:
+            segment = await talk.turn("Which number from 0 to 9?")
+            while not segment.terminated and segment.last_reply != str(secret):
+                guess = int(segment.last_reply)
+                segment = await talk.turn("higher" if guess < secret else "lower")
 
 
 class ChatHarnessConfig(vf.HarnessConfig):

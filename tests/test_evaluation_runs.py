@@ -34,6 +34,7 @@ from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_numbers import evaluation_text
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.rollouts.recent_failures import WINDOW
 from asyncrl.sync.push import NodeFiles
 
 KEPT_EXPORTS = 2
@@ -291,6 +292,18 @@ async def test_failures_of_the_infrastructure_are_retried_and_have_their_names()
         seeds[sample].add(request.seed)
     assert len(seeds) == 8
     assert all(len(each) == 1 for each in seeds.values()), "a retry has equal tokens"
+
+
+@virtual
+async def test_evaluation_whose_attempts_all_fail_ends_no_run() -> None:
+    def reward(item: Prompt, _: str) -> float:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    prompts = [Prompt(f"0/{index}", PROMPTS[0].messages) for index in range(WINDOW)]
+    held_out = held_out_of(FakeEngine(), FakeScorer(reward), prompts)
+    metrics = (await held_out.evaluate(0)).metrics()
+    assert metrics["eval/failure/disk_full"] == metrics["eval/failed"] == 2 * WINDOW
+    assert "eval/reward_mean" not in metrics
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:

@@ -29,6 +29,7 @@ from asyncrl.agents.endpoint.tool_formats import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 from asyncrl.messages.tokens import ROUTING
+from asyncrl.messages.turn_rewards import with_turn_rewards
 
 Call = dict[str, Any]
 """The next call of a harness: continue from an answer, repeat its question, or edit the
@@ -193,7 +194,14 @@ class History:
             for name, (_, one) in self.sampled.items()
             if one.token_ids
         }
-        rollout = self.capture.rollout(3, Outcome(turn_rewards=rewards), 0.0)
+        outcome = Outcome(turn_rewards=rewards)
+        rollout = self.capture.rollout(3, outcome, 0.0)
+        for by_turn in (False, True):
+            known = self.capture.rollout(3, outcome, 0.0, by_turn=by_turn)
+            first, *others = self.capture.rollout(3, Outcome(), 0.0, by_turn=by_turn)
+            unpaid = (replace(first, untrained=self.capture.untrained), *others)
+            later = with_turn_rewards(unpaid, outcome)
+            assert credits_of(later, by_turn) == credits_of(known, by_turn)
         by_logprob = {
             self.sampled[name][1].behaviour_logprobs[0]: name for name in rewards
         }
@@ -240,6 +248,22 @@ class History:
         units = [credit.unit for branch in rollout for credit in branch.credits]
         assert len(set(units)) == len(units), "each completion is a unit"
         return rollout
+
+
+def credits_of(rollout: Rollout, by_turn: bool) -> list[Any]:
+    """Of parallel answers with equal tokens, the order of the branches says nothing."""
+    return sorted(
+        (
+            branch.token_ids.tolist(),
+            credit.start,
+            credit.end,
+            credit.reward,
+            credit.unit if by_turn else 0,
+            credit.state,
+        )
+        for branch in rollout
+        for credit in branch.credits
+    )
 
 
 def values(rollout: Rollout) -> Iterator[Any]:

@@ -41,6 +41,7 @@ from asyncrl.agents.endpoint.sessions import (
 from asyncrl.agents.harness import Session
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind, kind_of_error
+from asyncrl.base.waits import open_waits
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Completion, Outcome, SessionRules, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
@@ -640,20 +641,33 @@ async def test_sub_agent_at_its_limit_is_refused_by_name() -> None:
 
 
 @in_loop
-async def test_answers_of_a_sub_agent_fit_into_its_tokens() -> None:
-    async with gateway_world(ScriptedEngine(lambda _: "Hello")) as world:
+async def test_parallel_calls_of_an_agent_share_its_tokens() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(lambda _: "Hello", gate=gate)  # 6 tokens
+    async with gateway_world(engine) as world:
         session = Session(f"{world.url}/v1", world.session.key, "policy")
-        headers = session.child("writer", max_tokens=8).headers
-        status, answer = await world.post({"messages": HI}, headers=headers)
-        num_used = answer["usage"]["completion_tokens"]
-        assert (status, num_used < 8) == (200, True)
-        status, answer = await world.post({"messages": HI}, headers=headers)
-        assert status == 200
-        assert world.engine.requests[-1].max_tokens == 8 - num_used
-        assert answer["choices"][0]["finish_reason"] == "length"
-        status, answer = await world.post({"messages": HI}, headers=headers)
-        assert status == 429
-        assert "agent.max_tokens=8" in answer["error"]["message"]
+        writer = session.child("writer", max_tokens=20)
+        reader = writer.child("reader")
+
+        def begin(agent: Session) -> asyncio.Task[Any]:
+            body = {"messages": HI, "max_tokens": 8}
+            return asyncio.ensure_future(world.post(body, headers=agent.headers))
+
+        calls = [begin(agent) for agent in (writer, reader)]
+        await until(lambda: len(engine.requests) == 2)
+        calls.append(begin(writer))
+        waits = "tokens of a sub-agent"
+        await until(lambda: waits in [str(wait) for wait, _ in open_waits()])
+        # A client that leaves gives back what its call held.
+        calls.pop(0).cancel()
+        await until(lambda: len(engine.requests) == 3)
+        gate.set()
+        await asyncio.gather(*calls)
+        answers = await asyncio.gather(*(begin(writer) for _ in range(3)))
+        # After 6, 6 and 6 tokens 2 are left.
+        assert [each.max_tokens for each in engine.requests] == [8, 8, 8, 8, 2]
+        (refused,) = (answer for status, answer in answers if status == 429)
+        assert "used 20 tokens; agent.max_tokens=20" in refused["error"]["message"]
 
 
 @in_loop

@@ -301,6 +301,9 @@ def test_failure_of_the_environment_fails_the_rollout(
     ) as broken:
         play(servers["text"].url, lambda _: "crash")
     assert broken.value.kind == FailureKind.ENVIRONMENT
+    with pytest.raises(RolloutFailure, match="gave the reward 'high'") as corrupt:
+        play(servers["text"].url, lambda _: "text")
+    assert corrupt.value.kind == FailureKind.CORRUPT_RESULT
     with pytest.raises(
         RolloutFailure, match=r"reset failed: no answer in step_s=0.5 s"
     ):
@@ -402,7 +405,7 @@ def own_servers() -> list[psutil.Process]:
 
 
 def test_worker_serves_a_package_and_starts_it_again(
-    package: Callable[..., OpenEnvHarness],
+    package: Callable[..., OpenEnvHarness], capfd: pytest.CaptureFixture[str]
 ) -> None:
     harness = package(connect_s=120)
     ((outcome, _),) = play_with(harness, longer)
@@ -414,6 +417,7 @@ def test_worker_serves_a_package_and_starts_it_again(
     assert [outcome.reward for outcome, _ in played] == [10.0] * 4
     (second,) = own_servers()
     assert first.pid != second.pid
+    assert "Traceback" not in capfd.readouterr().err, "at the end of each episode"
 
 
 def test_server_that_hangs_is_ended_and_started_again(

@@ -265,30 +265,63 @@ def test_several_trained_agents_have_their_own_rewards() -> None:
     assert rewards == {"f": {1.0}, "s": {0.25}}
 
 
-def test_agent_with_another_client_is_not_trained() -> None:
+LETTERS = "letters_env_for_test"
+
+
+def test_each_attempt_of_best_of_n_is_trained_with_its_own_reward() -> None:
+    says = itertools.cycle(["aa", "ab", "bb"])
+    args = LOCAL | {"id": "best-of-n", "n": 3}
+    outcome, rollout, prompts = play(LETTERS, 0, lambda _: next(says), args)
+    assert len(prompts) == 3
+    assert sorted(outcome.turn_rewards.values()) == [0.0, 0.5, 1.0]
+    assert outcome.metrics == {
+        "agent/reward/share": 0.5,
+        "agent/is_b": 0.0,
+        "agent/best": pytest.approx(1 / 3),
+        "agent/pass_at_n": 1.0,
+    }
+    credits = [credit for branch in rollout for credit in branch.credits]
+    assert sorted(credit.reward for credit in credits) == [0.0, 0.5, 1.0]
+    assert {credit.state for credit in credits} == {"agent"}, "one role"
+
+
+def test_policy_serves_a_simulated_user() -> None:
     async def story() -> tuple[Outcome, Rollout, int]:
-        ours, frozen = (
-            ScriptedEngine(lambda request: name_your_role(text_of(request)))
-            for _ in range(2)
-        )
-        async with gateway_world(ours) as world, gateway_world(frozen) as other:
+        ours = ScriptedEngine(lambda _: "ab")
+        asks = iter(["say a", "again", "###DONE###"])
+        user = ScriptedEngine(lambda _: next(asks))
+        async with gateway_world(ours) as world, gateway_world(user) as other:
             address = f"{other.url}/s/{other.session.key}/v1"
+            seat = {**LOCAL["agent"], "harness": {"id": LETTERS}}
             client = {"type": "eval", "base_url": address}
-            args = BOTH | {"second": {**BOTH["second"], "client": client, "model": "v"}}
-            harness = harness_of(DUEL, args)
-            outcome = await run(world, harness, task_of(DUEL, args, 0))
+            args = {
+                "id": "user-sim",
+                "assistant": seat,
+                "user": seat | {"client": client, "model": "v"},
+            }
+            harness = harness_of(LETTERS, args)
+            outcome = await run(world, harness, task_of(LETTERS, args, 0))
             rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
-            return outcome, rollout, len(frozen.requests)
+            return outcome, rollout, len(user.requests)
 
-    outcome, rollout, num_frozen = asyncio.run(story())
-    assert (outcome.reward, outcome.turn_rewards) == (1.0, {})
-    assert (len(rollout), num_frozen) == (1, 2)
+    outcome, rollout, num_asked = asyncio.run(story())
+    assert (outcome.reward, outcome.turn_rewards, num_asked) == (0.5, {}, 3)
+    assert outcome.metrics["user_turns"] == 3.0
+    assert [branch.num_sampled for branch in rollout] == [6], "two answers of three"
 
 
-def test_agent_that_runs_twice_is_trained_twice() -> None:
-    outcome, rollout, _ = play(GUESSING, 2, guess_upwards, {"twice": True})
-    assert [*outcome.turn_rewards.values()] == [1.0, 1.0]
-    assert sum(branch.num_sampled for branch in rollout) == 2 * len("0.1.2.")
+@pytest.mark.parametrize(("override", "top_p"), [("honour", 0.5), ("use_config", 1.0)])
+@in_loop
+async def test_sampling_settings_of_an_agent_are_those_of_its_calls(
+    override: str, top_p: float
+) -> None:
+    engine = ScriptedEngine(lambda _: "aaa")
+    async with gateway_world(engine, on_sampling_override=override) as world:
+        seat = LOCAL["agent"] | {"sampling": {"top_p": 0.5, "max_tokens": 2}}
+        harness = harness_of(LETTERS, {"agent": seat})
+        await run(world, harness, task_of(LETTERS, {"agent": seat}, 0))
+    (request,) = engine.requests
+    assert (request.top_p, request.max_tokens) == (top_p, 2)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

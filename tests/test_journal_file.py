@@ -122,7 +122,7 @@ def unread_page(content: bytes) -> bytes:
             lambda _: b"Dear reader, this is no database",
             "is damaged: file is not a database",
         ),
-        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 10"),
+        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 11"),
         (
             "UPDATE meta SET value = 'another' WHERE key = 'run_id'",
             "is the journal of run another, this is",
@@ -337,6 +337,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         tuple(draw(st.lists(CREDITS, max_size=3))),
         awaits=draw(st.none() | st.text()),
         calls=tuple(draw(st.lists(POLICY_CALLS, max_size=3))),
+        untrained=tuple(draw(st.lists(st.tuples(st.text(), st.text()), max_size=2))),
     )
 
 

@@ -171,6 +171,12 @@ def test_prometheus_reads_every_declared_metric() -> None:
             'asyncrl_rollout_failed_by_name_total{name="sums"} 1.0',
         ),
         ("eval/held/reward_mean", 'asyncrl_eval_reward_mean{name="held"} 1.0'),
+        ("eval/held/task/turns", 'asyncrl_eval_task_by_name{name="held/turns"} 1.0'),
+        (
+            "eval/held/failure/limit",
+            'asyncrl_eval_failure_by_name{name="held/limit"} 1.0',
+        ),
+        ("eval/failure/limit", 'asyncrl_eval_failure_by_name{name="limit"} 1.0'),
         ('task/a "b"\n\\', r'asyncrl_task{name="a \"b\"\n\\"} 1.0'),
     ],
 )

@@ -259,6 +259,7 @@ class FakeHost:
     judge = None
     has_own_limits = False
     num_spent = num_calls = 1
+    untrained: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,

@@ -31,8 +31,10 @@ from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import (
+    Credit,
     GroupId,
     Outcome,
+    PolicyCall,
     Prompt,
     Ticket,
     UnfinishedGroup,
@@ -84,8 +86,13 @@ class Application:
         return [work.outcome_key or "" for work in self.host.works]
 
     async def post(self, key: str, reward: float = 1.0) -> tuple[int, str]:
-        body = json.dumps({"reward": reward}).encode()
-        status, answer = await self.desk.call("/v1/outcome", body, key)
+        return await self.post_body(key, {"reward": reward})
+
+    async def post_body(self, key: str, body: Any) -> tuple[int, str]:
+        content = json.dumps(body).encode()
+        status, answer = await self.desk.call("/v1/outcome", content, key)
+        if status == 400:
+            return status, answer["message"]
         return status, getattr(answer, "error", "")
 
 
@@ -140,6 +147,61 @@ async def test_reward_posted_before_the_end_is_journaled_with_it() -> None:
         ((_, _, rollout),) = app.journal.named("rollout_finished")
         assert (rollout[0].reward, rollout[0].awaits) == (0.5, None)
         assert await app.post(app.keys[0], 0.5) == (200, "")
+
+
+def of_an_agent(index: int, outcome: Outcome, reward: float, **_: Any) -> Any:
+    """One trained answer of searcher; FakeHost.untrained has another one."""
+    call = PolicyCall(1, 2, "chatcmpl-0", 0.0, 0.0, "stop", agent="searcher")
+    return (replace(one_token(index, reward=reward), calls=(call,)),)
+
+
+TURNS = {"turn_rewards": {"chatcmpl-0": 0.5, "chatcmpl-1": 1.0}}
+AGENTS = {"turn_rewards": {"searcher": 0.5, "main": 1.0}, "roles": {"main": "main"}}
+
+
+@virtual
+async def test_rewards_of_turns_may_be_posted_later() -> None:
+    async with application(group_size=3) as app:
+        app.host.rollout = of_an_agent  # type: ignore[method-assign]
+        app.host.untrained = (("chatcmpl-1", ""),)
+        await asyncio.sleep(HOUR_S)
+        wrong = {"turn_rewards": {"chatcmpl-1": 1.0}}
+        status, error = await app.post_body(app.keys[0], wrong)
+        assert (status, "this rollout has ['chatcmpl-0', 'chatcmpl-1']" in error) == (
+            400,
+            True,
+        )
+        assert await app.post_body(app.keys[0], TURNS) == (200, "")
+        assert await app.post_body(app.keys[0], TURNS) == (200, "")
+        status, error = await app.post(app.keys[0], 0.75)
+        assert (status, "'chatcmpl-1': 1.0} already, and 0.75 is" in error) == (
+            409,
+            True,
+        )
+        assert await app.post_body(app.keys[1], AGENTS) == (200, "")
+        assert await app.post(app.keys[2], 0.25) == (200, "")
+        await all_blocked()
+        (group,) = app.sink.finished
+    assert [branch.reward for branch in group.trajectories] == [0.75, 0.75, 0.25]
+    assert [branch.credits for branch in group.trajectories] == [
+        (Credit(1, 2, 0.5, 0),),
+        (Credit(1, 2, 0.5, 0, "searcher"),),
+        (),
+    ]
+    assert {branch.untrained for branch in group.trajectories} == {()}
+
+
+@virtual
+async def test_early_rewards_of_other_turns_fail_their_rollout() -> None:
+    async with application(group_size=2, host={"run_s": 5.0}) as app:
+        app.host.rollout = of_an_agent  # type: ignore[method-assign]
+        await asyncio.sleep(1.0)
+        wrong = {"turn_rewards": {"chatcmpl-7": 1.0}}
+        assert await app.post_body(app.keys[0], wrong) == (200, "")
+        assert await app.post(app.keys[1]) == (200, "")
+        await asyncio.sleep(5.0)
+        assert "[corrupt_result]" in app.producers.last_failure
+        assert app.sink.failed == [0]
 
 
 @virtual
@@ -224,16 +286,17 @@ async def test_unknown_key_and_wrong_body_are_refused_with_the_reason() -> None:
         await asyncio.sleep(1.0)
         status, error = await app.post("0" * 48)
         assert (status, error) == (404, "no rollout of this run has this key")
-        for body in (
-            {},
-            {"metrics": {"a": 1}},
-            {"reward": 1, "turn_rewards": {"a": 1}},
+        for body, said in (
+            ({}, "it has a `reward` or `turn_rewards`"),
+            ({"metrics": {"a": 1}}, "it has a `reward` or `turn_rewards`"),
+            ({"reward": 1, "turn_rewards": {"a": 1}}, "its rewards name ['a']"),
+            ({"reward": 1, "turn_states": {"a": "b"}}, "the program returns"),
         ):
             status, answer = await app.desk.call(
                 "/v1/outcome", json.dumps(body).encode(), app.keys[0]
             )
             assert status == 400
-            assert "it has a `reward`, and no `turn_rewards`" in answer["message"]
+            assert said in answer["message"]
         assert (await app.post(app.keys[0], float("nan")))[0] == 400
         app.late.is_open = False  # it starts, or ends
         status, error = await app.post(app.keys[0])
@@ -415,7 +478,7 @@ def test_journal_keeps_what_waits_and_what_was_posted(tmp_path: Path) -> None:
             keys[index], digest = late.expect_nowait(f"g0/r{index}")
             journal.rollout_finished_nowait(GroupId(0), awaited(index, digest))
         digest = digest_of(late, "g0/r0")
-        late.await_nowait("g0/r0", digest)
+        late.await_nowait("g0/r0", digest, lambda _: None)
         posting = asyncio.create_task(late.post(keys[0], Outcome(0.75)))
         assert await late.wait("g0/r0", digest) == Outcome(0.75)
         await late.settle(digest)
@@ -431,7 +494,7 @@ def test_journal_keeps_what_waits_and_what_was_posted(tmp_path: Path) -> None:
         digests = [group.rollouts[index][0].awaits for index in range(2)]
         assert keys[1] not in digests, "a reader of the journal cannot post"
         limit = LateRewards(journal, timeout_s=0.01)
-        limit.await_nowait("g0/r1", digests[1] or "")
+        limit.await_nowait("g0/r1", digests[1] or "", lambda _: None)
         with pytest.raises(RewardFailure, match="got no reward within"):
             await limit.wait("g0/r1", digests[1] or "")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import os
+import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +25,7 @@ from asyncrl.messages.records import Rollout
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
 TESTS = Path(__file__).parent
+PAGE = (ROOT / "docs/verifiers.md").read_text(encoding="utf-8")
 PLAYER = {
     "harness": {"id": "guessing_env_for_test"},
     "runtime": {"type": "subprocess"},
@@ -64,6 +68,35 @@ def play(
             return outcome, rollout, [text_of(each) for each in engine.requests]
 
     return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("title", "group"),
+    [
+        ("harness of verifiers 0.4", "harnesses"),
+        ("task set", "tasksets"),
+        ("environment", "envs"),
+    ],
+)
+def test_page_says_of_each_part_of_the_library_how_it_was_run(
+    title: str, group: str
+) -> None:
+    table = PAGE.partition(f"| {title} | |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    shown = {
+        name: text
+        for names, text in re.findall(r"^\| (.*?) \| (.*) \|$", table, re.M)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    package = importlib.import_module(f"verifiers.v1.{group}")
+    modules = pkgutil.iter_modules(package.__path__)
+    found = {module.name for module in modules if module.ispkg} - {"utils"}
+    assert shown.keys() == found
+    if group == "harnesses":
+        from verifiers.v1.utils.loaders import harness_class
+
+        for name in found:
+            needs = harness_class(name).NEEDS_CONTAINER
+            assert ("container runtime" in shown[name]) == needs
 
 
 def test_textarena_game_of_the_library_is_played(tmp_path: Path) -> None:

@@ -446,5 +446,14 @@ def _tool_text(result: object) -> str:
     )
 
 
-def _number(reward: float | None) -> float | None:
-    return None if reward is None else float(reward)
+def _number(reward: object) -> float | None:
+    """Return a step's reward. Raises RolloutFailure if it is no number."""
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float):
+        raise RolloutFailure(
+            f"the environment gave the reward {reward!r:.80}",
+            rule="a step's reward is a number or null",
+            kind=FailureKind.CORRUPT_RESULT,
+        )
+    return float(reward)

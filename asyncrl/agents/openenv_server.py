@@ -5,6 +5,7 @@ asyncrl.agents.openenv_server FD MODULE:APP` serves an app on an inherited socke
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -109,7 +110,7 @@ class EnvironmentServer:
         if line != READY:
             raise RolloutFailure(
                 f"{self._said}: its server did not start within connect_s={limit_s:g} s, or ended",
-                way_out="the worker's log has its output.",
+                way_out="read its output in the worker's log, or raise generator.args.connect_s.",
                 kind=FailureKind.ENVIRONMENT,
             )
 
@@ -171,6 +172,14 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(message_of(error))
     config = uvicorn.Config(target, log_level="warning", access_log=False)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        # openenv-core 0.3 closes connections that their clients have closed: a traceback
+        # of 90 lines at the end of each episode.
+        error = record.exc_info and record.exc_info[1]
+        return type(error).__name__ != "WebSocketDisconnect"
+
+    logging.getLogger("uvicorn.error").addFilter(is_news)
     Server(config).run([socket.socket(fileno=int(fd))])
 
 

@@ -11,8 +11,10 @@ import asyncio
 import copy
 import logging
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from statistics import fmean
 from typing import Any
 
 from asyncrl.agents.harness import (
@@ -154,11 +156,11 @@ class VerifiersHarness:
             )
         # The library sends the id of an agent's trace with its calls (X-Session-ID).
         rewards = {trace.id: float(trace.reward) for trace in traces if trace.calls}
-        metrics = {
-            f"{trace.agent.name}/{name}": value
-            for trace in traces
-            for name, value in _metrics_of(trace).items()
-        }
+        values = defaultdict[str, list[float]](list)
+        for trace in traces:
+            for name, value in _metrics_of(trace).items():
+                values[f"{trace.agent.name}/{name}"].append(value)
+        metrics = {name: fmean(each) for name, each in values.items()}
         roles = {trace.id: trace.agent.name for trace in traces}
         return Outcome(None, metrics, rewards, roles=roles)
 

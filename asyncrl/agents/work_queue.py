@@ -292,16 +292,11 @@ class RolloutQueue:
             outcome = OUTCOME.validate_json(body)
             if self.late is None:
                 self._taker_of(key)(outcome)  # the item may have ended
+            else:
+                _check_late(outcome)
+                await self.late.post(key, outcome)
         except (ValidationError, RolloutFailure) as error:
             raise invalid(f"The outcome is refused: {first_fault(error)}") from None
-        if self.late is not None:
-            # Its rollout may have ended in a killed run, which knew its turns.
-            if outcome.reward is None or outcome.turn_rewards:
-                raise invalid(
-                    "The outcome is refused: with generator.outcomes=later it has a `reward`, and no "
-                    "`turn_rewards`"
-                )
-            await self.late.post(key, outcome)
         return _as_response(wire.Accepted())
 
     # ---- inside
@@ -425,6 +420,18 @@ class RolloutQueue:
                 rule="its `answer` and `info` must be JSON values",
             ) from error
         return item
+
+
+def _check_late(outcome: Outcome) -> None:
+    if outcome.reward is None and not outcome.turn_rewards:
+        raise invalid(
+            "The outcome is refused: with generator.outcomes=later it has a `reward` or `turn_rewards`"
+        )
+    # A state is known before its turn.
+    if outcome.turn_states:
+        raise invalid(
+            "The outcome is refused: with generator.outcomes=later the program returns `turn_states`"
+        )
 
 
 def _as_response(message: Message) -> Response:

@@ -315,7 +315,7 @@ async def restore(
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         for index, digest in awaited_of(rollouts.get(group_id, {})).items():
             name = f"g{group_id}/r{index}"
-            run.late.await_nowait(name, digest)
+            run.late.await_nowait(name, digest, lambda _: None)
             run.late.withdraw_nowait(name, f"its group was requeued ({why})")
         journal.group_ended_nowait(
             group_id, "requeued", why, requeued=prompt.num_requeued

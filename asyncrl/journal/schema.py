@@ -37,7 +37,7 @@ FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 # Seconds that SQLite waits for another program's lock, such as a backup or a browser of
@@ -309,6 +309,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "calls": [_row(call) for call in trajectory.calls],
         "unscored": trajectory.unscored,
         "awaits": trajectory.awaits,
+        "untrained": trajectory.untrained,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)
@@ -332,12 +333,14 @@ def decode_trajectory(
         calls.append(
             replace(call, tools=tuple((name, tool) for name, tool in call.tools))
         )
+    untrained = tuple((name, agent) for name, agent in head.pop("untrained"))
     return Trajectory(
         sample_index=sample_index,
         tokens=tokens,
         branch=branch,
         credits=credits,
         calls=tuple(calls),
+        untrained=untrained,
         **head,
     )
 

@@ -233,8 +233,9 @@ class Trajectory:
     loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
     text that the reward of the whole group has yet to score (docs/decisions/0033); on
     the first branch only, and `reward` is 0 until then. `awaits`: likewise, the digest of
-    the key with which the reward will be posted (rollouts/late_rewards.py). `calls`: each
-    call in its first branch, for traces; nothing is trained by them.
+    the key with which the reward will be posted (rollouts/late_rewards.py), and
+    `untrained`: (completion, agent) of the answers without a loss, which may be paid,
+    too. `calls`: each call in its first branch.
     """
 
     sample_index: int
@@ -248,6 +249,7 @@ class Trajectory:
     unscored: str | None = None
     awaits: str | None = None
     calls: tuple[PolicyCall, ...] = ()
+    untrained: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_scored(self) -> bool:

@@ -156,6 +156,11 @@ class RolloutSession(Protocol):
     @property
     def num_completions(self) -> int: ...
 
+    @property
+    def untrained(self) -> tuple[tuple[str, str], ...]:
+        """(completion, agent) of the answers without a loss."""
+        ...
+
     def end_nowait(self, reason: str) -> None:
         """Refuse further and pending calls (410). Idempotent: the first reason stays."""
         ...

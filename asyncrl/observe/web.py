@@ -32,7 +32,8 @@ from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
-from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
+from asyncrl.config.eval_config import PARTS_OF_EVALS
+from asyncrl.observe.metrics import Gauge, gauge_of
 from asyncrl.observe.report_page import Page, make_page, render
 from asyncrl.observe.run_dir import STATUS_FILE
 
@@ -260,19 +261,21 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
     """Return family, label `name` ('' for none) and declaration; None if undeclared.
 
     perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is
-    asyncrl_reward_mean_by_name{name="sums"}.
+    asyncrl_reward_mean_by_name{name="sums"}; eval/held/task/turns is
+    asyncrl_eval_task_by_name{name="held/turns"}.
     """
     if (gauge := gauge_of(name)) is None:
         return None
     first, *rest = name.split("/")
-    label = ""
-    if first == "eval" and len(rest) > 1 and f"eval/{rest[1]}" in GAUGES:
-        label = rest.pop(0)
-    elif first == "task":
-        label = "/".join(rest)
+    labels = list[str]()
+    if first == "eval" and len(rest) > 1 and rest[0] not in PARTS_OF_EVALS:
+        labels.append(rest.pop(0))
+    if first == "task":
+        labels = rest
         rest = []
     elif len(rest) > 1:
-        label = "/".join(rest[1:])
+        labels += rest[1:]
         rest = [rest[0], "by_name"]
+    label = "/".join(labels)
     family = re.sub("[^a-z0-9_]", "_", "_".join(["asyncrl", first, *rest]).lower())
     return re.sub("(?<!_per)_s(?=_by_name$|$)", "_seconds", family), label, gauge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,15 @@ ONCE = "a rollout has one reward; the same one may be posted again"
 class ExpectedReward:
     """The reward of a rollout, until it is durable in the journal.
 
-    `settled` is None while the rollout runs. Then posts wait for it: done once the
-    reward is durable, cancelled if the run ends before.
+    `check` and `settled` are None while the rollout runs. Then `check` raises
+    RolloutFailure for an outcome that does not fit its completions, and posts wait for
+    `settled`: done once the reward is durable, cancelled if the run ends before.
     """
 
     rollout_id: str
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
+    check: Callable[[Outcome], object] | None = None
     settled: asyncio.Future[None] | None = None
     is_written: bool = False
     """The journal has its outcome, or is about to."""
@@ -97,11 +99,23 @@ class LateRewards:
             self._forget(digest)
         return expected.outcome
 
-    def await_nowait(self, rollout_id: str, digest: str) -> None:
-        """Note that a rollout has ended, also one of a killed run. From here its posts
+    def ended_nowait(self, digest: str, check: Callable[[Outcome], object]) -> None:
+        """Note the completions of a rollout that has ended. Raises RolloutFailure if
+        what was posted before does not fit them.
+        """
+        expected = self._expected[digest]
+        expected.check = check
+        if expected.outcome is not None:
+            check(expected.outcome)
+
+    def await_nowait(
+        self, rollout_id: str, digest: str, check: Callable[[Outcome], object]
+    ) -> None:
+        """Note that a rollout is journaled, also by a killed run. From here its posts
         wait for the journal.
         """
         expected = self._expected.get(digest) or self._add(rollout_id, digest)
+        expected.check = check
         expected.settled = asyncio.get_running_loop().create_future()
 
     async def wait(self, rollout_id: str, digest: str) -> Outcome:
@@ -164,8 +178,7 @@ class LateRewards:
         assert expected.outcome is not None
         expected.is_written = True
         self._num_posted += 1
-        reward = expected.outcome.reward
-        record = {"rollout": expected.rollout_id, "reward": reward}
+        record = {"rollout": expected.rollout_id, **_rewards_of(expected.outcome)}
         self._journal.note_nowait(_note_of(digest), record)
 
     def _add(self, rollout_id: str, digest: str) -> ExpectedReward:
@@ -202,7 +215,8 @@ class LateRewards:
 
     async def post(self, key: str, outcome: Outcome) -> None:
         """Take a rollout's outcome. Raises Refused: 409 for another reward than before,
-        410 if none is needed any more, and like check().
+        410 if none is needed any more, and like check(); RolloutFailure for
+        turn_rewards that do not fit the rollout.
         """
         digest = _digest_of(key)
         expected = self._expected.get(digest)
@@ -210,10 +224,12 @@ class LateRewards:
             await self._compare(digest, outcome)
             return
         if expected.outcome is None:
+            if expected.check is not None:
+                expected.check(outcome)
             expected.outcome = outcome
             expected.arrived.set()
-        elif expected.outcome.reward != outcome.reward:
-            raise _other(expected.rollout_id, expected.outcome.reward, outcome)
+        elif _rewards_of(expected.outcome) != _rewards_of(outcome):
+            raise _other(expected.rollout_id, _rewards_of(expected.outcome), outcome)
         if expected.settled is None:
             return  # its rollout still runs, and is journaled with it
         try:
@@ -241,8 +257,9 @@ class LateRewards:
                 "buffer.max_staleness lets a batch use its rollout",
                 way_out="drop it; docs/rewards.md says how to wait longer.",
             )
-        if noted["reward"] != outcome.reward:
-            raise _other(noted["rollout"], noted["reward"], outcome)
+        known = {name: value for name, value in noted.items() if name != "rollout"}
+        if known != _rewards_of(outcome):
+            raise _other(noted["rollout"], known, outcome)
 
     async def _noted(self, digest: str) -> dict[str, Any] | None:
         noted: dict[str, Any] | None = await self._journal.read_note(_note_of(digest))
@@ -273,10 +290,22 @@ def _unknown() -> Refused:
     )
 
 
-def _other(rollout_id: object, known: object, outcome: Outcome) -> Refused:
+def _rewards_of(outcome: Outcome) -> dict[str, Any]:
+    """Return what a repeated post must have again, as JSON."""
+    rewards: dict[str, Any] = {"reward": outcome.reward}
+    if outcome.turn_rewards:
+        rewards["turn_rewards"] = dict(outcome.turn_rewards)
+    return rewards
+
+
+def _other(rollout_id: object, known: dict[str, Any], outcome: Outcome) -> Refused:
+    before, now = (
+        rewards.get("turn_rewards", rewards["reward"])
+        for rewards in (known, _rewards_of(outcome))
+    )
     return Refused(
         409,
-        f"{rollout_id} has the reward {known} already, and {outcome.reward} is another",
+        f"{rollout_id} has the reward {before!s:.200} already, and {now!s:.200} is another",
         rule=ONCE,
         way_out="drop it.",
     )

@@ -364,7 +364,8 @@ class Producers:
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
         name = f"g{group.ticket.group_id}/r{index}"
-        self.late.await_nowait(name, digest)
+        check = functools.partial(with_outcome, group.rollouts[index])
+        self.late.await_nowait(name, digest, check)
         waiting = self._await_reward(group, index, digest)
         task = self.spawn(waiting, name=f"reward {name}")
         group.tasks.append(task)

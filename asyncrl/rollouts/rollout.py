@@ -48,6 +48,7 @@ from asyncrl.messages.records import (
     Work,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
+from asyncrl.messages.turn_rewards import with_turn_rewards
 from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
@@ -608,15 +609,19 @@ class HarnessGenerator:
 
         def posted_later(digest: str) -> Rollout:
             assert self.late is not None
-            unpaid = rollout(0.0)
+            bare = rollout(0.0)
+            first = replace(bare[0], awaits=digest, untrained=session.untrained)
+            unpaid = (first, *bare[1:])
+            # Rewards that do not fit fail the attempt, also of an earlier post.
+            self.late.ended_nowait(digest, functools.partial(with_outcome, unpaid))
             if not is_cut:
-                return (replace(unpaid[0], awaits=digest), *unpaid[1:])
+                return unpaid
             # Its harness has failed at a limit, so nobody may know that it has ended.
             early = self.late.early_nowait(digest)
             if early is not None:
                 return with_outcome(unpaid, early)
             self.late.withdraw_nowait(name, "a limit cut it, and its reward is 0")
-            return unpaid
+            return bare
 
         rollout = functools.partial(
             session.rollout, index, outcome, by_turn=self.by_turn
@@ -745,11 +750,24 @@ async def score_group(
 
 
 def with_outcome(rollout: Rollout, outcome: Outcome) -> Rollout:
-    """Give a rollout the reward that was posted later."""
-    assert outcome.reward is not None, "a posted outcome has a reward"
+    """Give a rollout the reward that was posted later. Raises RolloutFailure if its
+    turn_rewards do not fit.
+    """
+    reward = own_reward(outcome)
+    assert reward is not None, "a posted outcome has a reward"
+    if outcome.turn_rewards:
+        credited = with_turn_rewards(rollout, outcome)
+        paid = tuple(replace(branch, reward=reward) for branch in credited)
+    else:
+        paid = _paid(rollout, reward)
     return tuple(
-        replace(branch, metrics={**branch.metrics, **outcome.metrics}, awaits=None)
-        for branch in _paid(rollout, outcome.reward)
+        replace(
+            branch,
+            metrics={**branch.metrics, **outcome.metrics},
+            awaits=None,
+            untrained=(),
+        )
+        for branch in paid
     )
 
 
@@ -805,7 +823,9 @@ class JudgedGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            attempt.on_phase("teaching")
+            # A reward of the whole group, or one that is posted later, is still missing.
+            if rollout[0].is_scored:
+                attempt.on_phase("teaching")
             return await self.judge(rollout, attempt.prompt.task)
 
         return score_and_judge

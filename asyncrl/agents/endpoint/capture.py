@@ -40,6 +40,7 @@ from asyncrl.messages.records import (
     Trajectory,
 )
 from asyncrl.messages.tokens import Tokens, in_journal
+from asyncrl.messages.turn_rewards import check_names
 from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, decode_after
 
 Earned = tuple[float, int, str]
@@ -251,6 +252,16 @@ class Capture:
             self._ends.add(node)
         self._recorded.add(node, keys)
 
+    @property
+    def untrained(self) -> tuple[tuple[str, str], ...]:
+        """Return (completion, agent) of each completion without a loss, in the order of
+        their credits.
+        """
+        nodes = _in_order(self._nodes.values(), Outcome())
+        return tuple(
+            (node.name, node.call.agent) for node in nodes if not node.has_loss
+        )
+
     def last_completion(self) -> Completion:
         """Return the completion of the call that was planned last. Raises
         RolloutFailure.
@@ -407,16 +418,8 @@ def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Ear
     rewards = outcome.turn_rewards
     if not rewards:
         return {}
-    # Every trained answer needs a reward, and every name must exist. Otherwise a
-    # missing or misspelled name would silently change the advantages.
-    known = {node.name for node in nodes}
-    if not {node.name for node in nodes if node.has_loss} <= rewards.keys() <= known:
-        raise RolloutFailure(
-            f"its rewards name {sorted(rewards)[:5]}; this rollout has {sorted(known)[:5]}",
-            rule="turn_rewards names every completion",
-            way_out="name every answer by its `id`; 0.0 is a reward too.",
-            kind=FailureKind.CORRUPT_RESULT,
-        )
+    trained = {node.name for node in nodes if node.has_loss}
+    check_names(rewards, trained, [node.name for node in nodes])
     return {
         node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
         for unit, node in enumerate(nodes)

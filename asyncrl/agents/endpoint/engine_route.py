@@ -186,6 +186,13 @@ class EngineRoute:
             if grammar is not None:
                 source = "response_format" if asked.response_format else "tools"
                 await self.checks.wait_checked(grammar, source)
+        rules = self.rules
+        most = session.rules.max_tokens or rules.max_tokens
+        room = rules.max_length - planned.whole.length
+        # It may wait, so it comes before take_number, too. withdraw_nowait() releases.
+        max_tokens = await session.hold_tokens(
+            agent, min(asked.max_tokens or most, most, room)
+        )
         if session.user_key and session.opening is None:
             session.opening = asked.messages
         # A seed follows from the ids of the prompt and the number among equal prompts,
@@ -233,17 +240,12 @@ class EngineRoute:
         # model continues, and the client gets the first call only.
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
-        rules = self.rules
-        most = session.rules.max_tokens or rules.max_tokens
-        room = rules.max_length - planned.whole.length
         request = SamplingRequest(
             # With the attempt: the first request of a retried rollout may reach an
             # engine before it has ended those of the failed attempt.
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
-            max_tokens=session.budgets.left(
-                agent, min(asked.max_tokens or most, most, room)
-            ),
+            max_tokens=max_tokens,
             **(rules.sampling.parameters | asked.sampling),
             stop=stop,
             seed=self.seed_of(

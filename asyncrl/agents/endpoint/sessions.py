@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -16,13 +16,12 @@ from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
-from asyncrl.agents.endpoint.sub_agents import Agent, AgentBudgets, above
+from asyncrl.agents.endpoint.sub_agents import Agent, AgentBudgets
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.waits import within
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import (
-    MAIN_AGENT,
     RUN_RULES,
     Completion,
     Outcome,
@@ -30,6 +29,7 @@ from asyncrl.messages.records import (
     SessionRules,
     VersionSpan,
 )
+from asyncrl.messages.turn_rewards import by_completion
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -118,59 +118,6 @@ class Retries:
         # A first try and the retry that took over its place share one count, and both
         # may end.
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
-
-
-def _by_completion(
-    rewards: Mapping[str, float], agents: Mapping[str, str], *, by_turn: bool
-) -> Mapping[str, float]:
-    """Return rewards by completion from rewards of completions and agents. `agents`: of
-    each completion. Raises RolloutFailure.
-    """
-    # A client sets the header: the name of a completion is never an agent's.
-    known = {MAIN_AGENT}.union(*map(above, agents.values()))
-    paid = (rewards.keys() & known) - agents.keys()
-    if not paid:
-        return rewards
-    if unknown := rewards.keys() - paid - agents.keys():
-        raise RolloutFailure(
-            f"its rewards name {sorted(unknown)[:5]}, which made no call; its agents are "
-            f"{sorted(known)[:5]}",
-            rule="turn_rewards name agents that called the model, and completions",
-            way_out="leave out agents without a call.",
-            kind=FailureKind.CORRUPT_RESULT,
-        )
-    # A turn earns what follows it, and what follows may be another agent's.
-    if by_turn:
-        raise RolloutFailure(
-            f"its rewards are of agents: {', '.join(sorted(paid)[:5])}",
-            rule="algorithm.turn_discount adds the rewards of one agent's turns",
-            way_out="name completions in turn_rewards, or remove the setting.",
-            kind=FailureKind.CORRUPT_RESULT,
-        )
-    found = {
-        name: rewards.get(name, _reward_of(agent, rewards, paid))
-        for name, agent in agents.items()
-    }
-    return {name: reward for name, reward in found.items() if reward is not None}
-
-
-def _reward_of(
-    agent: str, rewards: Mapping[str, float], paid: Set[str]
-) -> float | None:
-    """Return an agent's reward: its own, or that of the nearest agent above it.
-
-    Example: the rewards are of main and searcher.
-        >>> rewards = {"main": 1.0, "searcher": 0.5}
-        >>> [
-        ...     _reward_of(agent, rewards, rewards.keys())
-        ...     for agent in ("", "searcher/reader", "writer")
-        ... ]
-        [1.0, 0.5, 1.0]
-    """
-    for one in above(agent):
-        if one in paid:
-            return rewards[one]
-    return rewards.get(MAIN_AGENT)
 
 
 def session_ended(reason: str) -> ApiError:
@@ -308,7 +255,10 @@ class GatewaySession:
         return number
 
     def withdraw_nowait(self, call: GatewayCall) -> None:
-        """Forget an undelivered call; the next equal call reuses its seed."""
+        """Release what a call held, and forget it if it was not delivered: the next
+        equal call reuses its seed.
+        """
+        self.budgets.release_nowait(call.agent, call.request.max_tokens)
         if call.is_delivered:
             return
         self._numbers[call.key].discard(call.number)
@@ -360,6 +310,15 @@ class GatewaySession:
         if (why_agent := self.budgets.exhausted(agent)) is not None:
             raise self._at_limit(why_agent)
 
+    async def hold_tokens(self, agent: Agent, most: int) -> int:
+        """Return how many tokens a call may sample, `most` or what its agent has left.
+        Raises ApiError (429) if running calls have used all of them.
+        """
+        await self.budgets.wait_room(agent, most)
+        if (why := self.budgets.out_of_tokens(agent)) is not None:
+            raise self._at_limit(why)
+        return self.budgets.hold_nowait(agent, most)
+
     def _at_limit(self, why: str) -> ApiError:
         self._note_overflow_nowait(why)
         return ApiError(
@@ -373,6 +332,10 @@ class GatewaySession:
     @property
     def num_completions(self) -> int:
         return self.capture.num_completions
+
+    @property
+    def untrained(self) -> tuple[tuple[str, str], ...]:
+        return self.capture.untrained
 
     def last_completion(self) -> Completion:
         """Return the completion of the call that was planned last. Raises
@@ -393,14 +356,7 @@ class GatewaySession:
         """
         if self._failure is not None:
             raise self._failure
-        agents = self.capture.agents
-        rewards = _by_completion(outcome.turn_rewards, agents, by_turn=by_turn)
-        roles = dict[str, str]()
-        if rewards is not outcome.turn_rewards and outcome.roles:
-            for name, agent in agents.items():
-                own = agent or MAIN_AGENT
-                roles[name] = outcome.roles.get(own, own)
-        outcome = replace(outcome, turn_rewards=rewards, roles=roles)
+        outcome = by_completion(outcome, self.capture.agents, by_turn=by_turn)
         rollout = self.capture.rollout(sample_index, outcome, reward, by_turn=by_turn)
         if self.overflow is None:
             return rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -11,6 +11,8 @@ from starlette.requests import Request
 
 from asyncrl.agents.endpoint.requests import invalid
 from asyncrl.base.errors import Message
+from asyncrl.base.waits import Signal, waiting
+from asyncrl.messages.turn_rewards import above
 
 AGENT_HEADER = "x-session-id"
 """Of a call: which agent of its rollout made it."""
@@ -73,23 +75,26 @@ def agent_of(request: Request) -> Agent:
     return Agent(name, limits, is_stable=bool(name))
 
 
-def above(agent: str) -> Iterator[str]:
-    """Yield an agent and those above it, but main."""
-    while agent:
-        yield agent
-        agent = agent.rpartition("/")[0]
-
-
 class AgentBudgets:
     """What the agents of a rollout have used, each with those below it.
 
-    Example: searcher may make 4 calls. It has made 3, its reader 1: the next call of
-    either is refused.
+    A running call holds the tokens that it may sample, so parallel calls of an agent
+    cannot pass its limit together.
+
+    Waits: wait_room until calls that run have ended, or leave enough tokens.
+
+    Example: searcher may sample 100 tokens. One of its calls may sample 80 and runs.
+
+        reader of searcher asks for 20     it runs, too
+        searcher asks for 50               it waits
+        the first call ends after 10       70 are left: the third call runs
     """
 
     def __init__(self) -> None:
         self._num_calls = Counter[str]()
         self._num_tokens = Counter[str]()
+        self._num_held = Counter[str]()
+        self._released = Signal()
 
     def count_call_nowait(self, agent: Agent) -> None:
         self._num_calls.update(above(agent.name))
@@ -99,22 +104,51 @@ class AgentBudgets:
 
     def exhausted(self, agent: Agent) -> str | None:
         """Return which limit the agent has reached, if any."""
+        at_calls = self._at_limit(agent, "calls", self._num_calls)
+        return at_calls or self.out_of_tokens(agent)
+
+    def out_of_tokens(self, agent: Agent) -> str | None:
+        return self._at_limit(agent, "tokens", self._num_tokens)
+
+    def _at_limit(self, agent: Agent, unit: str, used: Counter[str]) -> str | None:
+        key = f"max_{unit}"
         for name, limits in agent.limits.items():
-            for number, limit, key, unit in (
-                (self._num_calls[name], limits.max_calls, "max_calls", "calls"),
-                (self._num_tokens[name], limits.max_tokens, "max_tokens", "tokens"),
-            ):
-                if limit is not None and number >= limit:
-                    return f"The agent {name} has used {number} {unit}; agent.{key}={limit} is the limit."
+            limit = getattr(limits, key)
+            if limit is not None and used[name] >= limit:
+                return f"The agent {name} has used {used[name]} {unit}; agent.{key}={limit} is the limit."
         return None
 
-    def left(self, agent: Agent, most: int) -> int:
-        """Return the tokens that a call may sample, 1 to `most`: parallel calls may have
-        used up the rest.
-        """
-        left = [
-            limits.max_tokens - self._num_tokens[name]
+    def _num_left(self, agent: Agent) -> dict[str, int]:
+        """Return the tokens that no call has used or holds, by limited agent."""
+        return {
+            name: limits.max_tokens - self._num_tokens[name] - self._num_held[name]
             for name, limits in agent.limits.items()
             if limits.max_tokens is not None
-        ]
-        return max(1, min([most, *left]))
+        }
+
+    async def wait_room(self, agent: Agent, most: int) -> None:
+        """Return once a call may sample `most` tokens, or no running call holds any."""
+
+        def has_room() -> bool:
+            return all(
+                left >= most or not self._num_held[name]
+                for name, left in self._num_left(agent).items()
+            )
+
+        if not has_room():
+            with waiting(
+                "tokens of a sub-agent", on="its other calls", who="calls of agents"
+            ):
+                await self._released.wait_for(has_room)
+
+    def hold_nowait(self, agent: Agent, most: int) -> int:
+        """Hold the tokens that a call may sample, and return their number: `most`, or
+        what is left.
+        """
+        num = min([most, *self._num_left(agent).values()])
+        self._num_held.update(dict.fromkeys(above(agent.name), num))
+        return num
+
+    def release_nowait(self, agent: Agent, num_tokens: int) -> None:
+        self._num_held.subtract(dict.fromkeys(above(agent.name), num_tokens))
+        self._released.notify()
