@@ -1,4 +1,6 @@
-"""A task that can hold a run: its rewards wait until a test lets the run continue."""
+"""A task that can hold a run: its rewards wait until a test lets the run continue; and
+advantages that do so.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ import os
 import time
 from pathlib import Path
 
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import rloo
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.toy import Letters
 
@@ -35,6 +40,19 @@ class HeldGroups(Letters):
         rewards = [self.score(prompt, text or "") for text in completions]
         mean = sum(rewards) / len(rewards)
         return [reward - mean for reward in rewards]
+
+
+def held_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Advantages that wait within the trainer's turn while a test holds it."""
+    run_dir = os.environ.get(RUN_DIR)
+    while run_dir and held_turn(Path(run_dir)).exists():
+        time.sleep(0.02)
+    return rloo(reward_B, group_B)
+
+
+def held_turn(run_dir: Path) -> Path:
+    """Return the file that holds a run in the trainer's turn while it exists."""
+    return run_dir.with_name(f"{run_dir.name}.turn")
 
 
 def hold(run_dir: Path, num_steps: int) -> None:

@@ -141,14 +141,18 @@ def test_teachers_logprobs_equal_a_plain_forwards(
         "score_slots": 3,
         "max_length": 300,
         "device": "cpu",
+        "aside_dir": str(tmp_path),
     }
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
         teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
-        found = await asyncio.gather(
-            *(teacher.judge(rollout, "") for rollout in [*ROLLOUTS, *ROLLOUTS])
-        )
+        found = list[Rollout]()
+        for _ in range(2):
+            calls = [teacher.judge(rollout, "") for rollout in ROLLOUTS]
+            found += await asyncio.gather(*calls)
+            assert (await teacher.sleep()).num_bytes > 0
+            await teacher.wake()
         await caller.aclose()
         return found
 

@@ -32,15 +32,27 @@ class World:
     """
 
     def __init__(
-        self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False
+        self,
+        num_engines: int = 2,
+        trainer: Sequence[str] = (),
+        *,
+        stays: bool = False,
+        has_server: bool = False,
     ) -> None:
         self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
         self.trainer, self.trained = {*trainer, *self.resting}, 0
         self.engines = [
             FakeEngine(self, f"engine-{index}") for index in range(num_engines)
         ]
+        # A server that scores rollouts is awake or not as a whole.
+        self.server = {"model"} if has_server else set[str]()
+        self.of_server = {*self.server}
+        without = {"trainer": stays, "servers": not has_server}
         self.lease = Lease(
-            self.calls, timeout_s=TIMEOUT_S, on_change=lambda: None, resident=stays
+            self.calls,
+            timeout_s=TIMEOUT_S,
+            on_change=lambda: None,
+            without=[name for name, is_left_out in without.items() if is_left_out],
         )
 
     def calls(self, call: Call) -> dict[str, Awaitable[TransferStats]]:
@@ -51,6 +63,10 @@ class World:
                 self.trainer.discard if call.verb == "offload" else self.trainer.add
             )
             return {"trainer": self.call(call.parts, change)}
+        if call.of == "servers":
+            is_asleep = call.verb == "sleep"
+            change = self.server.discard if is_asleep else self.server.add
+            return {"reward": self.call(("model",), change)}
         if call.verb == "sleep":
             return {engine.name: engine.sleep(call.parts) for engine in self.engines}
         return {engine.name: engine.wake(call.parts) for engine in self.engines}
@@ -93,6 +109,7 @@ class World:
         elif self.lease.state != "idle" and self.lease.owner is not None:
             shared = f"{self.trainer} beside {engine_parts} ({self.lease})"
             assert not (self.trainer and "kv" in engine_parts), shared
+            assert not (self.trainer and self.server), shared
             assert not (self.trainer - {"weights"} and engine_parts), shared
 
     async def push(self) -> TransferStats:
@@ -127,6 +144,7 @@ class World:
     def assert_rests(self, side: Side) -> None:
         """The owner has all that it needs, the other one nothing."""
         assert self.lease.owner == side
+        assert self.server == (self.of_server if side == "engines" else set())
         if side == "engines":
             assert (self.lease.state, self.trainer) == ("generating", self.resting)
             for engine in self.engines:
@@ -171,13 +189,24 @@ class Turns(RuleBasedStateMachine):
         num_engines=st.integers(1, 3),
         first=st.sampled_from(["engines", "trainer"]),
         stays=st.booleans(),
+        has_server=st.booleans(),
         faults=st.dictionaries(st.integers(0, 8), st.sampled_from(FAULTS), max_size=1),
     )
     def begin(
-        self, num_engines: int, first: Side, stays: bool, faults: dict[int, Fault]
+        self,
+        num_engines: int,
+        first: Side,
+        stays: bool,
+        has_server: bool,
+        faults: dict[int, Fault],
     ) -> None:
         """A start that fails is undone, and can be repeated."""
-        self.world = World(num_engines, trainer=("weights", "optimizer"), stays=stays)
+        self.world = World(
+            num_engines,
+            trainer=("weights", "optimizer"),
+            stays=stays,
+            has_server=has_server and not stays,
+        )
         failed = self.world.run(first, faults) is not None
         assert failed == bool(self.world.hit)
         if failed:

@@ -192,14 +192,32 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     assert [device.name for device in ranged.values()] == ["cuda:2", "cuda:3"]
     alone = placed(4, *APART, *TAUGHT, "placement.teacher=[3]").extra
     assert [*alone] == ["teacher"]
-    with pytest.raises(ConfigError, match="which the trainer uses"):
-        placed(4, *APART, *TAUGHT, "placement.teacher=[2, 0]")
+    both = [*TAUGHT, "placement.teacher=[2, 0]"]
+    with pytest.raises(ConfigError, match="which the trainer uses(.|\n)*never: then"):
+        placed(4, *APART, *both)
+    stays = placed(4, *APART, *both, "teacher.offload=never")
+    turns = placed(4, "placement.trainer=0", "placement.rollout=0", ZERO, *both)
+    leaving = [placement.leaves("teacher-1") for placement in (stays, turns)]
+    assert leaving == [False, True]
+    assert not turns.leaves("teacher-0"), "it has a device of its own"
 
 
 def test_one_key_places_several_components() -> None:
     placement = placed(2, ZERO, *sizes(2, 2), "placement={'trainer, rollout': all}")
     assert placement.is_colocated
     assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
+
+
+def test_servers_may_have_the_trainers_other_devices() -> None:
+    four = ["placement.trainer=all", "placement.rollout=0-1", ZERO, *sizes(4, 2)]
+    placement = placed(4, *four, *TAUGHT, "placement.teacher=2-3")
+    assert placement.is_colocated
+    assert where(placement.engine_devices) == "0: 01"
+    assert where(placement.extra.values()) == "0: 23"
+    assert all(map(placement.leaves, placement.extra))
+    for idle in ([], [*TAUGHT, "placement.teacher=2"], [EVAL, OWN, "placement.eval=2"]):
+        with pytest.raises(ConfigError, match="would be idle in the engines' turn"):
+            placed(4, *four, *idle)
 
 
 # ---- any placement keeps the rules
@@ -268,7 +286,8 @@ def test_accepted_placement_keeps_the_rules(
         assert len({device.node for device in devices}) == 1, "an engine spans nodes"
     assert on_cuda & used == (on_cuda if placement.is_colocated else set())
     assert not placement.is_colocated or (bound == 0 and {*ranks} == used)
-    assert not {*placement.extra.values()} & on_cuda
+    shared = [name for name, one in placement.extra.items() if one in on_cuda]
+    assert all(map(placement.leaves, shared)), "a server shares the trainer's device"
     plan = make_plan(config, there, extra_servers(config))
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
 

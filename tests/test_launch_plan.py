@@ -5,6 +5,7 @@ and vLLM's Python.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from launch_cases import RAY, TURNS, URLS, VLLM, ZERO, load, machine, make_python, nodes
+from launch_cases import (
+    RAY,
+    TAUGHT,
+    TURNS,
+    URLS,
+    VLLM,
+    ZERO,
+    load,
+    machine,
+    make_python,
+    nodes,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
+from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import find_python, single_node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
@@ -31,13 +44,15 @@ from asyncrl.launch.plan import (
     plan_text,
     refuse_over_capacity,
     resolve_auto,
+    size_text,
 )
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 
 
 def planned(num_cuda: int, *overrides: str) -> Plan:
-    return make_plan(load(*overrides), single_node(machine(num_cuda)))
+    config = load(*overrides)
+    return make_plan(config, single_node(machine(num_cuda)), extra_servers(config))
 
 
 def memory(plan: Plan, name: str) -> Memory:
@@ -206,14 +221,85 @@ def test_part_that_never_leaves_is_beside_the_engines(
         ([ZERO, "trainer.offload.gradients=always"], "no other model works between"),
         ([ZERO, "trainer.offload.reference=always"], "holds no reference model"),
         ([*GAE, "critic.offload.weights=never"], "no engines take its device"),
+        ([*TAUGHT, "teacher.offload=always"], "shares no device with the trainer"),
+        ([*ON_CPU, *TAUGHT, "teacher.offload=never"], "nothing asks it to leave"),
+        (
+            [ZERO, *TAUGHT, "placement.share=0.4", "teacher.offload=always"],
+            "take no turns",
+        ),
     ],
 )
 def test_offload_without_a_use_is_refused(overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         planned(2 if ZERO not in overrides else 1, *overrides)
-    assert "set trainer.offload." in str(caught.value) or "set critic" in str(
-        caught.value
-    )
+    assert re.search(r"set (trainer|critic|teacher)\.offload", str(caught.value))
+
+
+REWARDED = "task={files: [rows.jsonl], reward: {model: {path: m}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            [*TAUGHT, "teacher.engine=vllm", "rollout.temperature=1"],
+            "teacher with engine=vllm cannot leave it",
+        ),
+        (
+            [
+                REWARDED,
+                "placement.trainer=0",
+                "placement.reward=0",
+                f"eval={{{REWARDED.replace('=', ': ')}, engine: own}}",
+            ],
+            "evaluations on engine-eval ask the reward in the trainer's turn",
+        ),
+    ],
+)
+def test_server_that_cannot_take_turns_is_refused(
+    overrides: list[str], reason: str
+) -> None:
+    colocated = [ZERO, "placement.rollout=trainer", "buffer.filter=none"]
+    with pytest.raises(ConfigError, match=reason):
+        planned(2 if REWARDED in overrides else 1, *colocated, *overrides)
+
+
+def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 48, "num_attention_heads": 4, "vocab_size": 100}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, **layers}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    taught = [f"teacher.path={tmp_path}", "algorithm.distill_weight=1", ZERO]
+    taught += ["buffer.filter=none", "placement.share=none"]
+    config = load(*taught)
+    here = single_node(machine(1))
+    servers = extra_servers(config)
+    alone = make_plan(config, here)
+    plan = make_plan(config, here, servers)
+    teacher = memory(plan, "teacher")
+    trainer = memory(plan, "trainer-0").total
+    engines = memory(plan, "engine-0").total
+    assert teacher.total > trainer
+    assert plan.needed_bytes("cuda:0") == engines + teacher.total
+    host = plan.needed_bytes("cpu") - alone.needed_bytes("cpu")
+    assert host >= memory(plan, "teacher/host").total == teacher.parameters
+    # It stays: the trainer needs its own memory beside it.
+    stays = planned(1, *taught, "teacher.offload=never")
+    assert stays.needed_bytes("cuda:0") == alone.needed_bytes("cuda:0") + teacher.total
+    (row,) = [
+        line
+        for line in offload_text(plan, config, here, servers).splitlines()
+        if line.startswith("teacher.offload")
+    ]
+    needed = [plan, plan, stays]
+    texts = [size_text(one.needed_bytes("cuda:0")) for one in needed]
+    assert row.split()[3:] == " ".join(texts).split()
+    # Both sides would fit.
+    for rule, moves in (("auto", False), ("always", True)):
+        rules = ["placement.share=auto", f"teacher.offload={rule}"]
+        config = load(*taught, *rules)
+        placement = plan_run(config, here, extra_servers(config))[0].placement
+        assert placement.leaves("teacher") == placement.moves == moves
+        assert (placement.memory_fraction or 1.0) < 1.0, "engines get the rest"
 
 
 def test_check_prints_what_each_rule_saves() -> None:

@@ -51,16 +51,16 @@ pytestmark = pytest.mark.xdist_group("forks")
 ENDING = "<|end|>"
 
 
-def make_decoder(folder: Path, pad: str | None, num_labels: int = 1) -> Path:
+def make_decoder(folder: Path, pad: str | None, **sizes: int) -> Path:
     """Write a tiny decoder with a scoring head. `pad`: end or pad sets
     config.pad_token_id.
     """
-    make_tiny_model(folder)
+    make_tiny_model(folder, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pads = {"end": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, None: None}
     torch.manual_seed(3)
     model = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=num_labels, pad_token_id=pads[pad]
+        folder, num_labels=1, pad_token_id=pads[pad]
     )
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder)
@@ -168,11 +168,13 @@ def test_scores_equal_plain_transformers_in_every_batch(
     async def story(url: str) -> list[list[float]]:
         async with client_of(url, mean=0.5, std=2.0) as client:
             alone = [await client.score(*pair) for pair in PAIRS]
+            assert (await client.sleep()).num_bytes > 0
+            await client.wake()
             many = await asyncio.gather(*(client.score(*pair) for pair in PAIRS * 3))
             assert client.gauges()["reward/texts"] == 4 * len(PAIRS)
         return [alone, many[:5], many[5:10], many[10:]]
 
-    spec = spec_of(folder, reads=reads, label=label)
+    spec = spec_of(folder, reads=reads, label=label, aside_dir=str(tmp_path))
     with engine_process("reward_model", spec, tmp_path) as server:
         for found in asyncio.run(story(server.url)):
             unscaled = [0.5 + 2.0 * score for score in found]

@@ -152,10 +152,10 @@ Kills = list[tuple[float, int]]
 
 
 def tokens_of_six_steps(
-    kills: Kills, *, stays: bool = False
+    kills: Kills, *, stays: bool = False, has_server: bool = False
 ) -> list[list[tuple[int, ...]]]:
-    """Return the tokens of the requests of six steps; each kill follows the previous
-    one after a delay.
+    """Return the tokens of the requests of six steps, each of which is scored; each kill
+    follows the previous one after a delay.
     """
     tokens = []
 
@@ -163,7 +163,7 @@ def tokens_of_six_steps(
         async def kill() -> None:
             for wait_s, number in kills:
                 await asyncio.sleep(wait_s)
-                [*house.fakes, house.worker][number].die()
+                [*house.fakes, house.worker, house.scorer][number].die()
 
         killing = house.tasks.create_task(kill(), name="killer")
         for number in range(6):
@@ -172,6 +172,8 @@ def tokens_of_six_steps(
                 for index in range(4)
             ]
             tokens.append([(await request).token_ids for request in requests])
+            if has_server:
+                await asyncio.gather(*(house.score() for _ in requests))
             await house.step()
         await killing
         await asyncio.sleep(20 * START_S)
@@ -183,7 +185,7 @@ def tokens_of_six_steps(
         assert house.pool.down == ()
         assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
 
-    live(story, stays=stays)
+    live(story, stays=stays, has_server=has_server)
     return tokens
 
 
@@ -194,10 +196,58 @@ def undisturbed() -> list[list[tuple[int, ...]]]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kills=st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 2)), max_size=6),
-    stays=st.booleans(),
+    kills=st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 3)), max_size=6),
+    mode=st.sampled_from(["moves", "stays", "with a server"]),
 )
 def test_deaths_leave_steps_and_tokens_unchanged(
-    undisturbed: Any, kills: Kills, stays: bool
+    undisturbed: Any, kills: Kills, mode: str
 ) -> None:
-    assert tokens_of_six_steps(kills, stays=stays) == undisturbed
+    found = tokens_of_six_steps(
+        kills, stays=mode == "stays", has_server=mode == "with a server"
+    )
+    assert found == undisturbed
+
+
+@pytest.mark.parametrize("dies", ["never", "asleep", "awake"])
+def test_server_of_the_trainers_device_works_in_the_engines_turn(dies: str) -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        if dies == "awake":
+            house.scorer.die()
+        await house.score()
+        await house.publisher.to_trainer()
+        assert (house.scoring.is_asleep, house.scorer.held) == (True, set())
+        early = house.tasks.create_task(house.score(), name="early")
+        if dies == "asleep":
+            house.scorer.die()
+        await asyncio.sleep(4 * START_S)
+        assert (house.scorer.num_scored, early.done()) == (1, False)
+        assert house.scorer.held == set(), "it starts in the engines' turn only"
+        await house.step()
+        await early
+        assert house.scorer.num_scored == 2
+        lost = [] if dies == "never" else ["reward lost", "reward up"]
+        assert [what for what, _ in house.events] == lost
+
+    house = live(story, has_server=True)
+    spans = {span.kind for span in house.spans if span.lane == "reward"}
+    assert spans == {"sleep", "wake", "score"}
+    of_engine = [span for span in house.spans if span.lane == "engine-0"]
+    assert {span.kind for span in of_engine} == {"sleep", "wake", "generate"}
+    turns = [span for span in of_engine if span.kind == "generate"]
+    begun_s = min(span.start_s for span in of_engine if span.kind == "wake")
+    assert [span.number for span in turns] == [0, 1]
+    assert all(begun_s < span.start_s <= span.end_s for span in turns)
+
+
+def test_sleep_waits_for_the_answers_of_sent_calls() -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        calls = [house.tasks.create_task(house.score()) for _ in range(5)]
+        await asyncio.sleep(0)
+        await house.scoring.sleep()
+        assert house.scorer.num_scored == 2, "two had a place, and were sent"
+        await house.step()
+        await asyncio.gather(*calls)
+
+    live(story, has_server=True)

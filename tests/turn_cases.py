@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from fake_engine import FakeEngineServer
-from fake_server import FakeProcess, FakeTrainerServer
+from fake_server import FakeProcess, FakeServer, FakeTrainerServer
 from pydantic import BaseModel
 from token_cases import trajectory_of
 
@@ -23,11 +23,17 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.colocate import Colocated
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import Supervision
-from asyncrl.messages.engine_api import TransferStats
+from asyncrl.launch.supervise import Supervision, Supervisor
+from asyncrl.messages.engine_api import (
+    EngineHealth,
+    RewardRequest,
+    RewardResponse,
+    TransferStats,
+)
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import (
@@ -123,6 +129,40 @@ class TurnTrainer(FakeTrainerServer):
             )
             return self.wrong_chunk(chunk)
         return await super()._work(path, body)
+
+
+class TurnServer(FakeServer):
+    """A server that scores rollouts on the trainer's device."""
+
+    def __init__(self) -> None:
+        super().__init__("reward")
+        self.is_asleep = False
+        self.num_scored = 0
+
+    @property
+    def held(self) -> set[str]:
+        is_here = not (self.is_asleep or self.has_ended.is_set())
+        return {"model"} if is_here else set()
+
+    def restart(self) -> None:
+        super().restart()
+        self.is_asleep = False
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(
+            policy_version=0, num_running=0, num_queued=0, tokens_generated=0
+        )
+
+    async def _handle(self, path: str, body: Any) -> BaseModel:
+        if path == "/reward":
+            assert not self.is_asleep, "a call came to a server that sleeps"
+            await asyncio.sleep(DECODE_S)
+            assert not self.is_asleep, "it fell asleep over a call"
+            self.num_scored += 1
+            return RewardResponse(score=1.0, num_tokens=1)
+        await asyncio.sleep(MOVE_S)
+        self.is_asleep = path == "/sleep"
+        return TransferStats(num_bytes=1, seconds=MOVE_S)
 
 
 class EngineRooms:
@@ -227,12 +267,17 @@ class House(EngineRooms):
         num_engines: int = 2,
         max_restarts: int = 20,
         stays: bool = False,
+        has_server: bool = False,
         num_steps: int = 1000,
         at_start: Callable[[House], None] = lambda _: None,
         wait_released: Callable[[], Awaitable[None]] = at_once,
         **publishing: Any,
     ) -> None:
-        """`at_start` is called before the first turn."""
+        """`has_server`: one that scores rollouts takes turns, too. `at_start` is called
+        before the first turn.
+        """
+        self.scorer = TurnServer()
+        self.scoring = RoleClient(self.scorer, places=2, on_lost=self._scorer_lost)
         self.worker, self.stays, self._at_start = TurnTrainer(), stays, at_start
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
@@ -255,13 +300,40 @@ class House(EngineRooms):
             partial(
                 Colocated,
                 num_steps=num_steps,
+                servers=[self.scoring] if has_server else [],
                 resident=stays,
                 wait_released=wait_released,
             ),
             **{"on_published": self._published} | publishing,
         )
+        self.has_server = has_server
+        self._supervise_scorer(Supervision(config, HEARTBEAT_S, print, self.tell))
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
         self.running.append(tasks.create_task(self._watch(), name="watch memory"))
+
+    def _supervise_scorer(self, supervision: Supervision) -> None:
+        """As job/servers.py does it."""
+        process = FakeProcess(self.scorer, start_s=START_S)
+        self.scorer_supervisor = Supervisor(
+            [process],
+            supervision,
+            kind="reward",
+            on_down=lambda _: self.scoring.disconnect_nowait(),
+            on_start=self.scoring.reset_nowait,
+            on_up=self.scoring.up_nowait,
+            room=lambda: self.publisher.room_for_engine("reward"),
+        )
+        if self.has_server:
+            watching = self.scorer_supervisor.run()
+            self.running.append(self.tasks.create_task(watching, name="watch reward"))
+
+    def _scorer_lost(self, error: EngineLost) -> None:
+        self.scorer_supervisor.lost_nowait(error)
+
+    async def score(self) -> None:
+        """Ask for a reward, as a rollout does."""
+        request = RewardRequest(messages=[], question="", completion="")
+        await self.scoring.call("/reward", request, RewardResponse)
 
     async def _published(self, manifest: ExportResponse) -> None:
         self.published.append((manifest.version, manifest.digest))
@@ -272,6 +344,8 @@ class House(EngineRooms):
         """
         for fake in () if self.stays else self.fakes:
             fake.engine.weights.set_asleep()
+        if self.has_server:
+            await self.scoring.sleep()
         self._at_start(self)
         await self.publisher.start(0)
 
@@ -293,6 +367,7 @@ class House(EngineRooms):
             assert self.worker.away == set()
             return
         engines = set().union(*(fake.held for fake in self.fakes))
+        engines |= self.scorer.held if self.has_server else set()
         trainer = self.worker.held
         lease = self.publisher.lease
         if lease.state == "idle" or lease.phase.startswith(
@@ -301,7 +376,7 @@ class House(EngineRooms):
             # a process that dies there recovers in parallel with the others' weights
             return
         if lease.state == "handover":
-            engines = engines if trainer - {"weights"} else engines & {"kv"}
+            engines = engines if trainer - {"weights"} else engines & {"kv", "model"}
             trainer = trainer
         assert not (trainer and engines), (
             f"the trainer has {trainer}, the engines {engines} ({lease!r})"

@@ -39,6 +39,8 @@ class EngineCapabilities:
     """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
+    keeps_asleep: bool = False
+    """A judge or teacher of this kind keeps its weights while it sleeps."""
     pins_length: bool = False
     """Its maximum length decides length-dependent rotary frequencies, not each
     sequence's.
@@ -67,6 +69,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         settings=("fused_decode", "cache_tokens"),
         free_settings=("fused_decode", "cache_tokens"),
         receives_transfers=True,
+        keeps_asleep=True,
         keeps_turns=True,
         returns_routing=True,
         reports_supports=True,

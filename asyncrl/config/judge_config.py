@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.offload_config import Rule
 
 PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
 """Places of a judge's prompt that a request fills in."""
@@ -44,6 +45,10 @@ class JudgeConfig(FrozenConfig):
     """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""
+    offload: Rule = "auto"
+    """Whether it leaves a device of the trainer in the trainer's turn, without base_url:
+    auto, always or never (docs/colocation.md).
+    """
     prompt: str
     """Text of the request, with {prompt}, {answer} and the places of its mode."""
     mode: Literal["score", "compare", "rank"] = "score"
@@ -107,7 +112,7 @@ class JudgeConfig(FrozenConfig):
         if self.is_served and (own := self.given(*endpoint)):
             raise ValueError(f"{own[0]} is of a judge with base_url; remove it")
         if not self.is_served and (
-            own := self.given("revision", "max_length", "engine")
+            own := self.given("revision", "max_length", "engine", "offload")
         ):
             raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
         if self.is_served and self.max_tokens >= self.max_length:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.offload_config import Rule
 
 REWARD_PLACES = 64
 """Texts at the server at once: its batches take the ones of similar length."""
@@ -32,6 +33,10 @@ class RewardModelConfig(FrozenConfig):
     """The reward is (logit - mean) / std."""
     std: PositiveFloat = 1.0
     """Divisor of the reward."""
+    offload: Rule = "auto"
+    """Whether it leaves a device of the trainer in the trainer's turn: auto, always or
+    never (docs/colocation.md).
+    """
 
 
 class ModelledReward(FrozenConfig):

@@ -569,7 +569,7 @@ class RunConfig(FrozenConfig):
                     "model, so give all tasks and evaluations the same section"
                 )
         judges = self.served_judges
-        for key in ("model", "revision", "engine", "max_length"):
+        for key in ("model", "revision", "engine", "max_length", "offload"):
             if len(values := {str(getattr(judge, key)) for judge in judges}) > 1:
                 yield (
                     f"task.reward.judge.{key} is {' and '.join(sorted(values))}; a run serves one judge, "

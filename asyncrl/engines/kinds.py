@@ -49,7 +49,7 @@ class ServerOrder:
     resident: bool = False
     """Colocated, and it keeps its memory during the trainer's turn."""
     moves: bool = False
-    """Colocated, and it frees its memory for the trainer's turn."""
+    """Colocated, and engines free their memory for the trainer's turn."""
     share: float | None = None
     """Fraction of its device's memory; None: no limit."""
     group: BroadcastGroup | None = None
@@ -117,6 +117,7 @@ def embedded_spec(order: ServerOrder) -> Body:
         "cache_tokens": rollout.cache_tokens if order.is_rollout else 0,
         "profile_steps": order.config.trainer.profile_steps if order.is_rollout else (),
         "profile_dir": str(order.run_dir / PROFILE_FOLDER),
+        "aside_dir": None if order.serves_policy else str(order.run_dir),
     }
 
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Answer, Caller, CallRefused
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import Signal, note_span, waiting
 from asyncrl.engines.engine import CallScope, ServerClient
-from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
 from asyncrl.messages.records import Rollout
 
 CALL_TIMEOUT_S = 120.0
@@ -26,9 +26,12 @@ class RoleClient(ServerClient):
     process.
 
     Life: up -> disconnect_nowait(): open calls restart later -> reset_nowait(): a new
-        process -> up_nowait().
-    Waits: call() sleeps until the server is up, for one of `places`, then for the
-        answer, at most CALL_TIMEOUT_S.
+        process -> up_nowait(). On a device of the trainer: awake -> sleep() -> asleep
+        -> wake() -> awake.
+    Waits: call() sleeps until the server is up and awake, for one of `places`, then for
+        the answer, at most CALL_TIMEOUT_S. sleep() sleeps until sent calls are answered.
+    Invariant: nothing is sent to a server that sleeps. A new process is awake: it starts
+        in the engines' turn only.
 
     `on_lost` gets every EngineLost and must take the client down; without it the error
     reaches the caller.
@@ -48,6 +51,12 @@ class RoleClient(ServerClient):
         self._scope = self._open_scope()
         self._up = asyncio.Event()
         self._up.set()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._num_sent = 0
+        self._has_answer = Signal()
+        self._turn = list[float]()
+        """First and last second of this turn's calls."""
         self.num_calls = 0
         """Open calls, also while they wait for a place or a restart."""
         self.wait_s = 0.0
@@ -58,7 +67,11 @@ class RoleClient(ServerClient):
 
     @property
     def is_up(self) -> bool:
-        return self._up.is_set()
+        return self._up.is_set() and not self.is_asleep
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self._awake.is_set()
 
     def disconnect_nowait(self) -> None:
         self._up.clear()
@@ -73,6 +86,40 @@ class RoleClient(ServerClient):
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
+
+    async def sleep(self) -> TransferStats:
+        """Hold new calls, and free the server's memory once sent calls are answered.
+        Idempotent. Raises EngineError.
+        """
+        self._awake.clear()
+        with waiting("answers to sent calls", on=self.name, who="handover"):
+            await self._has_answer.wait_for(lambda: not self._num_sent)
+        if self._turn:
+            note_span(self.name, "score", self._turn[0], self._turn[-1])
+            self._turn = []
+        return await self._move("/sleep", None)
+
+    async def wake(self) -> TransferStats:
+        """Let the server take its memory, and send calls again. Idempotent. Raises
+        EngineError.
+        """
+        moved = await self._move("/wake", WakeRequest(parts=["weights", "kv"]))
+        self._awake.set()
+        return moved
+
+    async def _move(self, path: str, body: BaseModel | None) -> TransferStats:
+        # A lost process holds no memory, and the next one starts awake.
+        if self._up.is_set():
+            try:
+                async with self._scope.calls():
+                    return await self._caller.post(
+                        path, body, TransferStats, timeout_s=None
+                    )
+            except EngineLost as lost:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(lost)
+        return TransferStats(num_bytes=0, seconds=0.0)
 
     async def judge(self, rollout: Rollout, task: str) -> Rollout:
         """Return a finished rollout of a task with what this server adds to it: by
@@ -110,10 +157,18 @@ class RoleClient(ServerClient):
         while True:
             with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
                 await self._up.wait()
+            with waiting(
+                f"the engines' turn, to call {self.name}",
+                on="the train loop",
+                who="rollouts",
+            ):
+                await self._awake.wait()
             try:
                 with waiting(what, on=self.name, who="rollouts"):
                     async with self._places:
-                        return await send()
+                        # A wait for a place may have outlived the turn.
+                        if not self.is_asleep:
+                            return await self._sent(send)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
@@ -129,6 +184,17 @@ class RoleClient(ServerClient):
                 raise RequestRefused(
                     error.what, rule=error.rule, way_out=error.way_out
                 ) from refusal
+
+    async def _sent(self, send: Callable[[], Awaitable[T]]) -> T:
+        clock = asyncio.get_running_loop().time
+        self._num_sent += 1
+        self._turn = self._turn[:1] or [clock()]
+        try:
+            return await send()
+        finally:
+            self._num_sent -= 1
+            self._turn = [self._turn[0], clock()]
+            self._has_answer.notify()
 
 
 def least_busy(copies: Sequence[Copy]) -> Copy:

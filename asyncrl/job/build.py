@@ -103,11 +103,6 @@ async def build(
         lifecycle.run_dir, digests | of_rows, is_free=point.may_change_data
     )
 
-    # A closure, because scheduler and trainer need each other. It is called only when a
-    # running trainer restarts, long after both exist.
-    async def wait_for_devices() -> None:
-        await scheduler.wait_room_for_trainer()
-
     check_bias(config, tokenizer)
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(lifecycle, placement)
@@ -130,7 +125,9 @@ async def build(
         staging_dir,
         journal,
         checkpoints,
-        wait_for_devices,
+        # A closure, because scheduler and servers need each other. It is called only
+        # when a running server restarts, long after both exist.
+        lambda: scheduler,
         demonstrate,
     )
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
@@ -420,6 +417,7 @@ def _make_scheduler(
     if fleet.placement.is_colocated:
         make = partial(
             Colocated,
+            servers=fleet.leaving,
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
-from asyncrl.base.waits import Signal, uncut, waiting
+from asyncrl.base.waits import Signal, note_span, uncut, waiting
 from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.lease import Call, Lease, LeaseState, Side
+from asyncrl.launch.lease import (
+    SLEEP,
+    SLEEP_SERVERS,
+    Call,
+    Lease,
+    LeaseState,
+    Side,
+)
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.push import ColocatedPush, PushLoop, at_once
@@ -88,12 +96,15 @@ class Colocated(ColocatedPush):
         handovers only the lease holder uses the devices, unless both are resident. A
         dead engine takes no part.
 
+    `servers` score rollouts on the trainer's devices, in the engines' turn. The trainer
+    waits for none of them: a batch is complete, and so scored, before its turn begins.
     `resident`: both sides stay in memory. `wait_released` waits for evaluations.
     """
 
     trainer: SupervisedTrainer
     _: KW_ONLY
     num_steps: int
+    servers: Sequence[RoleClient] = ()
     resident: bool = False
     wait_released: Callable[[], Awaitable[None]] = at_once
     export_for_evaluation: Callable[[int], Awaitable[None]] = at_once
@@ -101,11 +112,12 @@ class Colocated(ColocatedPush):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._changed = Signal()
+        is_absent = {"trainer": self.resident, "servers": not self.servers}
         self.lease = Lease(
             self._calls,
             timeout_s=self.timeout_s,
             on_change=self._changed.notify,
-            resident=self.resident,
+            without=[side for side in is_absent if is_absent[side]],
             wait_up=self._wait_trainer,
         )
         self._handover = asyncio.Lock()
@@ -223,13 +235,16 @@ class Colocated(ColocatedPush):
             )
 
     async def _hand_to_trainer(self) -> TransferStats:
+        now_s = asyncio.get_running_loop().time()
+        since_s = self.lease.since_s
+        for engine in self.targets:
+            note_span(engine.name, "generate", since_s, now_s, self.version)
         # A new trainer process needs the memory that the engines hold. So their sleep
         # and its restart come before the handover. The lease's own sleep then finds
         # them asleep.
         if not self.trainer.is_up:
-            await asyncio.gather(
-                *self._calls(Call("engines", "sleep", ("kv", "weights"))).values()
-            )
+            sleeping = self._calls(SLEEP) | self._calls(SLEEP_SERVERS)
+            await asyncio.gather(*sleeping.values())
             await self._wait_trainer()
         return await self.lease.hand_to("trainer")
 
@@ -239,9 +254,15 @@ class Colocated(ColocatedPush):
         await self._needing(self.trainer.wait_up())
         return self.trainer.num_restarts
 
-    def _calls(self, call: Call) -> Mapping[str, Awaitable[TransferStats]]:
+    def _calls(self, call: Call) -> dict[str, Awaitable[TransferStats]]:
         if call.of == "engines":
             return {engine.name: self._ask(engine, call) for engine in self.targets}
+        if call.of == "servers":
+            sleeps = call.verb == "sleep"
+            return {
+                server.name: server.sleep() if sleeps else server.wake()
+                for server in self.servers
+            }
         if call.of == "publisher":
             return {"publisher": self._needing(self.push())}
         ask = self.trainer.offload if call.verb == "offload" else self.trainer.onload

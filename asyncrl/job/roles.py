@@ -8,7 +8,8 @@ A server is always in one of these states:
 
     starting    FirstStart waits for the first answer, and the run waits for FirstStart.
     up          Rollouts, pushes and evaluations call it. Its supervisor waits for a loss: the process ends,
-                is silent for observe.heartbeat_s, or breaks a call.
+                is silent for observe.heartbeat_s, or breaks a call. A server on a device of the trainer is
+                asleep in the trainer's turn (job/colocate.py): its calls wait for the engines' turn.
     ill         Calls end with EngineLost. Rollouts wait for another engine, or until this server is up.
     restarting  Its supervisor waits for the backoff, for free devices, for the start, and for the state of
                 the old process, such as the served weights.
@@ -171,6 +172,8 @@ def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer
         written=config.placement.teacher,
         engine=teacher.engine,
         slots=TEACHER_SLOTS + 1,
+        offload=teacher.offload,
+        offload_key="teacher.offload",
         model=replace(
             own,
             is_remote=teacher.base_url is not None,
@@ -180,16 +183,11 @@ def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer
 
 
 def _teacher_order(teacher: TeacherConfig, order: ServerOrder) -> ServerOrder:
-    order = replace(order, is_rollout=False, slots=1, group=None)
+    order = replace(order, is_rollout=False, serves_policy=False, slots=1, group=None)
     if teacher.is_embedded:
         return order
     # vLLM samples one token behind each text.
-    return replace(
-        order,
-        serves_policy=False,
-        slots=TEACHER_SLOTS,
-        max_length=order.max_length + 1,
-    )
+    return replace(order, slots=TEACHER_SLOTS, max_length=order.max_length + 1)
 
 
 def _remote_caller(teacher: TeacherConfig) -> Caller:
@@ -204,7 +202,7 @@ def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
         return Launch("", {}, url=remote.url, secret=remote.secret)
     if teacher.engine == "vllm":
         return _launch_of(order, "vllm")
-    spec = embedded_spec(order) | {"num_kept": 0, "score_slots": TEACHER_SLOTS}
+    spec = embedded_spec(order) | {"score_slots": TEACHER_SLOTS}
     return Launch("asyncrl_servers.embedded", spec)
 
 
@@ -272,6 +270,11 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
+        offload=judge.offload,
+        offload_key="task.reward.judge.offload",
+        serves_evals=any(
+            one.task.judge in config.served_judges for one in config.evals.values()
+        ),
         model=_own_model(
             judge.model,
             judge.revision,
@@ -330,6 +333,9 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
             model.path, model.revision, "task.reward.model.path", reads_token_ids=False
         ),
         batch_tokens=REWARD_BATCH_TOKENS,
+        offload=model.offload,
+        offload_key="task.reward.model.offload",
+        serves_evals=any(one.task.reward_model for one in config.evals.values()),
     )
 
 
@@ -346,6 +352,7 @@ def _reward_launch(order: ServerOrder) -> Launch:
         "reads": model.reads,
         "label": find_label(model, architecture),
         "batch_tokens": REWARD_BATCH_TOKENS,
+        "aside_dir": str(order.run_dir),
     }
     return Launch("asyncrl_servers.reward_model", spec)
 

@@ -5,15 +5,17 @@ engines/kinds.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
 from asyncrl.base.files import LOCK
@@ -90,7 +92,11 @@ class RoleServer:
     def state(self) -> str:
         if self.supervisor is None:
             return "up" if self.server.health is not None else "gone"
-        return "up" if self.supervisor.is_up else "restarting"
+        if not self.supervisor.is_up:
+            return "restarting"
+        client = self.client
+        is_asleep = isinstance(client, RoleClient) and client.is_asleep
+        return "asleep" if is_asleep else "up"
 
     def gauges(self) -> dict[str, float]:
         if self.supervisor is None:
@@ -447,6 +453,13 @@ def first_ranks(
     return FirstStart(ranks, supervision, on_start=partial(forget_meeting, staging_dir))
 
 
+class DeviceTurns(Protocol):
+    """When a new process may take its device (job/colocate.py)."""
+
+    async def wait_room_for_trainer(self) -> None: ...
+    def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]: ...
+
+
 class Fleet:
     """Trainer ranks, rollout engines and extra servers, with their clients."""
 
@@ -457,11 +470,12 @@ class Fleet:
         staging_dir: Path,
         journal: Journal,
         checkpoints: Checkpoints,
-        wait_for_devices: Callable[[], Awaitable[None]],
+        scheduler: Callable[[], DeviceTurns],
         demonstrations: Demonstrate | None,
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
+        self._scheduler = scheduler
         self._tokenizer = servers.tokenizer
         self.placement = servers.placement
         self.staging_dir = staging_dir
@@ -480,7 +494,7 @@ class Fleet:
             self.supervision,
             timeout_s=config.trainer.timeout_s,
             on_start=forget_ranks,
-            before_start=wait_for_devices,
+            before_start=lambda: scheduler().wait_room_for_trainer(),
             bring_back=partial(
                 recover_trainer,
                 checkpoints=checkpoints,
@@ -524,6 +538,13 @@ class Fleet:
         if extra.role.is_dispensable:
             extra.on_gone = self._continue_without
         else:
+
+            def room() -> AbstractAsyncContextManager[None]:
+                # Only in the engines' turn: a new process has its model in memory.
+                if self.placement.leaves(name):
+                    return self._scheduler().room_for_engine(name)
+                return contextlib.nullcontext()
+
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,
@@ -531,6 +552,7 @@ class Fleet:
                 on_down=lambda _: client.disconnect_nowait(),
                 on_start=client.reset_nowait,
                 on_up=client.up_nowait,
+                room=room,
             )
         return extra
 
@@ -544,6 +566,16 @@ class Fleet:
             for name, value in extra.gauges().items():
                 sums[name] += value
         return sums
+
+    @property
+    def leaving(self) -> list[RoleClient]:
+        """Return the clients of servers that leave their device in the trainer's turn."""
+        found = list[RoleClient]()
+        for name, extra in self.extra.items():
+            if self.placement.leaves(name):
+                assert isinstance(extra.client, RoleClient)
+                found.append(extra.client)
+        return found
 
     @property
     def judges(self) -> list[Callable[[Rollout, str], Awaitable[Rollout]]]:
@@ -627,7 +659,8 @@ class Fleet:
                 "placement", what, way_out="read the logs of the engines."
             )
             async with within(limit_s, lambda: late):
-                sleeps = (client.sleep() for client in self.clients[:num_engines])
+                sleeps = [client.sleep() for client in self.clients[:num_engines]]
+                sleeps += [client.sleep() for client in self.leaving]
                 await asyncio.gather(*sleeps)
         await trainer.run()
 

@@ -1,4 +1,5 @@
-"""Lease of the devices that colocated trainer and engines time-share.
+"""Lease of the devices that colocated trainer and engines time-share. Servers that score
+rollouts on the trainer's devices belong to the engines' side.
 
 Every call can be repeated. A failed handover is undone by the calls that bring the
 owner back. Engines lose their weights when they sleep, so their way back has a push. A
@@ -9,7 +10,7 @@ both sides are resident, a handover is a pause or a push.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -40,7 +41,7 @@ RESTING: dict[Side | None, LeaseState] = {
 class Call:
     """A repeatable call to engines or trainer, or a push."""
 
-    of: Literal["engines", "trainer", "publisher"]
+    of: Literal["engines", "servers", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
     parts: tuple[Any, ...] = ("weights",)
 
@@ -50,16 +51,22 @@ class Call:
 
 
 SLEEP = Call("engines", "sleep", ("kv", "weights"))
+SLEEP_SERVERS = Call("servers", "sleep")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
-TO_TRAINER = (SLEEP, Call("trainer", "onload", ("weights", "optimizer")))
+TO_TRAINER = (
+    SLEEP,
+    SLEEP_SERVERS,
+    Call("trainer", "onload", ("weights", "optimizer")),
+)
 # The order bounds the memory. Engines get their weights' memory first, because a push
 # writes into it. The trainer's weights must still be on the device to be sent. Only
-# then do they leave, and the KV cache takes their place.
+# then do they leave, and the KV cache and the servers take their place.
 SERVE_AGAIN = (
     Call("engines", "wake"),
     Call("publisher", "push"),
     Call("trainer", "offload"),
     Call("engines", "wake", ("kv",)),
+    Call("servers", "wake"),
 )
 # Gradients and optimizer leave before the engines wake: the device holds the weights
 # twice, and nothing else.
@@ -70,7 +77,13 @@ WAY: dict[Side, tuple[Call, ...]] = {
     # SLEEP even if the engines are awake: a handover may have failed after some of them
     # woke or got new weights, and asleep all are in one state. The trainer then needs
     # its weights on the device to send them.
-    "engines": (OFFLOAD_REST, SLEEP, Call("trainer", "onload"), *SERVE_AGAIN),
+    "engines": (
+        OFFLOAD_REST,
+        SLEEP,
+        SLEEP_SERVERS,
+        Call("trainer", "onload"),
+        *SERVE_AGAIN,
+    ),
 }
 """From any state."""
 
@@ -112,20 +125,23 @@ class Lease:
         *,
         timeout_s: float,
         on_change: Callable[[], None],
-        resident: bool = False,
+        without: Collection[str] = (),
         wait_up: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """`calls` begins a call and returns pending answers by process name.
-        `on_change`: of the state. `wait_up` returns once the trainer is up, with its
-        number of restarts; None: it never restarts.
+        `on_change`: of the state. `without`: whose calls are left out, such as those of
+        a resident trainer. `wait_up` returns once the trainer is up, with its number of
+        restarts; None: it never restarts.
         """
-        self._resident = resident
+        self._without = without
         self._calls = calls
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._wait_up = wait_up
         self.state = LeaseState.IDLE
         self.owner: Side | None = None
+        self.since_s = 0.0
+        """Start of the owner's turn, on the loop's clock."""
         self.phase = ""
         self.broken = ""
         self.failed = ""
@@ -172,6 +188,7 @@ class Lease:
             self.phase = ""
             self.num_phases += 1
         self.owner = to
+        self.since_s = clock()
         self.state = RESTING[to]
         self.failed = ""
         self.num_handovers += 1
@@ -179,10 +196,7 @@ class Lease:
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls to make: a resident trainer is neither offloaded nor
-        onloaded.
-        """
-        return [call for call in calls if call.of != "trainer" or not self._resident]
+        return [call for call in calls if call.of not in self._without]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
         """Return (total bytes, first error)."""
@@ -207,6 +221,7 @@ class Lease:
 
     async def _one(self, name: str, call: Call, work: Awaitable[TransferStats]) -> int:
         working = asyncio.ensure_future(work)
+        began_s = asyncio.get_running_loop().time()
         num_restarts = 0
         last_restarts: int | None = None
         try:
@@ -215,13 +230,20 @@ class Lease:
                     # The call of a trainer that restarts is repeated, and a recovery
                     # may train for long on journaled batches. Only a trainer that was
                     # up all the time is late.
-                    if call.of != "engines" and self._wait_up is not None:
+                    needs_trainer = call.of in ("trainer", "publisher")
+                    if needs_trainer and self._wait_up is not None:
                         num_restarts = await self._wait_up()
                     if num_restarts == last_restarts:
                         raise self._late(name, call)
                     last_restarts = num_restarts
                     await asyncio.wait({working}, timeout=self._timeout_s)
-            return working.result().num_bytes
+            num_bytes = working.result().num_bytes
+            # The trainer's lane has its handovers as a whole, "weight sync" the pushes.
+            if call.of in ("engines", "servers"):
+                now_s = asyncio.get_running_loop().time()
+                parts = " and ".join(call.parts)
+                note_span(name, call.verb, began_s, now_s, text=parts)
+            return num_bytes
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)

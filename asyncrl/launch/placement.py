@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
@@ -19,6 +19,7 @@ from asyncrl.config.offload_config import (
     POLICY_GRADIENTS,
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
+    Rule,
 )
 from asyncrl.config.placement_config import (
     Devices,
@@ -87,6 +88,14 @@ class ExtraServer:
     """The trainer's weights are sent to it."""
     way_out: str = ""
     """A setting without this server."""
+    offload: Rule | None = None
+    """Whether it leaves a device of the trainer in the trainer's turn; None: it must not
+    be there.
+    """
+    offload_key: str = ""
+    """The setting with `offload`."""
+    serves_evals: bool = False
+    """Evaluations call it."""
 
     @property
     def is_remote(self) -> bool:
@@ -160,6 +169,15 @@ class Placement:
             if servers[name].takes_weights
         }
 
+    def leaves(self, name: str) -> bool:
+        """Return whether an extra server leaves its device in the trainer's turn."""
+        rule = self.extra_servers[name].offload
+        is_shared = self.extra[name] in self.trainer
+        return self.moves and is_shared and rule in ("auto", "always")
+
+    def extra_side(self, name: str) -> Literal["turn", "extra"]:
+        return "turn" if self.leaves(name) else "extra"
+
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
         return (
@@ -215,7 +233,8 @@ def place(
     # weights: working at once would gain nothing.
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
     takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
-    _refuse_sides(config, trainer, rollout)
+    served = _served_devices(extra_servers or {}, nodes)
+    _refuse_sides(config, trainer, rollout, served)
     _refuse_sharing(
         config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns
     )
@@ -255,6 +274,7 @@ def place(
             extra[name] = device
     placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
     _refuse_offload(config, moves=placement.moves)
+    _refuse_server_offload(placement)
     refuse_transport(
         config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes
     )
@@ -295,7 +315,10 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 # ---- refusals
 
 
-def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
+def _refuse_sides(
+    config: RunConfig, trainer: Side, rollout: Side, served: set[NodeDevice]
+) -> None:
+    """`served`: devices that a setting gives to servers that may leave them."""
     for side, devices in (("trainer", trainer), ("rollout", rollout)):
         if not devices:
             raise ConfigError(
@@ -307,10 +330,15 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
     shared = {
         device for device in trainer if device in rollout and device.name != "cpu"
     }
-    if shared and {*trainer} != {*rollout}:
+    engines = {*rollout}
+    has_idle = not engines <= {*trainer} or not {*trainer} <= engines | served
+    if shared and has_idle:
         raise ConfigError(
             f"{_written(config)} have some devices in common",
-            way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
+            rule="without engines or a server that leaves it, a device of the trainer would be idle in the "
+            "engines' turn",
+            way_out="give both sides the same devices (placement.rollout=trainer), or none in common, or "
+            "place a reward model, judge or teacher on the trainer's other devices.",
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]
@@ -411,6 +439,50 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
                 "the trainer",
                 way_out=f"set {one.key}=auto; trainer.offload.optimizer=always, "
                 "trainer.gradient_checkpointing=true or a larger trainer.world_size save memory there.",
+            )
+
+
+def _refuse_server_offload(placement: Placement) -> None:
+    """Refuse rules without a use, and servers that cannot leave."""
+    roles = defaultdict[tuple[str, str], list[str]](list)
+    for name, server in placement.extra_servers.items():
+        if server.offload is not None and name in placement.extra:
+            roles[server.key, repr(server.model)].append(name)  # a role's copies
+    for copies in roles.values():
+        server = placement.extra_servers[copies[0]]
+        shared = {placement.extra[name] for name in copies} & {*placement.trainer}
+        why = ""
+        if server.offload != "auto" and not shared:
+            why = "it shares no device with the trainer"
+        elif server.offload == "always" and not placement.moves:
+            why = "trainer and engines take no turns that move them out"
+        elif server.offload == "never" and shared == {CPU} and not placement.moves:
+            why = "nothing asks it to leave"
+        if why:
+            raise ConfigError(
+                f"{server.offload_key}={server.offload}, and {why}",
+                rule="a server leaves a device of the trainer, in the trainer's turn",
+                way_out=f"set {server.offload_key}=auto.",
+            )
+        if not any(map(placement.leaves, copies)):
+            continue
+        never = f"set {server.offload_key}=never: then it stays beside the trainer"
+        if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
+            raise ConfigError(
+                f"placement.{server.key}={server.written} is a device of the trainer, and a "
+                f"{server.key} with engine={server.engine} cannot leave it in the trainer's turn",
+                rule="a server that sleeps must keep its weights",
+                way_out=f"{never}, or set its engine=embedded.",
+            )
+        # The eval engine evaluates in the trainer's turn, too, and its rewards would
+        # wait for the engines' turn, which never comes after the last step.
+        readers = placement.weight_readers
+        if server.serves_evals and readers:
+            raise ConfigError(
+                f"placement.{server.key}={server.written} is a device of the trainer, and "
+                f"evaluations on {next(iter(readers))} ask the {server.key} in the trainer's turn",
+                rule="a server that takes turns answers in the engines' turn",
+                way_out=f"{never}, or set eval.engine=rollout.",
             )
 
 
@@ -569,6 +641,18 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
     )
 
 
+def _served_devices(
+    servers: Mapping[str, ExtraServer], nodes: Sequence[Node]
+) -> set[NodeDevice]:
+    """Return the CUDA devices that settings give to servers that may leave them."""
+    return {
+        device
+        for server in servers.values()
+        if server.offload is not None and server.written not in ("auto", "cpu")
+        for device in _numbered(server.key, server.written, nodes)
+    }
+
+
 def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -> Side:
     numbers = device_numbers(form) or []
     num_cuda = len(nodes[0].machine.cuda)
@@ -585,8 +669,8 @@ def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device, never a CUDA device of trainer or critic. A device is free if it
-    is not `taken`.
+    """Choose a device: no CUDA device of the critic, and of the trainer only for a
+    server that may be beside it. A device is free if it is not `taken`.
     """
     form = server.written
     engines = [
@@ -605,11 +689,17 @@ def _extra_device(
         device = [*free, *reversed(engines), CPU][0]
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
-    if device != CPU and device in placement.ranks:
-        side = "critic" if device in placement.critic else "trainer"
+    is_critics = device in placement.critic
+    has_turns = placement.is_colocated and server.offload is not None
+    may_share = not is_critics and (has_turns or server.offload == "never")
+    if device != CPU and device in placement.ranks and not may_share:
+        side = "critic" if is_critics else "trainer"
+        others = [f"set placement.{server.key}=cpu or another CUDA device"]
+        others += [server.way_out] if server.way_out else []
+        if server.offload is not None and not is_critics:
+            others.append(f"{server.offload_key}=never: then both stay there")
         raise ConfigError(
             f"placement.{server.key}={form} is {placement.label(device)}, which the {side} uses",
-            way_out=f"set placement.{server.key}=cpu or another CUDA device"
-            + (f", or {server.way_out}." if server.way_out else "."),
+            way_out=f"{', or '.join(others)}.",
         )
     return device

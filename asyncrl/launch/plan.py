@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -101,11 +101,13 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     """A process, or what a node holds besides. `side`: whose turn it works in; loading
-    ends before saving begins.
+    ends before saving begins. turn: an extra server that leaves in the trainer's turn.
     """
 
     name: str
-    side: HostSide | Literal["controller", "trainer", "critic", "engine", "eval"]
+    side: (
+        HostSide | Literal["controller", "trainer", "critic", "engine", "extra", "turn"]
+    )
     device: str
     threads: int
     memory: Memory = Memory()
@@ -149,7 +151,7 @@ class Plan:
         if not self.placement.moves:
             return sizes.total()
         trainer = sizes.pop("trainer", 0)
-        engines = sizes.pop("engine", 0) + stays
+        engines = sizes.pop("engine", 0) + sizes.pop("turn", 0) + stays
         return sizes.total() + max(trainer, engines, pushed)
 
 
@@ -210,7 +212,7 @@ def lay_out(
 
     def add(
         name: str,
-        side: Literal["trainer", "critic", "engine", "eval"],
+        side: Literal["trainer", "critic", "engine", "extra", "turn"],
         devices: Side,
         memory: Memory,
     ) -> None:
@@ -244,11 +246,7 @@ def lay_out(
         add(f"trainer-{rank}", "trainer", (device,), memory)
         plans[-1] = replace(plans[-1], stays=stays + held, pushed=pushed + held)
         if size := parts.total_of(leaving):
-            # A CPU's parts leave for a file.
-            host = placement.label(NodeDevice(device.node, "cpu"))
-            where = DISK if device.name == "cpu" else host
-            name = f"trainer-{rank}/host"
-            plans.append(ProcessPlan(name, "host", where, 0, Memory(copies=size)))
+            plans.append(_left_plan(f"trainer-{rank}", device, size, placement))
     for rank, device in enumerate(placement.critic):
         name = f"critic-{rank}"
         memory = own_critic_memory(config, device.name)
@@ -269,13 +267,29 @@ def lay_out(
         )
         add(f"engine-{number}", "engine", devices, memory)
     for name, device in placement.extra.items():
-        add(
-            name,
-            "eval",
-            (device,),
-            _extra_memory(config, shape, placement.extra_servers[name], device),
-        )
-    return (*plans, *held_besides(config, shape, placement))
+        memory = _extra_memory(config, shape, placement.extra_servers[name], device)
+        add(name, placement.extra_side(name), (device,), memory)
+    left = _left_servers(config, shape, placement)
+    return (*plans, *left, *held_besides(config, shape, placement))
+
+
+def _left_plan(
+    name: str, device: NodeDevice, size: int, placement: Placement
+) -> ProcessPlan:
+    """Return the row of what leaves a device: a CPU's parts leave for a file."""
+    host = placement.label(NodeDevice(device.node, "cpu"))
+    where = DISK if device.name == "cpu" else host
+    return ProcessPlan(f"{name}/host", "host", where, 0, Memory(copies=size))
+
+
+def _left_servers(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> Iterator[ProcessPlan]:
+    for name, device in placement.extra.items():
+        if placement.leaves(name):
+            server = placement.extra_servers[name]
+            memory = _extra_memory(config, shape, server, device)
+            yield _left_plan(name, device, memory.parameters, placement)
 
 
 def _extra_memory(
@@ -747,23 +761,48 @@ def offload_text(
     nodes: Sequence[Node],
     extra: Mapping[str, ExtraServer] | None = None,
 ) -> str:
-    """Return a table of the trainer's parts: bytes of a rank, and what its device needs
-    in all by each rule; "" if no rule is possible but auto.
+    """Return a table of what may leave the first rank's device: the trainer's parts and
+    extra servers, their bytes, and what the device needs in all by each rule; "" if no
+    rule is possible but auto.
     """
-    first = plan.placement.trainer[0]
-    device = plan.placement.label(first)
+    placement = plan.placement
+    first = placement.trainer[0]
+    device = placement.label(first)
+    servers = dict(extra or {})
+    rows = list[tuple[str, int, Callable[[Rule], Plan]]]()
+    for one, size in rank_memory(config, plan.shape, first.name).parts.items():
+
+        def with_part(rule: Rule, one: ModelPart = one) -> Plan:
+            return plan_run(_with_rule(config, one, rule), nodes, extra)[0]
+
+        rows.append((one.key, size, with_part))
+    sizes = Counter[str]()
+    for name, server in servers.items():
+        if server.offload is not None and placement.extra.get(name) == first:
+            memory = _extra_memory(config, plan.shape, server, first)
+            sizes[server.offload_key] += memory.total
+    for key, size in sizes.items():
+
+        def with_servers(rule: Rule, key: str = key) -> Plan:
+            changed = {
+                name: replace(server, offload=rule)
+                for name, server in servers.items()
+                if server.offload_key == key
+            }
+            return plan_run(config, nodes, servers | changed)[0]
+
+        rows.append((key, size, with_servers))
     rules: tuple[Rule, ...] = ("auto", "always", "never")
     lines = list[str]()
-    for one, size in rank_memory(config, plan.shape, first.name).parts.items():
+    for title, size, planned in rows:
         needed = dict[Rule, str]()
         for rule in rules:
             # A rule without a use here is refused.
             with contextlib.suppress(ConfigError):
-                other, _ = plan_run(_with_rule(config, one, rule), nodes, extra)
-                needed[rule] = size_text(other.needed_bytes(device))
+                needed[rule] = size_text(planned(rule).needed_bytes(device))
         if len(needed) > 1:
             texts = [size_text(size), *(needed.get(rule, "-") for rule in rules)]
-            lines.append(_offload_row(one.key, texts))
+            lines.append(_offload_row(title, texts))
     if not lines or not plan.shape.num_parameters:
         return ""
     title = _offload_row(f"offload: {device} needs", ["size", *rules])
@@ -799,6 +838,7 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         or config.rollout.memory_keys
         or not plan.shape.num_parameters
         or "always" in config.offload_rules.values()
+        or any(one.offload == "always" for one in plan.placement.extra_servers.values())
     ):
         return plan
     resident = replace(plan.placement, resident=True)
@@ -814,9 +854,10 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         # They do not fit, or nobody knows: both sides move, which needs less memory.
         if free is None or total is None or others + ENGINE_FACTOR * sizes[True] > free:
             return plan
-        # Engines get one fraction for all devices, so the fullest device decides. It is
-        # a fraction of the total memory, as engines count it.
-        fraction = min(fraction, (free - others) / total)
+        # Engines get one fraction for all devices, so their fullest device decides. It
+        # is a fraction of the total memory, as engines count it.
+        if sizes[True]:
+            fraction = min(fraction, (free - others) / total)
     if resident.is_on_cuda:
         resident = replace(resident, memory_fraction=round(fraction, 3))
     return replace(plan, placement=resident, processes=processes)
@@ -824,17 +865,22 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
 
 def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
     """Leave the engines of moving sides what the trainer's parts with the rule "never"
-    leave of each CUDA device: vLLM takes a fraction of the whole device.
+    and extra servers leave of each CUDA device: vLLM takes a fraction of the whole one.
     """
     placement = plan.placement
     if not (placement.moves and placement.is_on_cuda) or config.rollout.memory_keys:
         return plan
     fraction = 1.0
+    taken = Counter[str]()
     for one in plan.processes:
-        free, total = plan.memory.get(one.device, (None, None))
-        if one.side == "trainer" and one.stays and free and total:
-            taken = TRAINER_FACTOR * one.stays + OWN_BYTES
-            fraction = min(fraction, max(0.0, free - taken) / total)
+        if one.side == "trainer" and one.stays:
+            taken[one.device] += int(TRAINER_FACTOR * one.stays) + OWN_BYTES
+        elif one.side in ("extra", "turn"):
+            taken[one.device] += int(ENGINE_FACTOR * one.memory.total) + OWN_BYTES
+    for device in map(placement.label, placement.engine_devices):
+        free, total = plan.memory.get(device, (None, None))
+        if device in taken and free and total:
+            fraction = min(fraction, max(0.0, free - taken[device]) / total)
     if fraction == 1.0:
         return plan
     placement = replace(placement, memory_fraction=max(0.001, round(fraction, 3)))

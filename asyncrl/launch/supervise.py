@@ -42,6 +42,7 @@ NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
 UNANSWERED = (CallLost, CallRefused, errors.EngineError)
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
+Room: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 T = TypeVar("T")
 
 
@@ -111,15 +112,17 @@ class Supervisor:
         on_down: Callable[[ComponentError], None] | None = None,
         on_start: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
+        room: Room = contextlib.nullcontext,
     ) -> None:
         """`kind` names the processes in events. `on_down` gets each loss, perhaps
         twice; `on_start` is called before new processes start, and `on_up` once they
-        serve.
+        serve. New processes start within `room`.
         """
         self.kind = kind or self.kind
         self._on_down = on_down
         self._on_start = on_start
         self._on_up = on_up
+        self._in_room = room
         self._processes = tuple(processes)
         self.config = supervision.config
         self.heartbeat_s = supervision.heartbeat_s
@@ -349,7 +352,7 @@ class Supervisor:
             self._on_down(lost)
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext()
+        return self._in_room()
 
     async def _before_start(self) -> None:
         """Forget the old processes' state."""

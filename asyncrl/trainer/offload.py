@@ -1,7 +1,7 @@
 """Move a trainer's tensors off its device and back.
 
-Storages are copied to host memory, of a CPU to a file, and resized to 0; tensors stay
-the same objects.
+weights/aside.py copies storages to host memory, of a CPU to a file; tensors stay the
+same objects.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from asyncrl.base.http import Refused
 from asyncrl.config.offload_config import ModelPart, Rule
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.weights.host_memory import HostMemory, return_free_memory
-from asyncrl.weights.ipc import ALIGNMENT
+from asyncrl.weights.aside import (
+    Copies,
+    content_in,
+    copy_back,
+    copy_out,
+    free_storages,
+    give_back,
+    memory_beside,
+)
 
 T = TypeVar("T")
-Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class Offload:
@@ -56,9 +62,7 @@ class Offload:
         self._device = device
         self._tensors_of = tensors_of
         self._rules = rules
-        # Host memory is the memory of a CPU, so a copy there would free nothing.
-        files = folder if device.type == "cpu" else None
-        self._memory = {one: HostMemory(device, files) for one in rules}
+        self._memory = {one: memory_beside(device, folder) for one in rules}
         self._copies: dict[ModelPart, Copies] = {}
         self._taken = frozenset[TrainerPart]()
 
@@ -122,16 +126,11 @@ class Offload:
         copies = self._together(
             what, lambda: {one: self._copy_out(one) for one in moving}
         )
-        num_bytes = sum(_free(copied) for copied in copies.values())
+        num_bytes = sum(free_storages(copied) for copied in copies.values())
         self._copies |= copies
         for one in moving:
             self._memory[one].drop_pages()
-        # Freed storages stay in torch's cache, or malloc's. Engines get the memory only
-        # once the cache gives it back.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            return_free_memory()
+        give_back(self._device)
         return self._stats(num_bytes, started_s)
 
     def _move_in(self, parts: Iterable[ModelPart]) -> TransferStats:
@@ -139,18 +138,14 @@ class Offload:
         moving = [one for one in parts if one in self._copies]
         copied = [entry for one in moving for entry in self._copies[one]]
 
-        def bring_back() -> None:
-            for storage, data in copied:
-                storage.resize_(len(data))
-                _bytes_of(storage).copy_(data, non_blocking=True)
-
         try:
             # A failure on this rank or another gives the memory back everywhere. The
             # host copies are untouched, so the call may be repeated.
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
-            self._together(f"onload {_named(moving)}", bring_back, way_out)
+            what = f"onload {_named(moving)}"
+            self._together(what, lambda: copy_back(copied), way_out)
         except Refused:
-            _free(copied)
+            free_storages(copied)
             raise
         for one in moving:
             del self._copies[one]
@@ -169,37 +164,12 @@ class Offload:
 
     def content_of(self, local: Tensor) -> Tensor:
         """Return `local`, or its content while away, valid until the next offload()."""
-        for storage, data in (
-            entry for copied in self._copies.values() for entry in copied
-        ):
-            # An empty storage has no address, so storages are compared as objects.
-            if storage._cdata == local.untyped_storage()._cdata:
-                content = data.view(local.dtype)
-                start = content.storage_offset() + local.storage_offset()
-                return content.as_strided(local.shape, local.stride(), start)
-        return local
+        copies = [entry for copied in self._copies.values() for entry in copied]
+        return content_in(copies, local)
 
     def _copy_out(self, moved: ModelPart) -> Copies:
-        found = dict[int, torch.UntypedStorage]()
-        for tensor in self._tensors_of(moved):
-            local = local_of(tensor)
-            storage = local.untyped_storage()
-            is_here = local.device.type == self._device.type and storage.nbytes() > 0
-            # Skip scalars, which are not worth it; tensors in host memory; and storages
-            # that cannot give their memory back. Tied weights share a storage, which
-            # `found` holds once.
-            if local.ndim and is_here and storage.resizable():
-                found[storage._cdata] = storage
-        sizes = [
-            -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()
-        ]
-        pieces = torch.split(self._memory[moved].of(sum(sizes)), sizes) if sizes else ()
-        copies = list[tuple[torch.UntypedStorage, Tensor]]()
-        for storage, piece in zip(found.values(), pieces, strict=True):
-            copy = piece[: storage.nbytes()]
-            copy.copy_(_bytes_of(storage), non_blocking=True)
-            copies.append((storage, copy))
-        return copies
+        locals_ = map(local_of, self._tensors_of(moved))
+        return copy_out(locals_, self._device, self._memory[moved])
 
     def _together(
         self, what: str, move: Callable[[], T], way_out: str = "free host memory."
@@ -235,13 +205,3 @@ def _named(parts: Iterable[ModelPart]) -> str:
 
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _free(copied: Copies) -> int:
-    for storage, _ in copied:
-        storage.resize_(0)
-    return sum(len(data) for _, data in copied)

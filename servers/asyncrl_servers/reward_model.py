@@ -5,10 +5,13 @@ classification model.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +34,17 @@ from asyncrl.base.http import (
     secret_of,
     serve,
 )
-from asyncrl.messages.engine_api import EngineHealth, RewardRequest, RewardResponse
+from asyncrl.messages.engine_api import (
+    EngineHealth,
+    RewardRequest,
+    RewardResponse,
+    TransferStats,
+    WakeRequest,
+)
+from asyncrl.weights.aside import Aside
 
 KEY = "task.reward.model"
+T = TypeVar("T")
 
 
 class RewardSpec(Message):
@@ -46,6 +57,8 @@ class RewardSpec(Message):
     label: int
     batch_tokens: int
     """Tokens of a forward pass, padding included."""
+    aside_dir: Path = Path()
+    """Folder for a file with what leaves a CPU while it sleeps."""
 
 
 class RewardModel:
@@ -86,6 +99,20 @@ class RewardModel:
         self._text_config = model.config.get_text_config()
         self._pad_id: int | None = self._text_config.pad_token_id
         self._max_length = _max_length(self.tokenizer, model)
+        self._aside = Aside(self._device, spec.aside_dir)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._aside.is_away
+
+    def sleep(self) -> TransferStats:
+        """Free the weights' memory. Raises Refused (507)."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        return self._aside.send_away(tensors)
+
+    def wake(self) -> TransferStats:
+        """Raises Refused (507)."""
+        return self._aside.bring_back()
 
     def ids_of(self, request: RewardRequest) -> dict[str, list[int]]:
         """Return what the tokenizer makes of a text, input_ids and perhaps
@@ -174,7 +201,8 @@ Waiting = tuple[Mapping[str, list[int]], "asyncio.Future[float]"]
 class Batches:
     """Score texts in batches of similar length.
 
-    Waits: a call waits until the batches before it are done, then for its own.
+    Waits: a call waits until the batches before it are done, then for its own. A model
+        that sleeps keeps the turn: calls wait until it wakes.
     """
 
     def __init__(self, model: RewardModel, spec: RewardSpec) -> None:
@@ -182,6 +210,7 @@ class Batches:
         self._batch_tokens = spec.batch_tokens
         self._waiting: list[Waiting] = []
         self._turn = asyncio.Lock()
+        self._moving = asyncio.Lock()
         # OpenMP counts threads per calling thread.
         self._thread = ThreadPoolExecutor(
             1, initializer=torch.set_num_threads, initargs=(spec.threads,)
@@ -196,15 +225,38 @@ class Batches:
                 await self._run()
         return await future
 
+    async def sleep(self) -> TransferStats:
+        """Free the model's memory after the batches that have come. Idempotent. Raises
+        Refused (507).
+        """
+        async with self._moving:
+            if self._model.is_asleep:
+                return TransferStats(num_bytes=0, seconds=0.0)
+            await self._turn.acquire()
+            try:
+                return await self._in_thread(self._model.sleep)
+            finally:
+                if not self._model.is_asleep:
+                    self._turn.release()
+
+    async def wake(self) -> TransferStats:
+        """Idempotent. Raises Refused (507)."""
+        async with self._moving:
+            if not self._model.is_asleep:
+                return TransferStats(num_bytes=0, seconds=0.0)
+            moved = await self._in_thread(self._model.wake)
+            self._turn.release()
+            return moved
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     async def _run(self) -> None:
         taken, self._waiting = self._waiting, []
         for batch in cut_batches(taken, self._batch_tokens):
             texts = [text for text, _ in batch]
-            loop = asyncio.get_running_loop()
             try:
-                scores = await loop.run_in_executor(
-                    self._thread, self._model.scores, texts
-                )
+                scores = await self._in_thread(partial(self._model.scores, texts))
             # Each call of this batch answers with it.
             except Exception as error:
                 for _, future in batch:
@@ -248,12 +300,24 @@ def main() -> None:
 
     async def health() -> EngineHealth:
         return EngineHealth(
-            policy_version=0, num_running=0, num_queued=0, tokens_generated=0
+            policy_version=0,
+            num_running=0,
+            num_queued=0,
+            tokens_generated=0,
+            asleep=["weights"] if model.is_asleep else [],
         )
+
+    async def sleep() -> TransferStats:
+        return await batches.sleep()
+
+    async def wake(body: WakeRequest) -> TransferStats:
+        return await batches.wake()
 
     app = make_app(secret_of(SECRET_ENV))
     add_route(app, "GET", "/health", health)
     add_route(app, "POST", "/reward", reward)
+    add_route(app, "POST", "/sleep", sleep)
+    add_route(app, "POST", "/wake", wake)
     serve(app, fd)
 
 

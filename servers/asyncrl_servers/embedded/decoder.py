@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from asyncrl.models.devices import choose_device, to_device
 from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
+from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
@@ -81,6 +81,10 @@ class EmbeddedSpec(EngineSpec):
     profile_dir: Path = Path("profile")
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
+    aside_dir: Path | None = None
+    """A sleep keeps the weights; what leaves a CPU is in a file there (none = a sleep
+    drops them, and a push brings others).
+    """
 
 
 class LoadedModel:
@@ -136,10 +140,7 @@ class LoadedModel:
     def give_back(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-            # glibc only
-            trim(0)
+        give_back(self.device)
 
     def _load(self, spec: EmbeddedSpec) -> PreTrainedModel:
         try:

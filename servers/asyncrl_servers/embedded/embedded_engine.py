@@ -171,7 +171,7 @@ class Engine:
         # group's prompt is read once.
         while not self._inbox.empty():
             self._inbox.get_nowait()()
-        if self._scorer is not None:
+        if self._scorer is not None and self.weights.can_serve:
             self._scorer.run()
         started_s = time.perf_counter()
         if self._scheduler.has_work:
@@ -219,6 +219,9 @@ class Engine:
             # Graphs hold memory of the device, and addresses that are freed here.
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()
+            if self._scorer is not None:
+                num_bytes += self._scorer.cache.num_bytes
+                self._scorer.take_cache(slots=0)
             self.runner.loaded.give_back()
         return api.TransferStats(
             num_bytes=num_bytes, seconds=time.perf_counter() - started_s
@@ -234,8 +237,9 @@ class Engine:
                 num_bytes += self.weights.take()
             if "kv" in parts:
                 if not self.spec.stays:
-                    self.runner.take_cache(self.runner.slots)
-                    num_bytes += self.runner.cache.num_bytes
+                    for reader in filter(None, (self.runner, self._scorer)):
+                        reader.take_cache(reader.slots)
+                        num_bytes += reader.cache.num_bytes
                 self.weights.set_awake("kv")
         # The part stays asleep, as /health reports it, so the wake can be repeated.
         except RuntimeError as error:

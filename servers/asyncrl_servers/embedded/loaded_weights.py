@@ -14,6 +14,7 @@ from asyncrl.messages.engine_api import (
     Loaded,
     PrepareRequest,
 )
+from asyncrl.weights.aside import Aside
 from asyncrl.weights.export import merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
@@ -49,6 +50,10 @@ class Weights(WeightState):
         super().__init__(self._stored_kinds.keys())
         self._device = loaded.device
         self._stays = spec.stays
+        self._aside: Aside | None = None
+        """Of weights that no trainer sends."""
+        if spec.aside_dir is not None:
+            self._aside = Aside(loaded.device, spec.aside_dir)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()
         )
@@ -141,11 +146,16 @@ class Weights(WeightState):
 
     def free(self) -> int:
         """Free all weights and return the parameters' bytes. With `stays` the memory
-        remains.
+        remains. Raises Refused (507) for weights that are kept.
         """
         num_bytes = 0
         # A prepare() or a chunk in another thread ends before the memory goes.
         with self.lock:
+            if self._aside is not None:
+                self._base = None
+                moved = self._aside.send_away(self._parameters.values())
+                self.set_asleep()
+                return moved.num_bytes
             self._base = None  # with `stays`, chunks overwrite it
             self.set_asleep()
             for parameter in () if self._stays else self._parameters.values():
@@ -158,6 +168,11 @@ class Weights(WeightState):
     def take(self) -> int:
         """Allocate the memory of all weights and return its bytes."""
         with self.lock:
+            if self._aside is not None:
+                moved = self._aside.bring_back()
+                self.set_awake("weights")
+                self.has_content = True
+                return moved.num_bytes
             for name, tensor in ({} if self._stays else self._empty()).items():
                 self._parameters[name].data = tensor
             self.set_awake("weights")
