@@ -221,7 +221,7 @@ def test_small_random_model_has_the_plan_of_the_whole(
 ) -> None:
     whole = make_model(kind, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
     state = torch.get_rng_state()
-    small = probe_model(whole.config, torch.device("cpu"), torch.float32)
+    small = probe_model(whole.config, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
     assert small.config.num_hidden_layers == 2
     assert replace(find_plan(small), reason="") == replace(find_plan(whole), reason="")

@@ -67,9 +67,7 @@ class NotCausalError(Exception):
     """A token of the plain model depends on later tokens."""
 
 
-def probe_model(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
+def probe_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     """Return a small random model with each kind of layer. Raises transformers' errors."""
     small = _with_few_layers(config)
     text = small.get_text_config()
@@ -84,9 +82,9 @@ def probe_model(
     if hasattr(text, "initializer_range"):
         text.initializer_range = text.hidden_size**-0.5
     try:
-        return _random_model(_with_narrow_mlp(small), device, dtype)
+        return _random_model(_with_narrow_mlp(small), device)
     except MODEL_ERRORS:  # the width of a Mamba mixer has this name too
-        return _random_model(small, device, dtype)
+        return _random_model(small, device)
 
 
 def _with_narrow_mlp(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -98,10 +96,8 @@ def _with_narrow_mlp(config: PreTrainedConfig) -> PreTrainedConfig:
     return narrow
 
 
-def _random_model(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Return a model with random weights. Norms, gates and scales are not 1 or 0, which
+def _random_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Return a float32 model with random weights. Norms, gates and scales are not 1 or 0, which
     would hide them.
     """
     # Without fork_rng, adapters made later would be drawn from this seed, not from the
@@ -111,7 +107,7 @@ def _random_model(
         torch.device(device),
     ):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter.data += 0.3 * torch.randn_like(parameter)

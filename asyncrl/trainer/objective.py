@@ -431,11 +431,7 @@ class Objective:
     ) -> Tensor:
         correction = self._recipe.correction
         return losses.correct(
-            correction,
-            log_weight_M,
-            advantage_M,
-            sequence_M,
-            self._cap,
+            correction, log_weight_M, advantage_M, sequence_M, self._cap
         )
 
     def micro_loss(

@@ -22,6 +22,7 @@ from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
+from asyncrl.models.rope_lengths import LengthBorder
 from asyncrl.trainer.adjustments import (
     AdjustedCalls,
     ChangedCall,
@@ -455,13 +456,12 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
 class PackRules:
     """What may share a micro-batch of `max_tokens` (0: one sequence).
 
-    `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each
-    one above it is alone.
+    `border`: sequences of more tokens and of fewer are apart. Those above it are each
+    alone, unless all share their frequencies.
     """
 
     max_tokens: int
-    border: int | None = None
-    is_alone_above: bool = False
+    border: LengthBorder | None = None
 
     def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
         """Return sequences that may share micro-batches, with the maximum of their
@@ -469,12 +469,11 @@ class PackRules:
         """
         if self.border is None:
             return [(sequences, self.max_tokens)]
-        below = [one for one in sequences if one.length <= self.border]
-        above = [one for one in sequences if one.length > self.border]
-        return [
-            (below, self.max_tokens),
-            (above, 0 if self.is_alone_above else self.max_tokens),
-        ]
+        _, longest, is_stepwise = self.border
+        below = [one for one in sequences if one.length <= longest]
+        above = [one for one in sequences if one.length > longest]
+        most_above = self.max_tokens if is_stepwise else 0
+        return [(below, self.max_tokens), (above, most_above)]
 
 
 def micro_batches(

@@ -369,11 +369,7 @@ class ForwardPlan:
     reason: str = ""
 
     def rules(self, max_tokens: int) -> PackRules:
-        if not self.is_packed:
-            max_tokens = 0
-        if self.border is None:
-            return PackRules(max_tokens)
-        return PackRules(max_tokens, self.border.length, not self.border.is_stepwise)
+        return PackRules(max_tokens if self.is_packed else 0, self.border)
 
 
 class Policy(nn.Module):
