@@ -228,6 +228,7 @@ URL = "http://127.0.0.1:9/v1"
         ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
         ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
         ([{"base_url": URL, "engine": "vllm"}], {}, "engine is of a judge without"),
+        ([{"base_url": URL, "offload": "never"}], {}, "offload is of a judge without"),
         ([{}, {"engine": "vllm"}], {}, "judge.engine is embedded and vllm; a run"),
         ([{"key_variable": "K"}], {}, "key_variable is of a judge with base_url"),
         ([{"tokens_per_minute": 9}], {}, "tokens_per_minute is of a judge with base"),
