@@ -235,6 +235,7 @@ placement.actor=all -> trainer, rollout, critic, eval, teacher, judge, reward; a
 algorithm.advantage=gae trainer.offload.by_layer=true critic.offload.weights=never -> remove critic.offload
 algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
 placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
+TAUGHT teacher.offload=sometimes -> 'always'
 placement.trainer=0-999999999 -> a range has at most 1024 devices
 placement.reward=[0,0] -> give auto, cpu, a device number, a list like [4, 5], or a range like 4-7
 rollout.num_engines={min: 3, max: 2} -> min=3 is above max=2

@@ -147,7 +147,12 @@ def test_grades_do_not_depend_on_the_order(
 
         texts = list("abcdef")
         found = await grades(texts)
-        assert await grades(texts[::-1]) == found
+        # As on a device of the trainer, in the trainer's turn.
+        assert (await served.sleep()).num_bytes > 0
+        reversed_ = asyncio.ensure_future(grades(texts[::-1]))
+        assert (await served.health()).asleep == ["kv", "weights"]
+        await served.wake()
+        assert await reversed_ == found
         assert len({*found.values()}) > 1
         judge = Judge(config, timeout_s=60, ask=served.ask)
         with pytest.raises(RequestRefused, match="512"):
@@ -223,6 +228,7 @@ URL = "http://127.0.0.1:9/v1"
         ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
         ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
         ([{"base_url": URL, "engine": "vllm"}], {}, "engine is of a judge without"),
+        ([{"base_url": URL, "offload": "never"}], {}, "offload is of a judge without"),
         ([{}, {"engine": "vllm"}], {}, "judge.engine is embedded and vllm; a run"),
         ([{"key_variable": "K"}], {}, "key_variable is of a judge with base_url"),
         ([{"tokens_per_minute": 9}], {}, "tokens_per_minute is of a judge with base"),

@@ -278,6 +278,11 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
             {},
             "engine has no effect with base_url=http",
         ),
+        (
+            {"base_url": "http://a/v1", "offload": "always"},
+            {},
+            "offload has no effect with base_url=http",
+        ),
         ({"key_variable": "KEY"}, {}, "key_variable has no effect with base_url=None"),
         ({"engine": "vllm"}, {"rollout": {"temperature": 0.7}}, "temperature 1 only"),
         (

@@ -97,7 +97,7 @@ class Aside:
     """The content of a server's tensors while another process has its device.
 
     Life: here -> send_away() -> away, the tensors have no memory -> bring_back() -> here.
-        Both can be repeated; one that fails changes nothing.
+        Both can be repeated. A call that fails changes nothing.
     """
 
     def __init__(self, device: torch.device, folder: Path) -> None:
