@@ -151,6 +151,7 @@ def test_shell_agent_makes_two_turns_with_only_curl() -> None:
         "configs/smollm2.yaml",
         "configs/agent.yaml",
         "examples/harbor/harbor.yaml",
+        "examples/openenv/echo.yaml",
         "examples/openenv/learn.yaml",
         "examples/search/search.yaml",
         "examples/search/learn.yaml",
