@@ -470,7 +470,8 @@ class SegmentJoin:
     def _end_segment(self, *, is_interrupted: bool) -> None:
         num_before = len(self._kept)
         segment = Tokens.join([*self._blocks, *self._chunks]).sampled_by(self._engine)
-        self._kept = Tokens.join([self._kept, segment])
+        # The first segment is most often the only one.
+        self._kept = Tokens.join([self._kept, segment]) if num_before else segment
         self._blocks, self._chunks = [], []
         if is_interrupted:
             self.num_interruptions += 1
