@@ -79,22 +79,32 @@ class Signal:
     ['engine-0', None]
     """
 
-    __slots__ = ("_next",)
+    __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
-        self._next = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
-        self._next.set()  # for those who wait; later waits need another notify
-        self._next = asyncio.Event()
+        # Those who wait now; later waits need another notify. Most notifies find
+        # nobody, and cost nothing.
+        if self._waiting:
+            woken, self._waiting = self._waiting, {}
+            for future in woken:
+                if not future.done():  # cancelled just now
+                    future.set_result(None)
 
     async def wait(self) -> None:
-        await self._next.wait()
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[future] = None
+        try:
+            await future
+        finally:
+            self._waiting.pop(future, None)  # cancelled
 
     async def wait_for(self, predicate: Callable[[], object]) -> None:
         """Return once `predicate()` is true: at once, or after a notify."""
         while not predicate():
-            await self._next.wait()
+            await self.wait()
 
 
 class OpenWait:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -195,8 +195,7 @@ class EnginePool:
         server = self.servers[index]
 
         def on_chunk(part: SegmentPart) -> None:
-            join.add(part, index)
-            on_part(part.new)
+            on_part(join.add(part, index))
 
         # Called by the link's reader, before this task runs again. False gives up the
         # slot that the server still holds for this request; its tokens then arrive as
@@ -246,8 +245,17 @@ class EnginePool:
 
 @dataclass(slots=True)
 class Charge:
+    """A request on server `index`, until the block ends."""
+
+    router: Router
     index: int
     route_key: str
+
+    def __enter__(self) -> Charge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.end(self)
 
 
 class Router:
@@ -265,28 +273,26 @@ class Router:
         self._keys: dict[str, tuple[int, int]] = {}
         """(last server, requests in flight) by route key."""
 
-    @contextlib.contextmanager
-    def take(self, route_key: str, near: int = -1) -> Iterator[Charge]:
+    def take(self, route_key: str, near: int = -1) -> Charge:
         """Charge a server until the block ends. "" is no key; a server must be up."""
         # Siblings of a group, and the calls of an agent, share a key: the prompt is
         # read once, where the first of them went.
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
-        charge = Charge(index, route_key)
         self.load[index] += 1
         if route_key:
             self._keys[route_key] = index, num_taken + 1
-        try:
-            yield charge
-        finally:
-            self.load[charge.index] -= 1
-            if route_key:
-                # The key is forgotten with its last request. Otherwise the table would
-                # grow by an entry per group of the run.
-                last, num_taken = self._keys.pop(route_key)
-                if num_taken > 1:
-                    self._keys[route_key] = last, num_taken - 1
+        return Charge(self, index, route_key)
+
+    def end(self, charge: Charge) -> None:
+        self.load[charge.index] -= 1
+        if charge.route_key:
+            # The key is forgotten with its last request. Otherwise the table would grow
+            # by an entry per group of the run.
+            last, num_taken = self._keys.pop(charge.route_key)
+            if num_taken > 1:
+                self._keys[charge.route_key] = last, num_taken - 1
 
     def moves(self, charge: Charge) -> bool:
         """Return whether an interrupted request must move, and move its charge.
@@ -407,7 +413,8 @@ class SegmentJoin:
             max_tokens=self.num_left,
         )
 
-    def add(self, part: SegmentPart, engine: int = -1) -> None:
+    def add(self, part: SegmentPart, engine: int = -1) -> Tokens:
+        """Return the new tokens."""
         new, num_context = part.new, part.tokens.num_context
         # A streamed answer comes token by token. Joining at every token would be
         # quadratic, and keeping 10,000 chunks would take 8 MB.
@@ -424,6 +431,7 @@ class SegmentJoin:
             self._learn(part.tokens.slice(0, num_context))
         if part.finish_reason is not None:
             self._end_segment(is_interrupted=part.finish_reason == "abort")
+        return new
 
     def cut(self) -> None:
         """Keep the chunks of a segment whose rest is lost."""
@@ -462,7 +470,8 @@ class SegmentJoin:
     def _end_segment(self, *, is_interrupted: bool) -> None:
         num_before = len(self._kept)
         segment = Tokens.join([*self._blocks, *self._chunks]).sampled_by(self._engine)
-        self._kept = Tokens.join([self._kept, segment])
+        # The first segment is most often the only one.
+        self._kept = Tokens.join([self._kept, segment]) if num_before else segment
         self._blocks, self._chunks = [], []
         if is_interrupted:
             self.num_interruptions += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
 from pydantic import ConfigDict, Field
@@ -139,6 +139,7 @@ class Prompt:
         )
 
 
+@lru_cache(1024)
 def task_of(prompt_id: str) -> str:
     """Name of the prompt's task; '' in a run of one task."""
     # [task/]epoch/index: only a run of several tasks writes the name.

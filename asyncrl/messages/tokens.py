@@ -69,7 +69,9 @@ class Column:
         if self.shape == "any":
             return Ragged(np.zeros(0, self.dtype), np.zeros(num_tokens, np.int32))
         shape = num_tokens if self.shape == "one" else (num_tokens, width)
-        return np.full(shape, self.fill or 0, self.dtype)
+        if self.fill:
+            return np.full(shape, self.fill, self.dtype)
+        return np.zeros(shape, self.dtype)
 
 
 BEHAVIOUR = "behaviour_logprobs"
@@ -225,9 +227,12 @@ class Tokens:
         return Tokens(self.ids, columns=whole.columns)
 
     def sampled_by(self, engine: int) -> Tokens:
-        return replace(
-            self, spans=tuple([span._replace(engine=engine) for span in self.spans])
-        )
+        spans = [
+            VersionSpan(span.start, span.end, span.version, engine)
+            for span in self.spans
+        ]
+        # Not replace(), which reads the fields of the class for each answer.
+        return Tokens(self.ids, tuple(spans), self.columns, self.calls)
 
     def slice(self, start: int, end: int | None = None) -> Tokens:
         length = len(self.ids)
@@ -272,7 +277,8 @@ class Tokens:
         """
         # A part without tokens has no values, and after a frame it has lost the width of
         # its columns.
-        parts = [part for part in parts if len(part.ids)] or parts[:1]
+        if len(parts) > 1:
+            parts = [part for part in parts if len(part.ids)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
         # Adjacent spans become one, also across rows of a frame: a step of 256

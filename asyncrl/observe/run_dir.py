@@ -227,11 +227,14 @@ def append_lines(path: Path, lines: Iterable[object]) -> None:
     """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
     # A killed run may have left half a line. The next line would continue it, and both
     # would be lost.
-    torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" if torn else "")
-        for line in lines:
-            file.write(json.dumps(_finite(line), default=methodcaller("item")) + "\n")
+    texts = [json.dumps(_finite(line), default=methodcaller("item")) for line in lines]
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        # in one piece, at the end of the file
+        file.write("".join(f"{text}\n" for text in texts).encode())
 
 
 def _finite(value: object) -> object:

@@ -253,6 +253,9 @@ class Background:
             method, arguments = self._calls.get()
             for name, tracker in [*self._live.items()]:
                 with self._turned_off(name, method):
+                    # Most trackers show no weights, and need no number of them.
+                    if getattr(type(tracker), method, None) is getattr(Tracker, method):
+                        continue
                     key = f"{name} {method}"
                     if method == "close" or arguments[0] > earlier.get(key, -1):
                         getattr(tracker, method)(*arguments)

@@ -64,11 +64,18 @@ class RunningGroup:
     failures: dict[int, tuple[int, str]]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     phases: dict[int, Phase] = field(default_factory=dict)
+    to_run: set[int] = field(init=False)
+    """Indices of the rollouts that have not ended."""
+    sampling: set[int] = field(init=False)
+    """Those of them that lack tokens."""
 
-    @property
-    def to_run(self) -> list[int]:
-        ended = self.rollouts.keys() | self.failures.keys()
-        return [index for index in range(self.size) if index not in ended]
+    def __post_init__(self) -> None:
+        self.to_run = {*range(self.size)} - self.rollouts.keys() - self.failures.keys()
+        self.sampling = set(self.to_run)
+
+    def ended(self, index: int) -> None:
+        self.to_run.discard(index)
+        self.sampling.discard(index)
 
     @property
     def is_usable(self) -> bool:
@@ -227,7 +234,7 @@ class Producers:
             dict(unfinished.failures),
         )
         self._groups[group_id] = group
-        for index in group.to_run:
+        for index in sorted(group.to_run):
             name = f"g{group_id}/r{index}"
             # The oldest group goes first: its deadline is the earliest, and its
             # siblings have begun to age.
@@ -293,13 +300,14 @@ class Producers:
         group_id = group.ticket.group_id
         is_running = self._groups.get(group_id) is group
         if phase == "sampling":
-            group.phases.pop(index, None)
+            group.sampling.add(index)
             if is_running:
                 self.sink.samples_again_nowait(group_id)
             return
         group.phases[index] = phase
-        phases = {group.phases.get(other) for other in group.to_run}
-        if is_running and None not in phases:
+        group.sampling.discard(index)
+        if is_running and not group.sampling:
+            phases = {group.phases[other] for other in group.to_run}
             has_rewards = phases == {"teaching"} and not group.is_unscored
             self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
 
@@ -316,6 +324,7 @@ class Producers:
         # must not count.
         if self._groups.get(group_id) is not group:
             return
+        group.ended(index)
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome)
             self.journal.rollout_failed_nowait(

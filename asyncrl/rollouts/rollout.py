@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -146,14 +146,16 @@ class Slots:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        while self.num_held < self.capacity and self._queue:
+        held = self._held
+        while len(held) < self.capacity and self._queue:
             name = heapq.heappop(self._queue)[1]
-            if name in self._asked:
-                self._held.add(name)
+            asked = self._asked.get(name)
+            if asked is not None:
+                held.add(name)
                 # cancelled just now; its end releases the slot
-                if not self._asked[name].done():
-                    self._asked[name].set_result(None)
-        if self.num_held < self.capacity:
+                if not asked.done():
+                    asked.set_result(None)
+        if len(held) < self.capacity:
             # The queue is empty here, so rollouts of admitted groups, retries included,
             # precede new groups.
             self._spare.notify()
@@ -177,12 +179,16 @@ class RolloutClock:
         return self._limit
 
     def hold(self) -> None:
+        self.note_left()
         # A limit that has fired cannot be moved: asyncio raises RuntimeError.
+        if self._limit.when() is not None and not self._limit.expired():
+            self._limit.reschedule(None)
+
+    def note_left(self) -> None:
         if self._limit.expired():
             self.left_s = 0.0
         elif (when_s := self._limit.when()) is not None:
             self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
-            self._limit.reschedule(None)
 
     def resume(self) -> None:
         # The queue calls this for each worker that gets the item. A clock that runs
@@ -338,6 +344,7 @@ class RolloutRunner:
                     if outcome[0].is_scored:
                         self.failures.ended_nowait(None, attempt.prompt.prompt_id)
                     return outcome
+                attempt.clock.note_left()
                 if attempt.has_asked():
                     outcome.kind = outcome.kind.after_answer
                 self.failures.ended_nowait(outcome, attempt.prompt.prompt_id)
@@ -379,15 +386,11 @@ class RolloutRunner:
         attempt.on_phase = on_phase
         try:
             async with limit:
-                try:
-                    score = await self.generator.sample(attempt)
-                    # A reward or a judge may take long, and needs no sequence of an
-                    # engine.
-                    slots.give_back_nowait(attempt.rollout_id)
-                    on_phase("scoring")
-                    rollout = await score()
-                finally:
-                    attempt.clock.hold()
+                score = await self.generator.sample(attempt)
+                # A reward or a judge may take long, and needs no sequence of an engine.
+                slots.give_back_nowait(attempt.rollout_id)
+                on_phase("scoring")
+                rollout = await score()
             if not all(branch.tokens.spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
@@ -432,6 +435,11 @@ class SingleTurn:
     """
     _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of recent prompts, so that a group's requests share one object."""
+    _parameters: dict[str, Any] = field(init=False)
+    """Of `sampling`, for each request."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_parameters", self.sampling.parameters)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self._known_ids.get(prompt.prompt_id)
@@ -468,7 +476,9 @@ class SingleTurn:
 
         def keep(partial: Completion) -> None:
             attempt.keep_segment(partial)
-            attempt.seen = lambda: (make_trajectory(index, partial, 0.0, begun_s),)
+            attempt.seen = lambda: (
+                make_trajectory(index, partial, 0.0, begun_s, time.time()),
+            )
 
         completion = await self.engine.generate(
             SamplingRequest(
@@ -476,7 +486,7 @@ class SingleTurn:
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
-                **self.sampling.parameters,
+                **self._parameters,
                 stop=self.stop,
                 seed=derive_seed(
                     self.run_seed,
@@ -492,12 +502,12 @@ class SingleTurn:
             on_segment=keep,
             on_spent=spent.append,
         )
-        sampled = make_trajectory(index, completion, 0.0, begun_s)
-        attempt.seen = lambda: (sampled,)
+        ended_s = time.time()
 
-        def rollout(reward: float) -> Rollout:
-            return (replace(sampled, reward=reward),)
+        def rollout(reward: float = 0.0) -> Rollout:
+            return (make_trajectory(index, completion, reward, begun_s, ended_s),)
 
+        attempt.seen = rollout
         return functools.partial(
             score_completion, self.scorers.of(prompt), attempt, completion, rollout
         )
@@ -507,16 +517,16 @@ def make_trajectory(
     sample_index: int,
     completion: Completion,
     reward: float,
-    begun_s: float | None = None,
+    begun_s: float = 0.0,
+    ended_s: float = 0.0,
 ) -> Trajectory:
-    """Return the trajectory of one completion, whose call began at `begun_s`."""
-    now_s = time.time()
+    """Return the trajectory of one completion; the times are those of its call."""
     call = PolicyCall(
         completion.num_prompt,
         len(completion.tokens),
         f"r{sample_index}",
-        now_s if begun_s is None else begun_s,
-        now_s,
+        begun_s,
+        ended_s,
         completion.finish_reason or "",
     )
     return Trajectory(

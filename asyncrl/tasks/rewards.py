@@ -13,7 +13,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -115,22 +115,29 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
         self.kind = kind
 
 
-@contextlib.contextmanager
-def user_code(*passed: type[BaseException]) -> Iterator[None]:
+class user_code:  # noqa: N801  used like contextlib.suppress
     """Turn every exception of user code into UserCodeFailed, except those in `passed`.
     A child that it forked ends here: it must not continue the run.
     """
-    process = os.getpid()
-    try:
-        yield
-    except BaseException as error:  # a sampled program may raise KeyboardInterrupt
-        if isinstance(error, (UserCodeFailed, *passed)):
-            raise
-        kind = kind_of_error(error, FailureKind.REWARD_CRASH)
-        raise UserCodeFailed(raised(error), kind) from error
-    finally:
-        if os.getpid() != process:
+
+    def __init__(self, *passed: type[BaseException]) -> None:
+        self._passed = passed
+
+    def __enter__(self) -> None:
+        self._process = os.getpid()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: object,
+    ) -> None:
+        if os.getpid() != self._process:
             os._exit(0)
+        # Any exception: a sampled program may raise KeyboardInterrupt.
+        if error is not None and not isinstance(error, (UserCodeFailed, *self._passed)):
+            failure = kind_of_error(error, FailureKind.REWARD_CRASH)
+            raise UserCodeFailed(raised(error), failure) from error
 
 
 def optional(
@@ -159,6 +166,8 @@ def call(
     """
     with user_code():
         value = score(prompt, given, **asked)
+        if type(value) is float and isinstance(given, str):
+            return as_reward(value)  # without the questions of the other types
         return value if isinstance(value, Awaitable) else _result(value, given)
 
 
@@ -220,7 +229,7 @@ def as_reward(value: object) -> Reward:
     if hasattr(value, "item"):
         with contextlib.suppress(Exception):
             number = value.item()
-    if not isinstance(number, numbers.Real):
+    if not isinstance(number, float | numbers.Real):
         raise _wrong_type(value, "a number")
     reward = float(number)
     # Not `abs(reward) > ...`, which is false for nan.

@@ -10,8 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -181,23 +180,18 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            # a race of threads may lose one call
-            self.busy_s += time.perf_counter() - start_s
-
     def _timed(
         self,
         prompt: Prompt,
         given: str | Completions,
         asked: Mapping[str, Completion],
     ) -> object:
-        with self._busy():
+        start_s = time.perf_counter()
+        try:
             return call(self._score, prompt, given, asked)
+        finally:
+            # a race of threads may lose one call
+            self.busy_s += time.perf_counter() - start_s
 
     def text_of(self, sampled: Completion) -> str:
         """Return the text that the reward sees."""
@@ -283,14 +277,17 @@ class TaskScorer:
         # Before the wait is declared: most inline rewards have none.
         if self._is_inline:
             result = self._timed(prompt, given, asked)
-            if not isinstance(result, Awaitable):
+            if type(result) is float or not isinstance(result, Awaitable):
                 return result
         with waiting("their rewards", on="the reward function"):
             if self._processes is not None:
                 sent = _sent(asked["sampled"]) if asked else NO_COMPLETION
                 async with self._free:
-                    with self._busy():
+                    start_s = time.perf_counter()
+                    try:
                         return await self._processes.run(prompt, given, sent)
+                    finally:
+                        self.busy_s += time.perf_counter() - start_s
             if not self._is_inline:
                 result = await self._call_in_thread(prompt, given, asked)
             # The call of an async function only made its coroutine. It runs in this
