@@ -85,7 +85,7 @@ class Signal:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
-        # Those who wait now; later waits need another notify. Most notifies find
+        # Current waits; later waits need another notify. Most notifies find
         # nobody, and cost nothing.
         if self._waiting:
             woken, self._waiting = self._waiting, {}

@@ -97,7 +97,7 @@ class Colocated(ColocatedPush):
         dead engine takes no part.
 
     `servers` score rollouts on the trainer's devices, in the engines' turn. The trainer
-    waits for none of them: a batch is complete, and so scored, before its turn begins.
+    never waits for a server: a batch is complete, and so scored, before its turn begins.
     `resident`: both sides stay in memory. `wait_released` waits for evaluations.
     """
 

@@ -136,7 +136,7 @@ def _rollout_finished(
         (span.version for branch in rollout for span in branch.tokens.spans),
         default=None,
     )
-    # The condition is that of _is_running, in the same statement for speed.
+    # The condition of _is_running, in the same statement for speed.
     # SQLite's min() with a NULL is NULL, and a rollout may have no sampled token.
     is_running = connection.execute(
         "UPDATE groups SET num_rollouts = num_rollouts + 1,"

@@ -129,8 +129,8 @@ class Lease:
         wait_up: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """`calls` begins a call and returns pending answers by process name.
-        `on_change`: of the state. `without`: whose calls are left out, such as those of
-        a resident trainer. `wait_up` returns once the trainer is up, with its number of
+        `on_change`: of the state. `without`: whose calls are omitted, such as a resident
+        trainer's. `wait_up` returns once the trainer is up, with its number of
         restarts; None: it never restarts.
         """
         self._without = without

@@ -466,7 +466,7 @@ def _refuse_server_offload(placement: Placement) -> None:
             )
         if not any(map(placement.leaves, copies)):
             continue
-        never = f"set {server.offload_key}=never: then it stays beside the trainer"
+        never = f"set {server.offload_key}=never: then it stays next to the trainer"
         if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
             raise ConfigError(
                 f"placement.{server.key}={server.written} is a device of the trainer, and a "
@@ -670,7 +670,7 @@ def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
     """Choose a device: no CUDA device of the critic, and of the trainer only for a
-    server that may be beside it. A device is free if it is not `taken`.
+    server that may share it. A device is free if it is not `taken`.
     """
     form = server.written
     engines = [

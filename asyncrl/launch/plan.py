@@ -761,7 +761,7 @@ def offload_text(
     nodes: Sequence[Node],
     extra: Mapping[str, ExtraServer] | None = None,
 ) -> str:
-    """Return a table of what may leave the first rank's device: the trainer's parts and
+    """Return a table of the parts that may leave the first rank's device: the trainer's parts and
     extra servers, their bytes, and what the device needs in all by each rule; "" if no
     rule is possible but auto.
     """

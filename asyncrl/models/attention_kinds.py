@@ -101,7 +101,7 @@ def kind_of(
 
 
 def by_position(module: Any, query: Tensor, position_N: Tensor) -> Tensor:
-    """Return queries [B, heads, T, d] as those of a call of one text, for N = B * T
+    """Return queries [B, heads, T, d] like a call of one text, for N = B * T
     tokens.
 
     Llama 4 scales the queries of layers without rotary embedding by a token's place in

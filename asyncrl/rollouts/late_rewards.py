@@ -101,7 +101,7 @@ class LateRewards:
 
     def ended_nowait(self, digest: str, check: Callable[[Outcome], object]) -> None:
         """Note the completions of a rollout that has ended. Raises RolloutFailure if
-        what was posted before does not fit them.
+        an earlier post does not fit them.
         """
         expected = self._expected[digest]
         expected.check = check

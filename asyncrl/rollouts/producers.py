@@ -67,7 +67,7 @@ class RunningGroup:
     to_run: set[int] = field(init=False)
     """Indices of the rollouts that have not ended."""
     sampling: set[int] = field(init=False)
-    """Those of them that lack tokens."""
+    """Indices of such rollouts that lack tokens."""
 
     def __post_init__(self) -> None:
         self.to_run = {*range(self.size)} - self.rollouts.keys() - self.failures.keys()

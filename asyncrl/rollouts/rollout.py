@@ -520,7 +520,7 @@ def make_trajectory(
     begun_s: float = 0.0,
     ended_s: float = 0.0,
 ) -> Trajectory:
-    """Return the trajectory of one completion; the times are those of its call."""
+    """Return the trajectory of one completion; with the call's times."""
     call = PolicyCall(
         completion.num_prompt,
         len(completion.tokens),
@@ -833,7 +833,7 @@ class JudgedGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            # A reward of the whole group, or one that is posted later, is still missing.
+            # A reward of the whole group, or a later post, is still missing.
             if rollout[0].is_scored:
                 attempt.on_phase("teaching")
             return await self.judge(rollout, attempt.prompt.task)

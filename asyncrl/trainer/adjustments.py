@@ -87,8 +87,8 @@ class ChangedCall:
     Only ids that have a bias, or are in the text, change: these are `ids` int64 [U] on
     the host, ascending, and `id_U`. From row `begin_A` on, id number `column_A` is in the
     text once more; `own_A` int32 is 1 if the call has sampled it. All A are ordered by
-    their ids, and `before` int64 [U + 1] on the host counts those of smaller ids. `less_C`
-    float32: what is subtracted after C samples of an id. `slope_3`: derivatives of
+    their ids, and `before` int64 [U + 1] on the host counts pairs of smaller ids. `less_C`
+    float32: the amount subtracted after C samples of an id. `slope_3`: derivatives of
     changed logits, outside of the text, above 0 and below.
 
     Example: the prompt 7, and 5 5 6 sampled with a frequency penalty. No logit of the

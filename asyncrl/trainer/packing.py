@@ -456,8 +456,8 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
 class PackRules:
     """What may share a micro-batch of `max_tokens` (0: one sequence).
 
-    `border`: sequences of more tokens and of fewer are apart. Those above it are each
-    alone, unless all share their frequencies.
+    `border`: sequences of more tokens and of fewer are apart. Each
+    sequence above it is by itself, unless all share their frequencies.
     """
 
     max_tokens: int

@@ -206,7 +206,7 @@ class TrainerState:
                 with _errors(path):
                     dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
             except Refused as refused:
-                # A refusal promises that nothing has changed, and the trainer goes on.
+                # A refusal promises that nothing has changed, and the trainer keeps running.
                 raise BrokenStepError(str(refused)) from refused
             # The model computes with rounded copies of the masters, which DCP has just
             # replaced.

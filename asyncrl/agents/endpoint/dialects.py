@@ -86,7 +86,7 @@ async def grow_blocks(
     call: GatewayCall, blocks: list[Block]
 ) -> AsyncIterator[tuple[Step, Block, str]]:
     """Append to `blocks` while a call is sampled, in the order in which it was sampled;
-    yield the steps. A block may already have more text than its steps have told.
+    yield the steps. A block may already have more text than its steps have passed on.
 
     An answer without any block gets an empty text.
     """
