@@ -14,7 +14,7 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from engine_in_process import make_request, running_engine
 from engine_replies import ask
-from model_zoo import FIRST_ID, TYPES, VOCAB, make_config, random_model
+from model_zoo import FIRST_ID, VOCAB, make_config, random_model
 from torch import Tensor
 from trainer_cases import batch_of, make_spec
 
@@ -47,6 +47,8 @@ COLUMNS = (
     "lora",
     "known deviation",
 )
+VLLM = COLUMNS.index("vllm")
+NOTE = "vllm: "
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
 LENGTHS = ((20, (96, 60, 34)), (5, (18, 12, 7)))
@@ -57,6 +59,8 @@ MOST_NATS = 1e-3
 MOST_GRADIENT = 2e-3
 """Relative error of a parameter's gradient; float32 gives 1e-5."""
 Ids = list[int]
+Served = tuple[str, str]
+"""Cell of column vllm, and a note."""
 
 
 # ---- the table
@@ -68,15 +72,29 @@ def read_table() -> dict[str, list[str]]:
     return {f"{row[0]} {row[1]}".rstrip(): row for row in rows[1:]}
 
 
-def write_table() -> None:
-    """Measure all models, and write the table."""
+def write_table(names: Collection[str], serve: Callable[[str], Served]) -> None:
+    """Measure models, and write their rows. `serve` measures column vllm."""
     assert vllm_names(), "make setup-vllm, or name its Python in ASYNCRL_VLLM_PYTHON"
-    rows: list[Any] = [COLUMNS]
-    for name in sorted(TYPES):
-        rows.append(measure(name))
-        print(f"{len(rows) - 1}/{len(TYPES)}", *rows[-1], sep="\t", flush=True)
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
+    table = read_table()
+    for number, name in enumerate(names):
+        row = measure(name)
+        if row[VLLM]:
+            row = with_vllm(row, *serve(name))
+        table[name] = row
+        print(f"{number + 1}/{len(names)}", *row, sep="\t", flush=True)
+        rows = [COLUMNS, *(table[name] for name in sorted(table))]
+        with TABLE.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def with_vllm(row: list[str], cell: str, note: str) -> list[str]:
+    """Return a row with another cell in column vllm; its note is the last one."""
+    notes, _, _ = row[-1].partition(NOTE)
+    notes = notes.removesuffix("; ")
+    changed = [*row]
+    changed[VLLM] = cell
+    changed[-1] = "; ".join(filter(None, [notes, note and NOTE + note]))
+    return changed
 
 
 @cache
@@ -98,7 +116,7 @@ def vllm_names() -> frozenset[str]:
 
 
 def measure(name: str) -> list[str]:
-    """Return the row of a model of the zoo."""
+    """Return the row of a model of the zoo, without a cell for vLLM if that has it."""
     model = random_model(make_config(name))
     notes = list[str]()
     plan: ForwardPlan | None = None
@@ -125,7 +143,7 @@ def measure(name: str) -> list[str]:
     gradients = "" if plan is None else cell("trainer", partial(trained, plan=plan))
     engine = cell("engine", served)
     lora = cell("lora", adapted)
-    vllm = "yes" if type(model).__name__ in vllm_names() else "no"
+    vllm = "" if type(model).__name__ in vllm_names() else "no"
     model_type, _, variant = name.partition(" ")
     return [
         model_type,

@@ -209,7 +209,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     said = capsys.readouterr().out
     assert "size unknown" not in said
     assert re.search(
-        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$",
+        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: exact$",
         said,
         re.MULTILINE,
     )

@@ -79,6 +79,36 @@ def test_vllm_receives_required_and_user_arguments(
     assert not any("kv-cache" in word for word in arguments_of(folder, is_cpu=False))
 
 
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (
+            {"n_layer": 4, "n_head": 8, "n_embd": 512},
+            f"--kv-cache-memory-bytes={(16 * 4 + 1) * 128 * 2 * 4 * 512 * 4}",
+        ),
+        ({"mamba_d_state": 8}, "--no-enable-prefix-caching"),
+        (
+            {"model_type": "cohere2", "sliding_window": 12},
+            '{"sliding_window": 11}',
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "original_max_position_embeddings": 32,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            '{"llama_4_scaling": {"original_max_position_embeddings": 32, "beta": 0.1}}',
+        ),
+    ],
+)
+def test_arguments_follow_config_json(
+    tmp_path: Path, config: dict[str, Any], word: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert word in arguments_of(tmp_path)
+
+
 def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     for name in (*OWN, "max-model-len", "no-enable-scale-out", "middleware+"):
         with pytest.raises(Refused, match="by itself"):

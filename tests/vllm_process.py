@@ -135,6 +135,20 @@ class VllmProcess(EngineProcess):
         assert not scratch.exists()
 
 
+def packages_for(folder: Path) -> Path:
+    """Return a folder of our packages and nothing else: vLLM's Python must not see our
+    site-packages.
+    """
+    packages = folder / "path"
+    packages.mkdir()
+    (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
+    (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
+    (packages / "faulty_vllm_worker.py").symlink_to(
+        ROOT / "tests" / "faulty_vllm_worker.py"
+    )
+    return packages
+
+
 @contextmanager
 def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
     """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log.
@@ -144,14 +158,7 @@ def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
     folder.mkdir(parents=True, exist_ok=True)
     spec_file = folder / "spec.json"
     log = folder / "engine.log"
-    packages = folder / "path"
-    # our packages and nothing else: vLLM's Python must not see our site-packages
-    packages.mkdir()
-    (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
-    (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
-    (packages / "faulty_vllm_worker.py").symlink_to(
-        ROOT / "tests" / "faulty_vllm_worker.py"
-    )
+    packages = packages_for(folder)
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with (
         socket.create_server(("127.0.0.1", 0), backlog=512) as listener,

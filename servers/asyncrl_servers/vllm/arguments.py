@@ -54,16 +54,27 @@ _BLOCK_TOKENS = 128
 MIN_BYTES = 2**26
 _PREFILL_TOKENS = 8192
 """Per step, on CPU."""
+SIZES = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("hidden_size", "n_embd", "d_model"),
+)
+"""Names of heads, layers and width in a config.json. Mamba has no heads."""
+WIDER = ("cohere2", "cohere2_moe")
+"""Types whose tokens see one token more in vLLM than `sliding_window` has."""
+STATE = re.compile(r"mamba|ssm|linear_att|conv_L_cache")
+"""In a config.json: layers with a state per sequence, not per token."""
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
     """Return the bytes for full slots plus one block."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    config = sections_of(read_config(folder))[-1]
+    heads, layers, width = (
+        next((config[name] for name in names if name in config), 1) for names in SIZES
+    )
+    head_dim = config.get("head_dim") or width // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
+    floats = 2 * layers * kv_heads * head_dim
     blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
     return max(
         MIN_BYTES,
@@ -143,10 +154,10 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
             (most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank
         )
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-    if has_own_head(folder):  # vLLM would tie it by config.json
-        untied: dict[str, object] = {"tie_word_embeddings": False}
-        given["hf_overrides"] = {**untied, **given.get("hf_overrides", {})}
-    if len(sections_of(read_config(folder))) > 1:  # the trainer pushes the text part
+    config = read_config(folder)
+    if overrides := _overrides(folder, config):
+        given["hf_overrides"] = {**overrides, **given.get("hf_overrides", {})}
+    if len(sections_of(config)) > 1:  # the trainer pushes the text part
         ours["language_model_only"] = True
     if spec.returns_routing:
         ours["enable_return_routed_experts"] = True
@@ -156,6 +167,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, object] = {}
     if is_cpu:
+        if STATE.search(json.dumps(config)):
+            # vLLM caches prefixes of states only with chunked prefill.
+            defaults["enable_prefix_caching"] = False
         executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
         defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
         # vLLM 0.32's engine dies if a seeded prompt is split: CPU generators have no
@@ -171,6 +185,21 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     # The user may change our defaults, not what correctness depends on.
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
+
+
+def _overrides(folder: Path, config: dict[str, Any]) -> dict[str, object]:
+    """Return the entries of config.json that vLLM reads unlike transformers."""
+    overrides: dict[str, object] = {}
+    if has_own_head(folder):  # vLLM would tie it by config.json
+        overrides["tie_word_embeddings"] = False
+    if config.get("model_type") in WIDER and config.get("sliding_window"):
+        overrides["sliding_window"] = config["sliding_window"] - 1
+    rope = config.get("rope_parameters") or {}
+    if beta := rope.get("llama_4_scaling_beta"):  # vLLM knows another entry
+        longest = rope["original_max_position_embeddings"]
+        scaling = {"original_max_position_embeddings": longest, "beta": beta}
+        overrides["llama_4_scaling"] = scaling
+    return overrides
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -73,6 +73,8 @@ def patch_worker() -> None:
     patch_compiled()
     patch_waits()
     patch_routing()
+    patch_router()
+    patch_rotary()
     patch_supports()
 
 
@@ -105,6 +107,59 @@ def patch_compiled() -> None:
     for module, name in patched:
         compiled = getattr(module, name)
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+def patch_router() -> None:
+    """Let routers without groups use their correction bias, their scoring and their
+    scale.
+
+    vLLM 0.32's CPU router does so only with groups, and else takes the highest logits.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    begin = CPURouter.__init__
+
+    def begin_with_a_group(router: Any, *args: object, **named: object) -> None:
+        begin(router, *args, **named)
+        is_plain = (
+            router.scoring_func == "softmax"
+            and router.e_score_correction_bias is None
+            and router.routed_scaling_factor == 1
+        )
+        has_own_way = (
+            router.use_grouped_topk
+            or router.custom_routing_function is not None
+            or router.scoring_func == "sqrtsoftplus"
+        )
+        if not is_plain and not has_own_way:
+            router.use_grouped_topk = True
+            router.num_expert_group = router.topk_group = 1
+
+    CPURouter.__init__ = begin_with_a_group
+
+
+def patch_rotary() -> None:
+    """Rotate all heads of [tokens, heads, size]; vLLM 0.32's CPU kernel rotates the
+    first.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_all(
+        layer: Any,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        flat_query = query.reshape(len(query), -1)
+        flat_key = None if key is None else key.reshape(len(key), -1)
+        rotated, rotated_key = rotate(layer, positions, flat_query, flat_key)
+        if rotated_key is not None and key is not None:
+            rotated_key = rotated_key.view_as(key)
+        return rotated.view_as(query), rotated_key
+
+    RotaryEmbedding.forward_cpu = rotate_all
 
 
 def patch_runner_checks() -> None:
@@ -187,6 +242,26 @@ def _is_cut(request: Any) -> bool:
     given = request.sampling_params
     is_full = given.top_p == 1 and given.top_k <= 0 and given.min_p == 0
     return given.temperature > 0 and not is_full
+
+
+def patch_gemma3n() -> None:
+    """Give Gemma 3n's text model its per-layer embeddings, which vLLM 0.32 looks up only
+    for the model with images.
+    """
+    from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
+
+    forward = Gemma3nForCausalLM.forward
+
+    def forward_with_layers(
+        model: Any, input_ids: torch.Tensor | None, *args: object, **named: object
+    ) -> object:
+        if named.get("per_layer_inputs") is None and input_ids is not None:
+            looked_up = model.model.get_per_layer_input_embeddings(input_ids)
+            sizes = (model.config.num_hidden_layers, -1)
+            named["per_layer_inputs"] = looked_up.unflatten(-1, sizes)
+        return forward(model, input_ids, *args, **named)
+
+    Gemma3nForCausalLM.forward = forward_with_layers
 
 
 def patch_penalties() -> None:

@@ -12,12 +12,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -28,7 +30,15 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    make_online_process_loader,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    CopyCounter,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_size
 from vllm.platforms import current_platform
 
 from asyncrl.base.host import available_memory
@@ -42,6 +52,7 @@ from asyncrl.weights.tensor_files import digest_and_size, dtype_name
 from asyncrl_servers.vllm.loaded_parts import Expected, LoadedParts
 from asyncrl_servers.vllm.monkeypatches import (
     patch_device_penalties,
+    patch_gemma3n,
     patch_penalties,
     patch_worker,
 )
@@ -56,6 +67,7 @@ from asyncrl_servers.weight_state import (
 )
 
 patch_penalties()
+patch_gemma3n()
 if current_platform.is_cpu():
     patch_worker()
     # vLLM's bfloat16 attention uses AMX where the CPU has it, and Linux admits only
@@ -297,6 +309,10 @@ class Loader:
         self._owners = {
             name.rpartition(".")[0] for name, _ in self.model.named_parameters()
         }
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial):
+                loader.__name__ = "partial"  # type: ignore[attr-defined]  # the reload asks for it
         with self._changing(), self._loading():
             initialize_layerwise_reload(self.model)
             for layer in self.model.modules() if current_platform.is_cpu() else ():
@@ -305,9 +321,11 @@ class Loader:
                     # vLLM packs experts on CPU only at the first load.
                     self._cpu_experts[method] = kernel
                     method.moe_kernel = None  # type: ignore[union-attr]
+            for parameter in self._uncounted().values():
+                parameter.fill_(torch.nan)
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._loading():
+        with self._loading(), DirectCopies(self.model):
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
 
     def _finish(self) -> None:
@@ -328,13 +346,26 @@ class Loader:
             what += f"as they were sent: {wrong[:5]}"
             raise Refused(409, what, rule=rule, way_out=way_out)
 
+    def _uncounted(self) -> dict[str, nn.Parameter]:
+        """Return parameters that vLLM loads in place, without counting elements."""
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS
+        }
+
     def incomplete(self) -> list[str]:
-        missing = []
+        missing = [
+            name
+            for name, parameter in self._uncounted().items()
+            if parameter.isnan().any()
+        ]
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if (
                 name not in self._owners
                 or not info.can_load()
+                or info.load_numel >= num_loadable(layer)
                 or is_deferred_attention_layer(layer)
             ):
                 continue  # nothing to load, or complete (then it is packed already)
@@ -395,6 +426,63 @@ class Loader:
         except Exception:
             self._close()
             raise
+
+
+class DirectCopies(TorchFunctionMode):
+    """Make `parameter.copy_(tensor)` of a model's load_weights a load, as GPT-OSS does
+    it.
+
+    The layerwise reload takes parameters' memory away, and knows what goes through
+    their loaders.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._places = {
+            id(parameter): (parameter, layer, name)
+            for layer in model.modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
+        self._latest: tuple[object, object] = (None, None)
+        """`parameter.data` and the parameter, of the latest access."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # A loader may copy into memory that does not exist: its copies are counted.
+        is_loader = isinstance(_get_current_dispatch_mode(), CopyCounter)
+        if func == Tensor.copy_ and args[0].is_meta and not is_loader:
+            data, owner = self._latest
+            target = owner if args[0] is data else args[0]
+            if (place := self._places.get(id(target))) is not None:
+                parameter, layer, name = place
+                parameter.weight_loader = copy_whole  # type: ignore[attr-defined]
+                make_online_process_loader(layer, name)(parameter, args[1])
+                return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._latest = (result, args[0])
+        return result
+
+
+def copy_whole(param: Tensor, loaded_weight: Tensor) -> None:
+    """Load a parameter. The reload replaces the argument `param`."""
+    param.data.copy_(loaded_weight)
+
+
+def num_loadable(layer: nn.Module) -> int:
+    """Return the number of elements that weights have for a layer. Buffers outside of
+    its state are computed.
+    """
+    computed = layer._non_persistent_buffers_set - SKIP_LOAD_TENSORS
+    buffers = [layer._buffers.get(name) for name in computed]
+    num_computed = sum(one.numel() for one in buffers if one is not None)
+    num_elements: int = get_layer_size(layer)
+    return num_elements - num_computed
 
 
 def _rpc(name: str) -> Callable[..., dict[str, object]]:
