@@ -85,10 +85,10 @@ def test_memory_of_a_server_leaves_and_comes_back(kind: str, tmp_path: Path) -> 
         caller = Caller(kind, server.url, SECRET)
         client = make(caller)
         before = await ask(client)
-        # The first calls and moves leave pages of their own in the allocator.
+        # A call leaves pages in the allocator until the next sleep, so no call comes
+        # between the two measurements.
         await client.sleep()
         await client.wake()
-        assert await ask(client) == before
         here = resident_bytes(server)
         moved = await client.sleep()
         away = resident_bytes(server)
