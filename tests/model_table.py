@@ -43,11 +43,11 @@ COLUMNS = (
     "trainer",
     "gradients",
     "embedded engine",
-    "vllm",
+    "vllm on a CPU",
     "lora",
     "known deviation",
 )
-VLLM = COLUMNS.index("vllm")
+VLLM = COLUMNS.index("vllm on a CPU")
 NOTE = "vllm: "
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

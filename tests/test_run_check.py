@@ -209,7 +209,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     said = capsys.readouterr().out
     assert "size unknown" not in said
     assert re.search(
-        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: exact$",
+        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm on a CPU: exact$",
         said,
         re.MULTILINE,
     )

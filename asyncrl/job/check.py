@@ -406,7 +406,7 @@ def _check_support(config: RunConfig, found: Found) -> None:
         if {row["embedded engine"] for row in rows} == {"refused"}:
             raise ConfigError(
                 f"the embedded engine refuses {model_type} models: {rows[0]['known deviation']}",
-                way_out=f"set {key}=vllm (its CPU build: {rows[0]['vllm']}).",
+                way_out=f"set {key}=vllm (its CPU build: {rows[0]['vllm on a CPU']}).",
             )
 
 

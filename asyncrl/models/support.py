@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 from importlib.resources import files
 
-CELLS = ("trainer", "embedded engine", "vllm")
+CELLS = ("trainer", "embedded engine", "vllm on a CPU")
 
 
 def find_support(model_type: str) -> list[dict[str, str]]:
