@@ -47,9 +47,9 @@ collect_ignore = [
 ]
 
 
-THIRD = int(os.environ.get("ASYNCRL_THIRD", "0"))
-"""1, 2 or 3 runs that third of the slow tests, as CI does by the commit; 0 runs all."""
-IN_EACH_THIRD = ["test_job_resume.py", "test_job_faults.py"]
+QUARTER = int(os.environ.get("ASYNCRL_QUARTER", "0"))
+"""1 to 4 runs that quarter of the slow tests, as CI does by the commit; 0 runs all."""
+IN_EACH_QUARTER = ["test_job_resume.py", "test_job_faults.py"]
 """Files that hold the promises of a run that is killed and resumed."""
 LONGEST = [
     "test_tutorial.py",
@@ -66,27 +66,27 @@ def is_marked(item: pytest.Item, *names: str) -> bool:
     return any(item.get_closest_marker(name) is not None for name in names)
 
 
-def of_other_thirds(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the slow tests that this third leaves out.
+def of_other_quarters(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the slow tests that this quarter leaves out.
 
     Tests of a file share runs and servers, so whole files rotate. Tests marked rotated
-    share nothing and rotate one by one.
+    share nothing and rotate one by one, a third in each run.
     """
     alone = [item for item in items if is_marked(item, "rotated")]
     alone.sort(key=lambda item: item.nodeid)
-    others = {*alone} - {*alone[THIRD - 1 :: 3]}
+    others = {*alone} - {*alone[(QUARTER - 1) % 3 :: 3]}
     slow = [
         item
         for item in items
         if is_marked(item, *SLOW)
         and not is_marked(item, "rotated")
-        and item.path.name not in IN_EACH_THIRD
+        and item.path.name not in IN_EACH_QUARTER
     ]
-    # The longest files go to different thirds.
+    # The longest files go to different quarters.
     rank = {name: number for number, name in enumerate(LONGEST)}
     names = {item.path.name for item in slow}
     files = sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
-    own_files = files[THIRD - 1 :: 3]
+    own_files = files[QUARTER - 1 :: 4]
     return others | {item for item in slow if item.path.name not in own_files}
 
 
@@ -97,8 +97,8 @@ def pytest_collection_modifyitems(
     starts a long one at the end. Tests marked gpu are skipped where torch sees no CUDA
     device. Those marked vllm see to it themselves: vllm_process.vllm_python.
     """
-    if THIRD:
-        others = of_other_thirds(items)
+    if QUARTER:
+        others = of_other_quarters(items)
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     long = {item.path for item in items if item.get_closest_marker("slow")}

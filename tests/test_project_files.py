@@ -55,7 +55,7 @@ def test_files_of_the_host_name_version_and_commands() -> None:
 
 
 class Item:
-    """The parts of a pytest item that the choice of a third reads."""
+    """The parts of a pytest item that the choice of a quarter reads."""
 
     def __init__(self, file: str, name: str, *marks: str) -> None:
         self.path = Path(file)
@@ -66,19 +66,19 @@ class Item:
         return name if name in self.marks else None
 
 
-def test_each_slow_test_is_in_one_third_and_others_in_all(
+def test_each_slow_test_is_in_one_quarter_and_others_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick = [Item("test_buffer.py", "a"), Item("test_slow_0.py", "quick")]
-    quick += [Item(file, "a", "slow") for file in conftest.IN_EACH_THIRD]
+    quick += [Item(file, "a", "slow") for file in conftest.IN_EACH_QUARTER]
     slow = [Item(f"test_slow_{number}.py", "a", "slow") for number in range(8)]
     slow += [Item(f"test_slow_{number}.py", "b", "vllm") for number in range(8)]
     slow += [Item("test_table.py", str(n), "long", "rotated") for n in range(8)]
     items: Any = quick + slow
     left_out = Counter[str]()
-    for third in (1, 2, 3):
-        monkeypatch.setattr(conftest, "THIRD", third)
-        others: Any = conftest.of_other_thirds(items)
+    for quarter in (1, 2, 3, 4):
+        monkeypatch.setattr(conftest, "QUARTER", quarter)
+        others: Any = conftest.of_other_quarters(items)
         left_out.update(item.nodeid for item in others)
         for file in {item.path for item in slow[:16]}:
             assert sum(item.path == file for item in others) in (0, 2)
