@@ -114,6 +114,7 @@ class TaskConfig(FrozenConfig):
         "reward_workers",
         "reward_timeout_s",
         "digest",
+        "offload",
     )
 
     name: Name | None = None

@@ -67,7 +67,7 @@ class RoleClient(ServerClient):
 
     @property
     def is_up(self) -> bool:
-        return self._up.is_set() and not self.is_asleep
+        return self._up.is_set()
 
     @property
     def is_asleep(self) -> bool:
@@ -199,9 +199,12 @@ class RoleClient(ServerClient):
 
 def least_busy(copies: Sequence[Copy]) -> Copy:
     """Return the client of the copy of a server that the next call goes to: an up one,
-    with the fewest open calls.
+    better awake, with the fewest open calls.
     """
-    return min(copies, key=lambda client: (not client.is_up, client.num_calls))
+    return min(
+        copies,
+        key=lambda client: (not client.is_up, client.is_asleep, client.num_calls),
+    )
 
 
 def judge_by(

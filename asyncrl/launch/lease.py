@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, ComponentError
 from asyncrl.base.waits import note_span, uncut, waiting
+from asyncrl.engines.role_client import CALL_TIMEOUT_S
 from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
@@ -236,7 +237,10 @@ class Lease:
                     if num_restarts == last_restarts:
                         raise self._late(name, call)
                     last_restarts = num_restarts
-                    await asyncio.wait({working}, timeout=self._timeout_s)
+                    limit_s = self._timeout_s
+                    # First the answers to sent calls come.
+                    limit_s += CALL_TIMEOUT_S if call == SLEEP_SERVERS else 0.0
+                    await asyncio.wait({working}, timeout=limit_s)
             num_bytes = working.result().num_bytes
             # The trainer's lane has its handovers as a whole, "weight sync" the pushes.
             if call.of in ("engines", "servers"):

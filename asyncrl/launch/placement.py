@@ -171,9 +171,26 @@ class Placement:
 
     def leaves(self, name: str) -> bool:
         """Return whether an extra server leaves its device in the trainer's turn."""
-        rule = self.extra_servers[name].offload
+        server = self.extra_servers[name]
         is_shared = self.extra[name] in self.trainer
-        return self.moves and is_shared and rule in ("auto", "always")
+        if not self.moves or not is_shared:
+            return False
+        if server.offload == "auto":
+            return not self.needed_awake(server)
+        return server.offload == "always"
+
+    def needed_awake(self, server: ExtraServer) -> str:
+        """Return why an extra server must be awake in the trainer's turn, or ""."""
+        if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
+            return f"a {server.key} with engine={server.engine} loses its weights if it sleeps"
+        # The eval engine evaluates in the trainer's turn, too, and its rewards would
+        # wait for the engines' turn, which never comes after the last step.
+        readers = self.weight_readers
+        if server.serves_evals and readers:
+            return (
+                f"evaluations on {next(iter(readers))} ask the {server.key} at any time"
+            )
+        return ""
 
     def extra_side(self, name: str) -> Literal["turn", "extra"]:
         return "turn" if self.leaves(name) else "extra"
@@ -464,25 +481,12 @@ def _refuse_server_offload(placement: Placement) -> None:
                 rule="a server leaves a device of the trainer, in the trainer's turn",
                 way_out=f"set {server.offload_key}=auto.",
             )
-        if not any(map(placement.leaves, copies)):
-            continue
-        never = f"set {server.offload_key}=never: then it stays next to the trainer"
-        if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
+        needed = placement.needed_awake(server)
+        if needed and any(map(placement.leaves, copies)):
             raise ConfigError(
-                f"placement.{server.key}={server.written} is a device of the trainer, and a "
-                f"{server.key} with engine={server.engine} cannot leave it in the trainer's turn",
-                rule="a server that sleeps must keep its weights",
-                way_out=f"{never}, or set its engine=embedded.",
-            )
-        # The eval engine evaluates in the trainer's turn, too, and its rewards would
-        # wait for the engines' turn, which never comes after the last step.
-        readers = placement.weight_readers
-        if server.serves_evals and readers:
-            raise ConfigError(
-                f"placement.{server.key}={server.written} is a device of the trainer, and "
-                f"evaluations on {next(iter(readers))} ask the {server.key} in the trainer's turn",
-                rule="a server that takes turns answers in the engines' turn",
-                way_out=f"{never}, or set eval.engine=rollout.",
+                f"placement.{server.key}={server.written} is a device of the trainer, and {needed}",
+                rule=f"{server.offload_key}=always: the server sleeps in the trainer's turn",
+                way_out=f"set {server.offload_key}=auto: then it stays next to the trainer.",
             )
 
 

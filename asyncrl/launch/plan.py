@@ -761,27 +761,29 @@ def offload_text(
     nodes: Sequence[Node],
     extra: Mapping[str, ExtraServer] | None = None,
 ) -> str:
-    """Return a table of the parts that may leave the first rank's device: the trainer's parts and
-    extra servers, their bytes, and what the device needs in all by each rule; "" if no
-    rule is possible but auto.
+    """Return a table of the parts that may leave a device of the trainer, their bytes,
+    and what the device needs in all by each rule; "" if no rule is possible but auto.
+    The parts are those of rank 0, and the extra servers.
     """
     placement = plan.placement
     first = placement.trainer[0]
     device = placement.label(first)
     servers = dict(extra or {})
-    rows = list[tuple[str, int, Callable[[Rule], Plan]]]()
+    rows = list[tuple[str, str, int, Callable[[Rule], Plan]]]()
     for one, size in rank_memory(config, plan.shape, first.name).parts.items():
 
         def with_part(rule: Rule, one: ModelPart = one) -> Plan:
             return plan_run(_with_rule(config, one, rule), nodes, extra)[0]
 
-        rows.append((one.key, size, with_part))
-    sizes = Counter[str]()
+        rows.append((one.key, device, size, with_part))
+    sizes = Counter[tuple[str, str]]()
     for name, server in servers.items():
-        if server.offload is not None and placement.extra.get(name) == first:
-            memory = _extra_memory(config, plan.shape, server, first)
-            sizes[server.offload_key] += memory.total
-    for key, size in sizes.items():
+        its_device = placement.extra.get(name)
+        if server.offload is not None and its_device in placement.trainer:
+            assert its_device is not None
+            memory = _extra_memory(config, plan.shape, server, its_device)
+            sizes[server.offload_key, placement.label(its_device)] += memory.total
+    for (key, label), size in sizes.items():
 
         def with_servers(rule: Rule, key: str = key) -> Plan:
             changed = {
@@ -791,17 +793,18 @@ def offload_text(
             }
             return plan_run(config, nodes, servers | changed)[0]
 
-        rows.append((key, size, with_servers))
+        rows.append((key, label, size, with_servers))
     rules: tuple[Rule, ...] = ("auto", "always", "never")
     lines = list[str]()
-    for title, size, planned in rows:
+    for key, label, size, planned in rows:
         needed = dict[Rule, str]()
         for rule in rules:
             # A rule without a use here is refused.
             with contextlib.suppress(ConfigError):
-                needed[rule] = size_text(planned(rule).needed_bytes(device))
+                needed[rule] = size_text(planned(rule).needed_bytes(label))
         if len(needed) > 1:
             texts = [size_text(size), *(needed.get(rule, "-") for rule in rules)]
+            title = key if label == device else f"{key} ({label})"
             lines.append(_offload_row(title, texts))
     if not lines or not plan.shape.num_parameters:
         return ""

@@ -225,6 +225,15 @@ def changed_calls(
     place_K = source_U[row_K]
     starts = np.array([call.start for call in adjusted.calls])
     number_K = np.searchsorted(starts, place_K, side="right") - 1
+    # Without penalties nothing is counted, so all calls with one bias are like one call.
+    first = dict[int, int]()
+    owners = [
+        number
+        if call.adjustment.has_penalty
+        else first.setdefault(id(call.adjustment), number)
+        for number, call in enumerate(adjusted.calls)
+    ]
+    number_K = np.array(owners)[number_K]
     changed = list[ChangedCall]()
     for number in np.unique(number_K).tolist():
         is_own_K = number_K == number

@@ -215,6 +215,9 @@ def attention(
     # kernels support one head size; zero columns change nothing
     if size < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - size))
+    if query.shape[2:] != key.shape[2:] or key.shape != value.shape:
+        shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
+        raise UnknownAttentionError(f"its attention reads {shapes}")
     sinks = options.get("s_aux")
     output, _ = _attend(query, key, value, sinks, number, scale, *kind)
     return output if size == output.shape[3] else output[..., :size], None

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -76,9 +77,18 @@ def _success_file(architecture: PreTrainedConfig, max_length: int) -> Path:
     versions = [version(name) for name in ("asyncrl", "torch", "transformers")]
     settings = architecture.to_json_string(use_diff=False)
     depends_on = json.dumps([settings, max_length, sys.version, versions])
-    digest = hashlib.sha256(depends_on.encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "asyncrl" / "trials" / digest
+    found = hashlib.sha256(depends_on.encode())
+    # A checkout keeps its version while its code changes.
+    for package in ("asyncrl_servers.embedded", "asyncrl.models"):
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        for source in sorted(Path(spec.origin).parent.glob("*.py")):
+            found.update(source.read_bytes())
+    digest = found.hexdigest()
+    # Not Path.expanduser(), which raises an error for a user without a home.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(cache, "asyncrl", "trials", digest)
 
 
 def try_engine(key: str, model: ModelConfig, folder: Path, max_length: int) -> None:
@@ -89,7 +99,8 @@ def try_engine(key: str, model: ModelConfig, folder: Path, max_length: int) -> N
     disable_progress_bar()
     with _architecture(model, folder) as architecture:
         success = _success_file(architecture, max_length)
-    if success.exists():
+    # Not Path.exists(), which raises an error for a folder that may not be read.
+    if os.path.exists(success):  # noqa: PTH110
         return
     with tempfile.TemporaryDirectory(prefix="asyncrl-trial-") as made:
         with _architecture(model, folder) as architecture:

@@ -146,6 +146,7 @@ class Offload:
             self._together(what, lambda: copy_back(copied), way_out)
         except Refused:
             free_storages(copied)
+            give_back(self._device)
             raise
         for one in moving:
             del self._copies[one]

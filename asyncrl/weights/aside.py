@@ -140,6 +140,7 @@ class Aside:
             self._wait()
         except RuntimeError as error:
             free_storages(self._copies)
+            give_back(self._device)
             raise _refused("come back", error) from error
         self._copies = []
         if self._device.type == "cpu":  # no second copy stays in the same memory

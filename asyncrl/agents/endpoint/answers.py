@@ -121,16 +121,20 @@ class AnswerText:
     def _grown(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the new text that no later token can change; all if `is_last`."""
         texts = self._texts
-        self._run += [
+        shown = [
             token
             for token in token_ids
             if token in texts.text_ids and token not in texts.end_ids
         ]
-        end = len(self._run)
-        while end and not is_last and self._run[end - 1] in texts.byte_ids:
+        end = len(shown)
+        while end and not is_last and shown[end - 1] in texts.byte_ids:
             end -= 1
-        self._window += self._run[:end]
-        self._run = self._run[end:]
+        # A run of bytes may be long, so it is read once, when it ends.
+        if not end and not is_last:
+            self._run += shown
+            return ""
+        self._window += self._run + shown[:end]
+        self._run = shown[end:]
         new = self._decode(self._window)[self._num_known :]
         sure = new if is_last else new.removesuffix(REPLACEMENT)
         self._window = self._window[-CONTEXT_TOKENS:]
@@ -155,7 +159,7 @@ def _bytes_of_letters() -> Mapping[str, int]:
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
-@lru_cache(1)
+@lru_cache(4)
 def _pieces(tokenizer: ChatTokenizer) -> Mapping[int, str]:
     """Return the vocabulary by id. To read 150,000 tokens takes 0.2 s, in which the
     gateway answers nobody.

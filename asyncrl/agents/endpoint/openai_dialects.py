@@ -108,10 +108,11 @@ class ChatWriter(Writer):
         if block.part != "call":
             name = "content" if block.part == "text" else "reasoning_content"
             return {"delta": {name: text}}
-        function = {"arguments": text}
+        function = (
+            {"arguments": text} if text else {"name": block.name, "arguments": ""}
+        )
         entry: dict[str, object] = {"index": block.number, "function": function}
         if not text:
-            function["name"] = block.name
             entry |= {"id": block.id, "type": "function"}
         return {"delta": {"tool_calls": [entry]}}
 
