@@ -104,6 +104,12 @@ GAE = ["algorithm.advantage=gae", "critic={}"]
         ((3,), ["placement.critic=1"], "0: 0", "0: 1", "0: 2"),
         ((4,), ["placement.critic=0-1", "critic.world_size=2"], "0: 2", "0: 01", "0: 3"),
         ((2,), ["placement.critic=0", "placement.trainer=1", ZERO], "0: 1", "0: 0", "0: 1"),
+        # Other nodes come first.
+        ((2, 2), ["placement.critic={nodes: 1}", "critic.world_size=2"], "0: 0", "1: 01", "0: 1"),
+        ((4,), ["placement={trainer: 0, rollout: 1, critic: {nodes: 1, gpus: 1}}"],
+         "0: 0", "0: 2", "0: 1"),
+        ((0, 0), ["placement.critic={nodes: 2, gpus: 0}", "critic.world_size=4"],
+         "0: c", "0: cc, 1: cc", "0: c"),
     ],
 )  # fmt: skip
 def test_critic_has_the_devices_that_are_written(
@@ -116,6 +122,7 @@ def test_critic_has_the_devices_that_are_written(
     placement = placed(num_cuda, *GAE, *sizes(1, 1), *overrides)
     assert where(placement.trainer) == trainer
     assert where(placement.critic) == critic
+    assert placement.num_nodes == 1, "no weights leave the trainer's node"
     assert where(placement.engine_devices) == engines
     assert placement.is_colocated == (ZERO in overrides)
 
@@ -142,6 +149,9 @@ def test_critic_has_the_devices_that_are_written(
         ((2,), [*GAE, "placement={trainer: 0, rollout: 1, critic: cpu}"], "both on CUDA devices"),
         ((4,), [*GAE, "placement.critic=[2, 3]"], "set critic.world_size=2"),
         ((2,), [*GAE, "placement.critic=2"], "n0 has 2 CUDA devices"),
+        ((2, 2), [*GAE, "placement={trainer: all, rollout: trainer, critic: {nodes: 1}}", ZERO,
+                  *sizes(4, 4), "critic.world_size=2"], "share cuda:0, cuda:1.*critic=auto"),
+        ((1,), [*GAE, "placement.critic={nodes: 2}"], "leaves are: n0 1"),
         ((1,), [*GAE, "placement.critic=0"], "leaves no CUDA device for placement"),
         ((3,), [*GAE, "placement={trainer: 0, rollout: 1, critic: 2, eval: 2}", EVAL, OWN],
          "placement.eval=2 is cuda:2, which the critic uses"),
@@ -200,6 +210,11 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     leaving = [placement.leaves("teacher-1") for placement in (stays, turns)]
     assert leaving == [False, True]
     assert not turns.leaves("teacher-0"), "it has a device of its own"
+    shared = {0: ["cuda:0", "cuda:0", "cuda:2", "cuda:0"]}
+    assert turns.parts(has_engines=True) == shared
+    remote = placed(4, *APART, *TAUGHT, "teacher.base_url=http://t:1")
+    started = {0: ["cuda:1", "cuda:0"]}
+    assert remote.parts(has_engines=True) == started, "a place for a teacher elsewhere"
 
 
 def test_one_key_places_several_components() -> None:

@@ -237,6 +237,7 @@ def test_check_shows_the_first_prompt_and_its_rewards(
         write_config(here, task={**FILES, "reward": reward, "shuffle": False})
     )
     said = "\n".join(check_lines(config, single_node()))
+    assert re.search(r"run directory: needs .*, free \d", said)
     assert "the first prompt is '<|user|>abc<|im_end|><|assistant|>'" in said
     assert says in said, said
 

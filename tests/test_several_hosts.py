@@ -17,7 +17,9 @@ import pytest
 from crash_fuzz import differences, fuzz_config, promise_of
 from job_runs import (
     engine_events,
+    read_lines,
     run,
+    variant,
     wait_for_more_steps,
     wait_for_steps,
     wait_until,
@@ -26,6 +28,7 @@ from job_runs import (
 from launcher_contract import OTHER, SECRET
 from ray_cluster import FRUGAL, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
+from test_servers_asleep import write_turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0
@@ -47,7 +50,7 @@ def cluster(needs_hosts: None) -> Iterator[Cluster]:
     """Two hosts with Ray and its address. The last test of this file kills the second
     one's raylet.
     """
-    options = {0: ["--num-cpus=3"], 1: ["--num-cpus=3", "--num-gpus=2"]}
+    options = {0: ["--num-cpus=4"], 1: ["--num-cpus=3", "--num-gpus=2"]}
     with network_hosts.network(2) as hosts, ray_cluster(hosts, options) as address:
         yield hosts, address
 
@@ -80,6 +83,46 @@ def test_two_hosts_equal_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> No
     assert (
         json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "done"
     )
+
+
+def test_servers_take_turns_on_ray_and_a_critic_has_another_host(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Trainer, engine and two copies of a reward model share the first host's CPU."""
+    config = variant(
+        write_turns(tmp_path, "reward", "always"),
+        tmp_path,
+        trainer={"num_steps": 3},
+        algorithm={"advantage": "gae"},
+        critic={"learning_rate": 0.003},
+        placement={"reward": ["cpu", "cpu"], "critic": "cpu"},
+    )
+    here = run(config, tmp_path / "one", timeout_s=RUN_S)
+    assert here.returncode == 0, here.stderr
+    hosts, address = cluster
+    apart = ["placement.critic={nodes: 1, gpus: 0}", f"launcher=ray:{address}"]
+    run_dir = tmp_path / "two"
+    process = start_run(hosts[0], config, *apart, "--run-dir", run_dir)
+    wait_until(
+        lambda: any("critic-0" in line for line in hosts[1].commands()), process, RUN_S
+    )
+    output, _ = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0, output
+    names = ("reward/mean", "critic/value_mean")
+    curves = [
+        [
+            [step[name] for name in names]
+            for step in read_lines(folder / "metrics.jsonl")
+        ]
+        for folder in (tmp_path / "one", run_dir)
+    ]
+    # A score depends in its last bits on the texts that are read along.
+    assert curves[1] == [pytest.approx(step, abs=1e-5) for step in curves[0]]
+    assert len(curves[1]) == 3
+    trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    spans = {(event.get("cat"), event["name"]) for event in trace}
+    for copy in ("reward-0", "reward-1"):
+        assert {(copy, name) for name in ("sleep", "score", "wake")} <= spans
 
 
 @pytest.mark.long

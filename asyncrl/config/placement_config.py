@@ -91,6 +91,11 @@ def is_cpu(devices: Devices) -> bool:
     return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
 
 
+def _is_nodes(value: Any) -> bool:
+    is_written = isinstance(value, Mapping) and "nodes" in value
+    return is_written or isinstance(value, NodesConfig)
+
+
 class PlacementConfig(FrozenConfig):
     """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation
     (docs/colocation.md).
@@ -108,12 +113,16 @@ class PlacementConfig(FrozenConfig):
     (colocated). auto = the devices that the trainer does not use; without any,
     colocated at buffer.max_staleness=0, else refused.
     """
-    critic: Literal["auto", "cpu"] | NonNegativeInt | str | list[NonNegativeInt] = (
-        "auto"
-    )
-    """Devices of a critic: cpu, a CUDA device number, a list [0, 1] or a range 0-3, one
-    per process of critic.world_size. They work at the same time as the trainer's (auto =
-    the trainer's ranks, one model after the other).
+    critic: (
+        Literal["auto", "cpu"]
+        | NonNegativeInt
+        | str
+        | list[NonNegativeInt]
+        | NodesConfig
+    ) = "auto"
+    """Devices of a critic: cpu, a CUDA device number, a list [0, 1], a range 0-3, or
+    {nodes: 1, gpus: 8}, one per process of critic.world_size. They work at the same time
+    as the trainer's (auto = the trainer's ranks, one model after the other).
     """
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA
@@ -143,10 +152,11 @@ class PlacementConfig(FrozenConfig):
     @field_validator("critic", mode="before")
     @classmethod
     def _is_critics_form(cls, value: Any) -> Any:
-        if device_numbers(value) is None and value not in ("auto", "cpu"):
+        is_form = _is_nodes(value) or device_numbers(value) is not None
+        if not is_form and value not in ("auto", "cpu"):
             raise ValueError(
-                "give auto, cpu, a device number, a list like [0, 1] that names each once, or a range "
-                "like 0-3"
+                "give auto, cpu, a device number, a list like [0, 1] that names each once, a range "
+                "like 0-3, or a mapping like {nodes: 1, gpus: 8}"
             )
         return value
 
@@ -191,10 +201,9 @@ class PlacementConfig(FrozenConfig):
         )
         # The union has str for ranges like 0-3, so pydantic by itself would take any
         # text, such as gpu0, and the mistake would show only when devices are assigned.
-        is_nodes = isinstance(value, NodesConfig) or (
-            isinstance(value, Mapping) and "nodes" in value
-        )
-        if not (is_nodes or device_numbers(value) is not None or value in words):
+        if not (
+            _is_nodes(value) or device_numbers(value) is not None or value in words
+        ):
             raise ValueError(
                 f"give {', '.join(words)}, a device number, a list like [0, 1] that names each once, a range "
                 "like 0-3, or a mapping like {nodes: 2, gpus: 8}, {nodes: all, gpus: all}"

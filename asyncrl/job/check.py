@@ -126,7 +126,8 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
     plan, messages = plan_run(config, nodes, extra)
-    yield plan_text(plan, config)
+    disk_bytes = _disk_bytes(nodes)
+    yield plan_text(plan, config, disk_bytes)
     if offloads := offload_text(plan, config, nodes, extra):
         yield f"\n{offloads}"
     yield from messages
@@ -136,10 +137,16 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         if not read_architecture(other.model):
             path = other.model.path
             yield f"warning: {other.key}={path} is not checked, because it is not here. {GET_CONFIG}"
-    if is_here and (needed := plan.needed_bytes(DISK)) > shutil.disk_usage(".").free:
+    needed = plan.needed_bytes(DISK)
+    if disk_bytes is not None and needed > disk_bytes:
         yield f"warning: this disk has less than {size_text(needed)} free: choose a --run-dir on another one"
     # Last: the printed plan shows what does not fit.
     refuse_over_capacity(plan, config)
+
+
+def _disk_bytes(nodes: Sequence[Node]) -> int | None:
+    """Return what is free where run directories are by default, if it is this machine."""
+    return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
 
 
 def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
@@ -165,7 +172,7 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
     yield from _try_model(run)
     plan = without_engines(plan_run(run, nodes)[0], run)
-    yield plan_text(plan, run)
+    yield plan_text(plan, run, _disk_bytes(nodes))
     refuse_over_capacity(plan, run)
 
 

@@ -156,7 +156,10 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        used = [*self.ranks, *self.engine_devices, *self.weight_readers.values()]
+        """Return the number of nodes that weights go between: no engine reads a
+        critic's.
+        """
+        used = [*self.trainer, *self.engine_devices, *self.weight_readers.values()]
         return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
 
     @property
@@ -220,6 +223,7 @@ class Placement:
     def parts(
         self, *, has_engines: bool, serves_only: bool = False
     ) -> dict[int, list[str]]:
+        """Return the device of each process that the run starts, by node."""
         parts = defaultdict[int, list[str]](list, {0: []})
         used = (
             [device for devices in self.engines for device in devices]
@@ -227,7 +231,12 @@ class Placement:
             else []
         )
         if not serves_only:
-            used += [*self.ranks, *self.extra.values()]
+            extra = [
+                device
+                for name, device in self.extra.items()
+                if not self.extra_servers[name].is_remote
+            ]
+            used += [*self.ranks, *extra]
         for node, name in used:
             parts[node].append(name)
         return parts
@@ -257,7 +266,6 @@ def place(
     )
     _refuse_counts(config, trainer, rollout)
     _refuse_critic(config, critic, trainer, rollout)
-    size = config.trainer.world_size
     split = config.rollout.devices_per_engine
     # Round robin: with more engines than devices, each device gets the same number, or
     # one more.
@@ -272,9 +280,7 @@ def place(
         engines = ((NodeDevice(0, NO_DEVICE),),) * config.rollout.max_engines
     placement = Placement(
         nodes=tuple(nodes),
-        # CPUs of nodes: 4 ranks on 2 nodes become 0, 0, 1, 1, so that neighbors share a
-        # node.
-        trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
+        trainer=_spread(trainer, config.trainer.world_size),
         engines=engines,
         is_colocated=takes_turns,
         critic=critic,
@@ -376,7 +382,7 @@ def _refuse_critic(
         return
     written = f"placement.critic={config.placement.critic}"
     auto = "set placement.critic=auto, for the trainer's ranks"
-    on_cuda = {device for device in critic if device != CPU}
+    on_cuda = {device for device in critic if device.name != "cpu"}
     for side, devices in (("trainer", trainer), ("rollout", rollout)):
         if shared := on_cuda.intersection(devices):
             names = ", ".join(sorted(device.name for device in shared))
@@ -490,15 +496,22 @@ def _refuse_server_offload(placement: Placement) -> None:
             )
 
 
-def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
-    size = config.trainer.world_size
-    if size % len(trainer) if trainer[0].name == "cpu" else size != len(trainer):
+def _refuse_size(
+    key: str, form: Devices, devices: Side, size_key: str, size: int
+) -> None:
+    num = len(devices)
+    if size % num if devices[0].name == "cpu" else size != num:
         raise ConfigError(
-            f"placement.trainer={config.placement.trainer} is {len(trainer)} devices for "
-            f"trainer.world_size={size}",
+            f"{key}={form} is {num} devices for {size_key}={size}",
             rule="each process has its own CUDA device; CPUs of several nodes have the same number each",
-            way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
+            way_out=f"set {size_key}={num}, or change {key}.",
         )
+
+
+def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
+    form = config.placement.trainer
+    size = config.trainer.world_size
+    _refuse_size("placement.trainer", form, trainer, "trainer.world_size", size)
     num = config.rollout.max_engines
     split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
@@ -526,14 +539,28 @@ def _critic_side(config: RunConfig, nodes: Sequence[Node]) -> Side:
     size = config.critic.world_size
     if form == "cpu":
         return (CPU,) * size
-    devices = _numbered("critic", form, nodes)
-    if len(devices) != size:
-        raise ConfigError(
-            f"placement.critic={form} is {len(devices)} devices for critic.world_size={size}",
-            rule="each process has its own CUDA device",
-            way_out=f"set critic.world_size={len(devices)}, or change placement.critic.",
-        )
-    return devices
+    if isinstance(form, NodesConfig):
+        written = config.placement
+        sides = {"trainer": written.trainer, "rollout": written.rollout}
+        named = [
+            device
+            for side, devices in sides.items()
+            if device_numbers(devices) is not None
+            for device in _numbered(side, devices, nodes)
+        ]
+        # As if the controller's node were used: it is left to trainer and engines.
+        devices = _of_nodes("critic", form, nodes, (CPU, *named))
+    else:
+        devices = _numbered("critic", form, nodes)
+    _refuse_size("placement.critic", form, devices, "critic.world_size", size)
+    return _spread(devices, size)
+
+
+def _spread(devices: Side, size: int) -> Side:
+    """Return a device for each rank: 4 ranks on the CPUs of 2 nodes get 0, 0, 1, 1, so
+    that neighbors share a node.
+    """
+    return tuple(devices[index * len(devices) // size] for index in range(size))
 
 
 def _select_sides(

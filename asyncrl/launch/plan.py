@@ -658,7 +658,8 @@ def size_text(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def plan_text(plan: Plan, config: RunConfig) -> str:
+def plan_text(plan: Plan, config: RunConfig, disk_bytes: int | None = None) -> str:
+    """`disk_bytes`: free on the disk of the run directory, if it is known."""
     num = plan.shape.num_parameters
     size = f"{num:,} parameters" if num else "size unknown without config.json"
     columns = [*(field.name.replace("_", " ") for field in fields(Memory)), "total"]
@@ -676,6 +677,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     used = {one.device for one in plan.processes}
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
+        free = disk_bytes if device == DISK else free
         has = "unknown" if free is None else size_text(free)
         lines.append(
             f"{device}: "
