@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -240,6 +241,24 @@ def test_stop_text_counts_only_after_the_thought(
     shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
     assert shown == cut_after_thought(text, stop, thinking)
     assert (answer.stopped_by is not None) == is_stopped
+
+
+def test_run_of_bytes_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = _saved["byte_fallback"]
+    ids = list(tokenizer.encode("語" * 400))
+    assert tokenizer.byte_ids >= {*ids[1:]}
+    num_decoded = 0
+    decode = type(tokenizer).decode
+
+    def counted(self: Any, token_ids: Sequence[int], **options: Any) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(type(tokenizer), "decode", counted)
+    answer = AnswerText(tokenizer)
+    assert "".join(pieces(answer, ids, [1] * len(ids))).endswith("語" * 400)
+    assert num_decoded < 2 * len(ids)
 
 
 def test_white_space_before_a_thought_is_decoded_once() -> None:

@@ -238,12 +238,15 @@ def test_offload_without_a_use_is_refused(overrides: list[str], reason: str) -> 
 REWARDED = "task={files: [rows.jsonl], reward: {model: {path: m}}}"
 
 
+ALWAYS = {1: ["teacher.offload=always"], 2: []}
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (
             [*TAUGHT, "teacher.engine=vllm", "rollout.temperature=1"],
-            "teacher with engine=vllm cannot leave it",
+            "teacher with engine=vllm loses its weights if it sleeps",
         ),
         (
             [
@@ -252,16 +255,20 @@ REWARDED = "task={files: [rows.jsonl], reward: {model: {path: m}}}"
                 "placement.reward=0",
                 f"eval={{{REWARDED.replace('=', ': ')}, engine: own}}",
             ],
-            "evaluations on engine-eval ask the reward in the trainer's turn",
+            "evaluations on engine-eval ask the reward at any time",
         ),
     ],
 )
-def test_server_that_cannot_take_turns_is_refused(
+def test_server_that_cannot_sleep_stays_and_always_is_refused(
     overrides: list[str], reason: str
 ) -> None:
     colocated = [ZERO, "placement.rollout=trainer", "buffer.filter=none"]
+    num_cuda = 2 if REWARDED in overrides else 1
+    plan = planned(num_cuda, *colocated, *overrides)
+    assert not any(map(plan.placement.leaves, plan.placement.extra))
+    always = [one.replace("path: m", "path: m, offload: always") for one in overrides]
     with pytest.raises(ConfigError, match=reason):
-        planned(2 if REWARDED in overrides else 1, *colocated, *overrides)
+        planned(num_cuda, *colocated, *always, *ALWAYS[num_cuda])
 
 
 def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:

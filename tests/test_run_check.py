@@ -152,6 +152,7 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     assert "Way out: " in said
 
 
+@pytest.mark.slow
 def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,14 @@ from turn_cases import (
     NUM_CHUNKS,
     START_S,
     House,
+    TurnServer,
     make_request,
     play,
     play_to_its_error,
 )
 
 from asyncrl.base.errors import PublishError
+from asyncrl.engines.role_client import RoleClient, least_busy
 
 live, fails = partial(play, House), partial(play_to_its_error, House)
 
@@ -238,6 +240,39 @@ def test_server_of_the_trainers_device_works_in_the_engines_turn(dies: str) -> N
     begun_s = min(span.start_s for span in of_engine if span.kind == "wake")
     assert [span.number for span in turns] == [0, 1]
     assert all(begun_s < span.start_s <= span.end_s for span in turns)
+
+
+def test_sleep_has_time_for_slow_answers() -> None:
+    """An answer takes longer than weight_sync.timeout_s, which limits a move."""
+
+    async def story(house: House) -> None:
+        await house.step()
+        handle = house.scorer._handle
+
+        async def slow(path: str, body: Any) -> Any:
+            if path == "/reward":
+                await asyncio.sleep(90.0)
+            return await handle(path, body)
+
+        house.scorer._handle = slow  # type: ignore[method-assign]
+        scoring = house.tasks.create_task(house.score())
+        await asyncio.sleep(0.1)
+        await house.step()
+        await scoring
+
+    live(story, has_server=True, timeout_s=60.0)
+
+
+def test_call_goes_to_a_copy_that_sleeps_before_one_that_is_gone() -> None:
+    async def story(house: House) -> None:
+        asleep, gone = (RoleClient(TurnServer()) for _ in range(2))
+        await asleep.sleep()
+        await gone.sleep()
+        gone.disconnect_nowait()
+        assert least_busy([gone, asleep]) is asleep
+        assert least_busy([asleep, RoleClient(TurnServer())]) is not asleep
+
+    live(story)
 
 
 def test_sleep_waits_for_the_answers_of_sent_calls() -> None:

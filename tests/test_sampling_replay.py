@@ -287,6 +287,25 @@ def test_equal_texts_of_other_calls_have_their_own_logprobs(world: World) -> Non
     assert alone[4] - alone[8 + 6] == pytest.approx(3.0 / 0.7, abs=0.1)
 
 
+def test_calls_with_one_bias_are_changed_at_once() -> None:
+    """Each change launches some kernels. The counts of penalties need a call's own."""
+    ids = np.arange(40, dtype=np.int32)
+    for adjustment, num_changes in (
+        (Adjustment(logit_bias={3: 1.0}), 1),
+        (Adjustment(logit_bias={3: 1.0}, presence_penalty=0.5), 10),
+    ):
+        calls = [AdjustedCall(at, at + 1, at + 4, adjustment) for at in range(0, 40, 4)]
+        set_N = np.where(np.arange(40) % 4 == 0, PLAIN, 0).astype(np.int32)
+        places = np.flatnonzero(set_N == 0)
+        adjusted = AdjustedCalls(calls, set_N)
+        found = changed_calls(adjusted, ids, places, torch.device("cpu"))
+        assert len(found) == num_changes
+        logits = torch.zeros(len(places), 40)
+        for one in found:
+            _ = [*one.apply_to(logits, slice(0, 40), 1.0)]
+        assert logits[1:, 3].tolist() == [1.0] * (len(places) - 1)
+
+
 def test_memory_of_penalties_does_not_grow_with_the_length() -> None:
     """The plan counts what changes at once. A list of all changed logits of this answer
     would take 158 MB.

@@ -113,6 +113,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
     fused.compiled.cache_clear()
 
 
+@pytest.mark.slow
 @GUARDED
 def test_compiled_layers_learn_the_same_for_all_lengths(
     compiler: CompileCounterWithBackend,
@@ -179,6 +180,7 @@ def test_compilation_after_the_first_step_warns_of_its_cause(
     assert found[3][0].endswith("ran for the first time")
 
 
+@pytest.mark.slow
 @GUARDED
 @pytest.mark.skipif(
     not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"),

@@ -222,6 +222,7 @@ def test_engines_turn_leaves_parts_that_never_leave(
     assert step.weights_digest() == plain.weights_digest()
 
 
+@pytest.mark.slow
 def test_each_part_has_its_planned_memory(tmp_path: Path) -> None:
     """Measured in another process: the allocator of this one has free pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
