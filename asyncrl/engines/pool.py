@@ -345,11 +345,11 @@ class SegmentJoin:
         ...     columns = {"behaviour_logprobs": np.full(len(ids), -1, np.float32)}
         ...     spans = (VersionSpan(0, len(ids), version),)
         ...     return SegmentPart(Tokens(np.array(ids, np.int32), spans, columns), finish)
-        >>> join.add(sampled([7], version=1, finish="abort"))   # new weights come
+        >>> _ = join.add(sampled([7], version=1, finish="abort"))   # new weights come
         >>> following = join.next_request()
         >>> following.prompt_ids.tolist(), following.num_resumed, following.max_tokens
         ([5, 6, 7], 1, 2)
-        >>> join.add(sampled([8, 9], version=2, finish="length"))
+        >>> _ = join.add(sampled([8, 9], version=2, finish="length"))
         >>> done = join.completion()
         >>> done.token_ids, done.finish_reason, [(span.start, span.version) for span in done.sampled.spans]
         ((7, 8, 9), 'length', [(0, 1), (1, 2)])
