@@ -92,6 +92,10 @@ def test_vllm_receives_required_and_user_arguments(
             '{"sliding_window": 11}',
         ),
         (
+            {"model_type": "llama4_text", "attn_temperature_tuning": True},
+            '{"attn_temperature_tuning": true}',
+        ),
+        (
             {
                 "rope_parameters": {
                     "original_max_position_embeddings": 32,

@@ -157,6 +157,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     config = read_config(folder)
     if overrides := _overrides(folder, config):
         given["hf_overrides"] = {**overrides, **given.get("hf_overrides", {})}
+    ours |= _query_scaling(sections_of(config)[-1])
     if len(sections_of(config)) > 1:  # the trainer pushes the text part
         ours["language_model_only"] = True
     if spec.returns_routing:
@@ -185,6 +186,16 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     # The user may change our defaults, not what correctness depends on.
     arguments = {**defaults, **given, **ours}
     return [part for name, value in arguments.items() for part in _words(name, value)]
+
+
+def _query_scaling(config: dict[str, Any]) -> dict[str, object]:
+    """Return the argument from which vLLM takes Llama 4's scaling of late queries; else
+    it scales them only with a maximum length above 32,768.
+    """
+    if config.get("model_type") != "llama4_text":
+        return {}
+    is_on = bool(config.get("attn_temperature_tuning", True))
+    return {"override_generation_config": {"attn_temperature_tuning": is_on}}
 
 
 def _overrides(folder: Path, config: dict[str, Any]) -> dict[str, object]:
