@@ -116,7 +116,7 @@ def vllm_names() -> frozenset[str]:
 
 
 def measure(name: str) -> list[str]:
-    """Return the row of a model of the zoo, without a cell for vLLM if that has it."""
+    """Return the row of a model of the zoo, without its cell for vLLM."""
     model = random_model(make_config(name))
     notes = list[str]()
     plan: ForwardPlan | None = None

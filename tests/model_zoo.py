@@ -24,8 +24,8 @@ VECTORS = ("A_log", "dt_bias", "time_", "layer_scalar")
 
 
 def make_config(name: str, size: str = "types") -> Any:
-    """Return the tiny config of a type or a variant. `size` vllm: with sizes for which
-    vLLM has kernels on CPU.
+    """Return the tiny config of a type or a variant. `size` vllm: vLLM has
+    kernels for these sizes on a CPU.
     """
     if name in ZOO["composites"]:
         parts = dict(ZOO["composites"][name])

@@ -664,7 +664,7 @@ async def test_parallel_calls_of_an_agent_share_its_tokens() -> None:
         gate.set()
         await asyncio.gather(*calls)
         answers = await asyncio.gather(*(begin(writer) for _ in range(3)))
-        # After 6, 6 and 6 tokens 2 are left.
+        # After 6, 6 and 6 tokens 2 remain.
         assert [each.max_tokens for each in engine.requests] == [8, 8, 8, 8, 2]
         (refused,) = (answer for status, answer in answers if status == 429)
         assert "used 20 tokens; agent.max_tokens=20" in refused["error"]["message"]

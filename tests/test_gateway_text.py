@@ -171,8 +171,8 @@ def test_logprobs_of_parts_of_characters_read_the_vocabulary_once(
     )
     answer.finish(completion_of(ids, finish="stop"))
     answer.build_logprobs()
-    told = b"".join(bytes(entry["bytes"]) for entry in answer.logprobs or ())
-    assert told.endswith("\U0001f600".encode())
+    given = b"".join(bytes(entry["bytes"]) for entry in answer.logprobs or ())
+    assert given.endswith("\U0001f600".encode())
 
 
 def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str]) -> str:

@@ -209,7 +209,7 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     turns = placed(4, "placement.trainer=0", "placement.rollout=0", ZERO, *both)
     leaving = [placement.leaves("teacher-1") for placement in (stays, turns)]
     assert leaving == [False, True]
-    assert not turns.leaves("teacher-0"), "it has a device of its own"
+    assert not turns.leaves("teacher-0"), "it has its own device"
     shared = {0: ["cuda:0", "cuda:0", "cuda:2", "cuda:0"]}
     assert turns.parts(has_engines=True) == shared
     remote = placed(4, *APART, *TAUGHT, "teacher.base_url=http://t:1")

@@ -289,7 +289,7 @@ def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:
     assert plan.needed_bytes("cuda:0") == engines + teacher.total
     host = plan.needed_bytes("cpu") - alone.needed_bytes("cpu")
     assert host >= memory(plan, "teacher/host").total == teacher.parameters
-    # It stays: the trainer needs its own memory beside it.
+    # It stays: the trainer needs its own memory, too.
     stays = planned(1, *taught, "teacher.offload=never")
     assert stays.needed_bytes("cuda:0") == alone.needed_bytes("cuda:0") + teacher.total
     (row,) = [

@@ -273,7 +273,7 @@ class House(EngineRooms):
         wait_released: Callable[[], Awaitable[None]] = at_once,
         **publishing: Any,
     ) -> None:
-        """`has_server`: one that scores rollouts takes turns, too. `at_start` is called
+        """`has_server`: a server that scores rollouts takes turns, too. `at_start` is called
         before the first turn.
         """
         self.scorer = TurnServer()

@@ -145,7 +145,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
 
 
 def _disk_bytes(nodes: Sequence[Node]) -> int | None:
-    """Return what is free where run directories are by default, if it is this machine."""
+    """Return the free space where run directories are by default, if it is this machine."""
     return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
 
 

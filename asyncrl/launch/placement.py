@@ -548,7 +548,7 @@ def _critic_side(config: RunConfig, nodes: Sequence[Node]) -> Side:
             if device_numbers(devices) is not None
             for device in _numbered(side, devices, nodes)
         ]
-        # As if the controller's node were used: it is left to trainer and engines.
+        # As if the controller's node were used: trainer and engines keep it.
         devices = _of_nodes("critic", form, nodes, (CPU, *named))
     else:
         devices = _numbered("critic", form, nodes)

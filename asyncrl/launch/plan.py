@@ -765,7 +765,7 @@ def offload_text(
 ) -> str:
     """Return a table of the parts that may leave a device of the trainer, their bytes,
     and what the device needs in all by each rule; "" if no rule is possible but auto.
-    The parts are those of rank 0, and the extra servers.
+    The parts are rank 0's, and the extra servers.
     """
     placement = plan.placement
     first = placement.trainer[0]

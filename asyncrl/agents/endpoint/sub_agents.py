@@ -83,7 +83,7 @@ class AgentBudgets:
 
     Waits: wait_room until calls that run have ended, or leave enough tokens.
 
-    Example: searcher may sample 100 tokens. One of its calls may sample 80 and runs.
+    Example: searcher may sample 100 tokens. A call of it runs, and may sample 80.
 
         reader of searcher asks for 20     it runs, too
         searcher asks for 50               it waits
