@@ -173,9 +173,13 @@ def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None
             step["perf/wait_generation_s"], abs=1e-4
         )
         assert spans["train"] == pytest.approx(
-            step["perf/train_s"] + step["perf/request_s"], abs=1e-4
+            step["perf/train_s"] + step["perf/request_s"] + step["perf/journal_s"],
+            abs=1e-4,
         )
-        assert spans["journal"] == pytest.approx(step["perf/journal_s"], abs=1e-4)
+        # A part of the training, which goes on while the batch is written.
+        assert spans.pop("journal", 0.0) == pytest.approx(
+            step["perf/journal_s"], abs=1e-4
+        )
         assert sum(spans.values()) <= step["perf/step_s"] + 1e-3
 
 

@@ -261,12 +261,16 @@ class Buffer:
             "buffer/admitted": rule.num_issued,
             **by_task("rollout/filtered", self._num_filtered),
             "rollout/filtered_tokens": self._filtered_tokens,
-            "perf/wait_s": sum(self.last_wait_s.values()),
-            **{
-                f"perf/wait_{cause}_s": seconds
-                for cause, seconds in self.last_wait_s.items()
-            },
+            **self.wait_gauges(),
         }
+
+    def wait_gauges(self) -> dict[str, float]:
+        """Return how long the trainer waited for the last batch, by cause."""
+        by_cause = {
+            f"perf/wait_{cause}_s": seconds
+            for cause, seconds in self.last_wait_s.items()
+        }
+        return {"perf/wait_s": sum(self.last_wait_s.values()), **by_cause}
 
     # ---- how
 

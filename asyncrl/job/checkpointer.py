@@ -42,9 +42,12 @@ class Checkpointer:
     def gauges(self) -> dict[str, float]:
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
 
-    async def after_step(self, version: int) -> None:
+    def is_due(self, version: int) -> bool:
         every = self.checkpoints.config.every
-        if every is None or version % every:
+        return every is not None and version % every == 0
+
+    async def after_step(self, version: int) -> None:
+        if not self.is_due(version):
             return
         if self._writing is not None and not self._writing.done():
             text = "the previous one is still being written"

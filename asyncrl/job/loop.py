@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,7 @@ from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch, UnfinishedGroup
+from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import logging_to
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import LOG_FILE, SUMMARY_FILE
@@ -299,35 +300,63 @@ class Job:
 
     async def _train_loop(self, run: Components) -> None:
         self.lifecycle.can_stop = True
-        while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:
-            batch = await self._next_batch(run)
-            if batch is None:
-                return
-            # Durable before it is trained on. If the process dies from here on, a
-            # resume trains on the same groups as the same version, so no group is in
-            # two batches.
-            with span("trainer", "journal", batch.version):
-                await run.journal.batch_taken(batch)
+        recording: asyncio.Future[None] | None = None
+        try:
+            while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:
+                batch = await self._next_batch(run)
+                if batch is None:
+                    return
+                report = await self._train(run, batch)
+                if recording is not None:
+                    with span("trainer", "record", batch.version - 1):
+                        await recording
+                counted = self.reporter.counted_before_publish(run, batch)
+                with span("trainer", "to engines", batch.version):
+                    await run.scheduler.to_engines(report.policy_version)
+                # After the handover, so that the engines sample meanwhile. The next step
+                # begins meanwhile too: it need not wait for metrics and samples.
+                recording = asyncio.ensure_future(
+                    self._record(run, batch, report, counted)
+                )
+                if run.checkpointer.is_due(report.policy_version):
+                    # The checkpoint makes the line durable: a resume from that version
+                    # does not write the line again.
+                    with span("trainer", "record", batch.version):
+                        await recording
+                    with span("trainer", "copy", batch.version):
+                        await run.checkpointer.after_step(report.policy_version)
+        finally:
+            if recording is not None:
+                await recording  # also if the next step has failed
+
+    async def _train(self, run: Components, batch: Batch) -> TrainResponse:
+        """Train on a batch, which becomes durable at the same time."""
+        # The new version counts only once its batch is durable. If the process dies
+        # before, a resume finds the groups in the buffer, and no trace of the step. If it
+        # dies later, a resume trains on the same groups as the same version. So no group
+        # is in two batches.
+        durable = asyncio.ensure_future(run.journal.batch_taken(batch))
+        try:
             with span("trainer", "to trainer", batch.version):
                 await run.scheduler.to_trainer()
             with span("trainer", "train", batch.version):
-                report = await run.trainer.train(batch)
-            # Not awaited: if this record is lost, the resume trains on the batch again,
-            # as it does with every batch since the checkpoint.
-            run.journal.trained_nowait(batch.version, report.metrics)
-            counted = self.reporter.counted_before_publish(run, batch)
-            with span("trainer", "to engines", batch.version):
-                await run.scheduler.to_engines(report.policy_version)
-            # After the handover, so that the engines sample while the metrics are
-            # computed. Before the checkpoint, which makes the line durable: a resume
-            # from that version does not write the line again.
-            with span("trainer", "record", batch.version):
-                found = counted | await computed(
-                    batch_metrics, batch, run.special_tokens
-                )
-                self.reporter.step(run, batch, report, found)
-            with span("trainer", "copy", batch.version):
-                await run.checkpointer.after_step(report.policy_version)
+                report = await run.trainer.train(batch, durable)
+        finally:
+            durable.cancel()
+        # Not awaited: if this record is lost, the resume trains on the batch again, as
+        # it does with every batch since the checkpoint.
+        run.journal.trained_nowait(batch.version, report.metrics)
+        return report
+
+    async def _record(
+        self,
+        run: Components,
+        batch: Batch,
+        report: TrainResponse,
+        counted: Mapping[str, float],
+    ) -> None:
+        found = await computed(batch_metrics, batch, run.special_tokens)
+        self.reporter.step(run, batch, report, {**counted, **found})
 
     async def _next_batch(self, run: Components) -> Batch | None:
         if self.lifecycle.stop.is_set():

@@ -233,12 +233,13 @@ class Reporter:
         self.log.activity("training")
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
-        """Return the sampled tokens before engines sample for the next batch:
-        reproducible at max_staleness 0.
+        """Return the sampled tokens before engines sample for the next batch
+        (reproducible at max_staleness 0), and the wait for this batch.
         """
         self._count_from(batch)
         name = "tokens/generated"
-        return {name: self._counted({name: run.engines.gauges()[name]})[name]}
+        counted = self._counted({name: run.engines.gauges()[name]})
+        return {name: counted[name], **run.buffer.wait_gauges()}
 
     def _count_from(self, batch: Batch) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
@@ -531,7 +532,10 @@ class Reporter:
         return metrics | {
             "perf/journal_s": spent_s["journal"],
             "perf/request_s": max(
-                0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)
+                0.0,
+                spent_s["train"]
+                - spent_s["journal"]
+                - metrics.get("perf/train_s", 0.0),
             ),
             "perf/export_s": max(
                 0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.waits import Signal, computed, waiting
+from asyncrl.base.waits import Signal, computed, span, waiting
 from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
@@ -128,12 +128,18 @@ class TrainerClient:
         self.policy_version = policy_version
         self._version_changed = Signal()
 
-    async def train(self, batch: Batch) -> api.TrainResponse:
+    num_restarts = 0
+    """Restarts of the trainer's processes."""
+
+    async def train(
+        self, batch: Batch, durable: Awaitable[None] | None = None
+    ) -> api.TrainResponse:
+        """Train on a batch. Its version counts once `durable` has ended too."""
         # If the process dies after the step and before its answer, the step is lost.
         # The next process catches up to batch.version, so a repeated call trains the
         # batch once.
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
-            report = await self._retried(lambda: self._train(batch))
+            report = await self._retried(lambda: self._train_durably(batch, durable))
         self._reached(report.policy_version)
         return report
 
@@ -293,6 +299,21 @@ class TrainerClient:
                 error.rule or "the last whole checkpoint stays, and the run continues"
             )
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
+
+    async def _train_durably(
+        self, batch: Batch, durable: Awaitable[None] | None
+    ) -> api.TrainResponse:
+        number = self.num_restarts
+        report = await self._train(batch)
+        if durable is not None:
+            with span("trainer", "journal", batch.version):
+                await durable
+            # A process that was lost during this wait has trained the batch in vain: the
+            # next one only catches up to the version before it.
+            self._check_up()
+            if self.num_restarts != number:
+                raise TrainerLost("trainer", "was lost before its batch was durable")
+        return report
 
     async def _train(self, batch: Batch) -> api.TrainResponse:
         # In a thread: packing a large batch would hold up every rollout on the event
