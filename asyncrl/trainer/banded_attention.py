@@ -148,9 +148,11 @@ def _tiles(spans: list[Span], window: int | None, device: torch.device) -> Tiles
     num_missing_B = width - np.array([len(span.keys) for span in spans])
     no_queries_B = size - np.array([len(span.queries) for span in spans])
     # Even NaN must not reach another sequence: a row is padded with a token of its own.
-    key_BK = np.stack(
-        [np.pad(span.keys, (width - len(span.keys), 0), mode="edge") for span in spans]
-    )
+    key_BK = np.empty((len(spans), width), np.int64)
+    for key_K, span in zip(key_BK, spans, strict=True):
+        keys = span.keys
+        key_K[: width - len(keys)] = keys[0]
+        key_K[width - len(keys) :] = keys
     is_query_BQ = np.arange(size) >= no_queries_B[:, None]
     real = np.flatnonzero(is_query_BQ)
     missing = np.flatnonzero(~is_query_BQ)

@@ -215,6 +215,8 @@ class BatchNumbers:
     return_N: Float32N | None = None
     sets: LogitSets = LogitSets()
     advantage_N: Float32N = field(init=False)
+    packed: tuple[BoolN, list[tuple[MicroBatch, bool]]] | None = None
+    """Tokens of the last pass, and its micro-batches."""
 
 
 @dataclass(frozen=True)

@@ -333,21 +333,26 @@ def trained_line(
     header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float
 ) -> TrainedLine:
     """Return a step's line. `has_loss` bool [N]: after masks."""
+    # Counts of a trajectory from sums over the whole batch: a numpy call for each
+    # trajectory would cost a small model more than its optimizer step.
+    sampled_before = np.append(0, np.cumsum(arrays.is_sampled)).tolist()
+    loss_before = np.append(0, np.cumsum(has_loss)).tolist()
+    all_spans = loss_spans(header, has_loss, arrays.versions)
     trajectories = []
-    for entry in header.trajectories:
-        part = slice(entry.start, entry.end)
+    for entry, spans in zip(header.trajectories, all_spans, strict=True):
+        ids = arrays.ids[entry.start : entry.end].astype("<i4")
         trajectories.append(
-            entry.model_dump(
-                include={"group_id", "prompt_id", "sample_index", "branch", "reward"}
-            )
-            | {
+            {
+                "group_id": entry.group_id,
+                "sample_index": entry.sample_index,
+                "prompt_id": entry.prompt_id,
+                "reward": entry.reward,
+                "branch": entry.branch,
                 "num_tokens": entry.end - entry.start,
-                "num_sampled": int(arrays.is_sampled[part].sum()),
-                "num_loss_tokens": int(has_loss[part].sum()),
-                "tokens_sha": hashlib.sha256(
-                    arrays.ids[part].astype("<i4").tobytes()
-                ).hexdigest()[:16],
-                "spans": loss_spans(has_loss[part], arrays.versions[part]),
+                "num_sampled": sampled_before[entry.end] - sampled_before[entry.start],
+                "num_loss_tokens": loss_before[entry.end] - loss_before[entry.start],
+                "tokens_sha": hashlib.sha256(ids.tobytes()).hexdigest()[:16],
+                "spans": spans,
             }
         )
     return {
@@ -369,16 +374,27 @@ def joined_line(lines: Sequence[TrainedLine]) -> TrainedLine:
     return line
 
 
-def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return [start, end, version] of each run."""
+def loss_spans(
+    header: BatchHeader, has_loss: BoolN, versions: npt.NDArray[np.int32]
+) -> list[list[list[int]]]:
+    """Return [start, end, version] of each run of loss tokens in each trajectory."""
     label = np.where(has_loss, versions, -1)
     changes = np.flatnonzero(np.diff(label)) + 1
-    edges = [0, *changes.tolist(), len(label)]
-    return [
-        [start, end, int(label[start])]
-        for start, end in pairwise(edges)
-        if label[start] >= 0
-    ]
+    starts = [entry.start for entry in header.trajectories]
+    ends = [entry.end for entry in header.trajectories]
+    first = np.searchsorted(changes, starts, side="right").tolist()
+    last = np.searchsorted(changes, ends, side="left").tolist()
+    spans = []
+    for start, end, low, high in zip(starts, ends, first, last, strict=True):
+        edges = [start, *changes[low:high].tolist(), end]
+        spans.append(
+            [
+                [begin - start, stop - start, int(label[begin])]
+                for begin, stop in pairwise(edges)
+                if label[begin] >= 0
+            ]
+        )
+    return spans
 
 
 def hold_record(path: Path) -> None:
