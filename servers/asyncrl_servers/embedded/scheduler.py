@@ -368,6 +368,7 @@ class Scheduler(RunQueue[Sequence]):
             if self.rows.sequences[row] in wanted:
                 self._report(row, "abort")
                 self._remove(row)
+        self._runner.cache.settle()
         for waiting in (self.queued, self.interrupted):
             for sequence in wanted & waiting.keys():
                 del waiting[sequence]
@@ -432,26 +433,27 @@ class Scheduler(RunQueue[Sequence]):
         lengths = rows.lengths[:num_running].copy()
         last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
         partial = [one for one in reads if not one.is_whole]
-        for one in partial:
-            # Before the call, which computes the rest of these prompts over the copied
-            # start.
-            if one.num_copied:
-                runner.cache.copy_slot(one.source, one.row, one.num_copied)
+        # Before the call, which computes the rest of these prompts over the copied start.
+        runner.cache.copy_slots(
+            [(one.source, one.row, one.num_copied) for one in partial if one.num_copied]
+        )
         jobs = [(one.row, one.ids, one.num_copied) for one in partial]
         computed = runner.step(jobs, last_ids, lengths)
         for one, logits_V in zip(partial, computed[num_running:], strict=True):
             # A view would keep the logits of the whole call in memory for as long as
             # the sequence runs.
             rows.sequences[one.row].next_logits_V = logits_V.clone()
-        for one in reads:
-            # After the call: the source may be a sibling that was read in this very
-            # call. Equal prompts cost one prefill and a copy, also if they arrive while
-            # the first one is decoding.
-            if one.is_whole:
-                runner.cache.copy_slot(one.source, one.row, one.num_copied)
-                rows.sequences[one.row].next_logits_V = rows.sequences[
-                    one.source
-                ].next_logits_V
+        # After the call: the source may be a sibling that was read in this very call.
+        # Equal prompts cost one prefill and a copy, also if they arrive while the first
+        # one is decoding.
+        whole = [one for one in reads if one.is_whole]
+        runner.cache.copy_slots(
+            [(one.source, one.row, one.num_copied) for one in whole]
+        )
+        for one in whole:
+            rows.sequences[one.row].next_logits_V = rows.sequences[
+                one.source
+            ].next_logits_V
         first = [
             cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads
         ]
@@ -604,6 +606,7 @@ class Scheduler(RunQueue[Sequence]):
             if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:
                 self._runner.cache.move_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
+        self._runner.cache.settle()
 
     def _report(self, row: int, then: str) -> None:
         self.report(

@@ -113,9 +113,9 @@ class SlotStates:
             cache.reset()
         return cache
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, sources: list[int], targets: list[int]) -> None:
         for one in self.tensors:
-            one[target] = one[source]
+            one[targets] = one[sources]
 
 
 class Mixer:
