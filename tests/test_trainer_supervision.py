@@ -76,17 +76,22 @@ class House:
         for batch in self.journal[start:stop]:
             yield batch
 
-    async def steps(self, number: int) -> None:
-        """The train loop: write down, then train."""
+    async def write(self, batch: Batch, durable_s: float) -> None:
+        await asyncio.sleep(durable_s)
+        self.journal.append(batch)
+
+    async def steps(self, number: int, durable_s: float = 0.0) -> None:
+        """The train loop: train, and write down within `durable_s`."""
         for _ in range(number):
-            self.journal.append(batch_at(len(self.journal)))
-            report = await self.trainer.train(self.journal[-1])
+            batch = batch_at(len(self.journal))
+            durable = asyncio.ensure_future(self.write(batch, durable_s))
+            report = await self.trainer.train(batch, durable)
             assert report.policy_version == len(self.journal)
             if len(self.journal) == self.state_at:
                 self.server.states[str(self.state)] = weights_of(self.state_at)
 
-    def go(self, number: int) -> asyncio.Task[None]:
-        return self.tasks.create_task(self.steps(number), name="train loop")
+    def go(self, number: int, durable_s: float = 0.0) -> asyncio.Task[None]:
+        return self.tasks.create_task(self.steps(number, durable_s), name="train loop")
 
     def check(self) -> None:
         """Check that every written batch is in the weights, once and in order."""
@@ -114,6 +119,25 @@ def live(story: Callable[[House], Any], **knobs: Any) -> House:
         return house
 
     return run_virtual(play())
+
+
+def test_version_counts_once_its_batch_is_durable() -> None:
+    async def story(house: House) -> None:
+        clock = asyncio.get_running_loop().time
+        running = house.go(1, durable_s=30.0)
+        await asyncio.sleep(TRAIN_S + 1.0)
+        assert (house.server.weights, house.trainer.policy_version) == (
+            weights_of(1),
+            0,
+        )
+        # Weights whose batch is not durable are lost with the process, and trained again.
+        house.server.die()
+        await running
+        house.check()
+        assert (house.trainer.policy_version, house.trainer.num_restarts) == (1, 1)
+        assert clock() > 30.0
+
+    live(story)
 
 
 @pytest.mark.parametrize(("state_at", "moment_s"), [(0, 2.5), (2, 5.0)])
@@ -278,14 +302,15 @@ MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), KINDS, st.integers(0, 1)), max_
     num_ranks=st.integers(1, 2),
     state_at=st.integers(0, 4),
     reap_s=st.sampled_from([0.0, 0.3]),
+    durable_s=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
 )
 def test_each_batch_is_in_the_weights_once(
-    moves: list[Move], num_ranks: int, state_at: int, reap_s: float
+    moves: list[Move], num_ranks: int, state_at: int, reap_s: float, durable_s: float
 ) -> None:
     async def story(house: House) -> None:
         for rank in house.ranks:
             rank.child.reap_s = reap_s
-        running, exports = house.go(8), []
+        running, exports = house.go(8, durable_s), []
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)
             if what == "export":
