@@ -491,6 +491,9 @@ def test_text_that_a_schema_allows_stays_text(
     ("kind", "raw", "value"),
     [
         ("dict", "{'a': .5}", {"a": 0.5}),
+        (["string", "null"], "None", None),
+        (["string", "boolean"], "True", "True"),
+        ("string", "None", "None"),
         ("float", "1.5", 1.5),
         ("INTEGER", "2", 2),
         ("str", "2", "2"),
@@ -498,7 +501,7 @@ def test_text_that_a_schema_allows_stays_text(
         ("list", r"['\d', '\/']", ["\\d", "\\/"]),
     ],
 )
-def test_types_have_other_names_in_python(kind: str, raw: str, value: Any) -> None:
+def test_types_have_other_names_in_python(kind: Any, raw: str, value: Any) -> None:
     assert typed(raw, {"type": kind}, {}) == value
 
 
