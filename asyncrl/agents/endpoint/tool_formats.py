@@ -4,6 +4,7 @@ prompts and answers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -383,15 +384,11 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     keys: set[str] = set()
     reader.grow("{")
     while found := (yield from reader.read(pattern)):
-        key, raw = found["key"], found["value"]
-        kind = found.groupdict().get("kind")
+        key = found["key"]
         # Both would be in the stream already, and JSON readers keep only the last.
         if key in keys:
             raise ValueError("an argument is given twice")
-        if kind is None:
-            value = _CONVERT[values](raw, property_schema(root, key, root), root)
-        else:
-            value = raw if kind in ("true", "string") else from_json(raw)
+        value = _value(found, values, property_schema(root, key, root), root)
         text = json.dumps({key: value}, ensure_ascii=False)
         check_arguments(text)
         reader.grow((", " if keys else "") + text[1:-1])
@@ -399,6 +396,18 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
 
 
 # ---- values
+
+
+def _value(found: Any, values: str, schema: object, root: object) -> object:
+    raw = found["value"]
+    kind = found.groupdict().get("kind")
+    if kind in ("true", "string") and fits(raw, schema, root):
+        return raw
+    if kind is not None:
+        with contextlib.suppress(ValueError):
+            return from_json(raw)
+    return _CONVERT[values](raw, schema, root)
+
 
 _GEMMA = re.compile(
     r"""<\|"\|>(?P<text>.*?)<\|"\|>"""
