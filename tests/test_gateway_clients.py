@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,10 +16,12 @@ from gateway_cases import (
     HI,
     ByteTokenizer,
     ScriptedEngine,
+    gateway_world,
     in_loop,
     num_calls,
     talking,
 )
+from text_tokenizers import BOS, byte_level, save
 
 from asyncrl.messages.records import Outcome
 
@@ -144,6 +147,19 @@ async def test_completions_continue_recorded_ids() -> None:
             "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there."
         )
         assert num_calls(talk.world, "extended") == 1
+
+
+@in_loop
+async def test_only_a_text_gets_a_bos(tmp_path: Path) -> None:
+    tokenizer = save(byte_level(), tmp_path)
+    bos, *ids = tokenizer.encode(BOS + "the fox")
+    engine = ScriptedEngine(tokenizer=tokenizer, end=min(tokenizer.end_ids))
+    async with gateway_world(engine, vocab_size=tokenizer.vocab_size) as world:
+        for prompt in ("the fox", ids):
+            await world.post({"prompt": prompt}, path="/v1/completions")
+        await world.ask("the fox")
+    text, own, chat = (each.prompt_ids.tolist() for each in engine.requests)
+    assert (text, own, chat.count(bos)) == ([bos, *ids], ids, 1)
 
 
 @in_loop

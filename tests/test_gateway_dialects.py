@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,17 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),
+    (RESPONSES, {"input": "x" * 2000}, "your input resulted in 2018 tokens"),
+    (
+        RESPONSES,
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}},
+        "text.format.json_schema",
+    ),
+    (
+        MESSAGES,
+        said(*HI) | {"output_config": {"effort": 1}},
+        "output_config.effort: Input should be a valid string",
+    ),
     *(
         (
             RESPONSES,
@@ -255,6 +267,12 @@ async def test_gateway_refuses_invalid_bodies_in_all_dialects() -> None:
             ), (body, answer)
             assert message in answer["error"]["message"][:600], (body, answer)
             assert (answer.get("type") == "error") == (path == MESSAGES)
+            param = answer["error"].get("param") or ""
+            known = openai_dialects.ResponsesRequest.model_fields.keys() | {
+                "guided",
+                "",
+            }
+            assert path != RESPONSES or re.split(r"\W", param)[0] in known
         assert world.engine.requests == []
         assert num_calls(world, "refused") == len(REFUSED)
         assert (await world.ask())[0] == 200
@@ -418,6 +436,19 @@ LITELLM: Any = {
     "audio": None,
     "function_call": None,
 }
+CALLS: list[Any] = [
+    {"function": {"name": "f"}},
+    {"id": None, "function": {"name": "f"}},
+    {"id": "own", "function": {"name": "f"}},
+]
+
+
+def test_calls_without_ids_get_some() -> None:
+    (called,) = read([{"role": "assistant", "tool_calls": CALLS}]).messages
+    ids = [each["id"] for each in called["tool_calls"]]
+    assert ids == ["call00000", "call00001", "own"]
+
+
 PARTS: list[Any] = [
     "a",
     {"type": "refusal", "refusal": "No."},
@@ -446,6 +477,7 @@ def calling(**arguments: Any) -> dict[str, Any]:
 
 PART = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
 MINE = {"role": "assistant", "content": "yes"}
+said_yes = [{"type": "text", "text": "yes"}]
 
 
 @pytest.mark.parametrize(
@@ -457,6 +489,13 @@ MINE = {"role": "assistant", "content": "yes"}
             {"role": "user", "content": "Hi"},
         ),
         ({**MINE, "reasoning": "hm"}, {**MINE, "reasoning_content": "hm"}),
+        *(
+            (
+                {**MINE, "content": [{"type": kind, kind: "hm"}, *said_yes]},
+                {**MINE, "reasoning_content": "hm", "unjoined_content": "yes"},
+            )
+            for kind in ("thinking", "reasoning")
+        ),
         ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
         *(
             ({"role": role, "content": PARTS}, {"role": role, "content": TEXT})
@@ -637,10 +676,7 @@ def test_anthropic_turns_become_chat_messages() -> None:
     asked: Any = anthropic_dialect.MESSAGES.read(
         reader, said(*turns) | {"tools": tools}, KeptAnswers(9)
     )[0]
-    found = [
-        f'<function>{{"name": "{name}", "parameters": {{}}}}</function>'
-        for name in "gf"
-    ]
+    found = [f'<function>{{"name": "{name}"}}</function>' for name in "gf"]
     lines = (
         "[image: this model reads text only]",
         "<functions>",

@@ -26,9 +26,12 @@ from token_cases import completion_of
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.tool_formats import (
     FAMILIES,
+    MINIMAX,
     AnswerReader,
     ToolFormat,
     find_tool_format,
+    from_gemma,
+    from_minimax,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.json_values import property_schema, typed
@@ -243,8 +246,10 @@ def test_forced_call_is_read_back_and_stops(tool_format: ToolFormat) -> None:
         )
         assert around is not None or any(raw.startswith(begun) for raw in raws)
         assert around is None or around[0].startswith(begun)
-    if around is not None:
-        assert calls_of(tool_format.parse(f"{around[0]}{F}{around[1]}")) == BOTH[:1]
+    for name in ("f", "mcp__x-y.z", "a:b/c:1"):
+        if (around := tool_format.around(name)) is not None:
+            made = calls_of(tool_format.parse(f"{around[0]}{F}{around[1]}"))
+            assert made == [(name, BOTH[0][1])]
     if tool_format.close is not None:
         first, _, _ = raws[-1].partition(tool_format.close)
         assert calls_of(tool_format.parse(first, TOOLS))[:1] == BOTH[:1]
@@ -486,6 +491,9 @@ def test_text_that_a_schema_allows_stays_text(
     ("kind", "raw", "value"),
     [
         ("dict", "{'a': .5}", {"a": 0.5}),
+        (["string", "null"], "None", None),
+        (["string", "boolean"], "True", "True"),
+        ("string", "None", "None"),
         ("float", "1.5", 1.5),
         ("INTEGER", "2", 2),
         ("str", "2", "2"),
@@ -493,8 +501,48 @@ def test_text_that_a_schema_allows_stays_text(
         ("list", r"['\d', '\/']", ["\\d", "\\/"]),
     ],
 )
-def test_types_have_other_names_in_python(kind: str, raw: str, value: Any) -> None:
+def test_types_have_other_names_in_python(kind: Any, raw: str, value: Any) -> None:
     assert typed(raw, {"type": kind}, {}) == value
+
+
+TEXT, LIST = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+FIELDS = {
+    "type": "object",
+    "properties": {"item": TEXT, "list": LIST},
+}
+
+
+def tag(key: str, *values: str) -> str:
+    return f"{MINIMAX}<{key}>{''.join(values)}{MINIMAX}</{key}>"
+
+
+@pytest.mark.parametrize(
+    ("read", "raw", "schema", "value"),
+    [
+        (from_minimax, "", LIST, []),
+        (from_minimax, "", FIELDS, {}),
+        (from_minimax, "", TEXT, ""),
+        (from_minimax, "", {"anyOf": [LIST, TEXT]}, ""),
+        (from_minimax, tag("item", "1"), LIST, [1]),
+        (from_minimax, tag("each", "1") * 2, LIST, [1, 1]),
+        (from_minimax, tag("item", "1"), FIELDS, {"item": "1"}),
+        (from_minimax, tag("list", tag("item", "1")), FIELDS, {"list": [1]}),
+        (from_minimax, tag("item", "1"), {}, [1]),
+        (
+            from_gemma,
+            """["a",'b, c',{"k": "it's"}]""",
+            {},
+            ["a", "b, c", {"k": "it's"}],
+        ),
+        (from_gemma, "[true,-1.5,null,two words]", {}, [True, -1.5, None, "two words"]),
+        (from_gemma, "7", TEXT, "7"),
+        (from_gemma, "7", {}, 7),
+    ],
+)
+def test_nested_values_follow_the_schema(
+    read: Callable[[str, object, object], object], raw: str, schema: Any, value: Any
+) -> None:
+    assert read(raw, schema, schema) == value
 
 
 _WORDS = st.sampled_from(

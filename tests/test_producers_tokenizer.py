@@ -128,11 +128,13 @@ def test_tool_arguments_reach_a_template_in_its_form(
         assert rendered(wants_text) == "f({})"
 
 
-@pytest.mark.parametrize("more", [{}, {"description": None, "parameters": None}])
+@pytest.mark.parametrize(
+    "more", [{}, {"description": None, "parameters": None}, {"parameters": {}}]
+)
 def test_template_may_demand_what_a_tool_may_lack(
     tiny_model_dir: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """GPT-OSS and Apertus demand a description."""
+    """GPT-OSS and Apertus demand a description, Seed-OSS properties."""
     template = tmp_path / "chat.jinja"
     tool = {"type": "function", "function": {"name": "f", **more}}
     written = "{% set f = tools[0].function %}{{ f | tojson }}"
@@ -152,6 +154,32 @@ def test_template_may_demand_what_a_tool_may_lack(
             CHAT, tools=[tool]
         )
         assert json.loads(text.removesuffix("object")) == function
+
+
+@pytest.mark.parametrize(
+    ("demanded", "ids"), [("", ["own", "", ""]), ("r", ["own", "a", "b"])]
+)
+def test_results_get_ids_where_a_template_demands_them(
+    tiny_model_dir: Path, tmp_path: Path, demanded: str, ids: list[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages if m.role == 'tool' %}{{ m.tool_call_id }};"
+        f"{{{{ raise_exception('no') if '{demanded}' and not m.tool_call_id }}}}"
+        "{% endfor %}"
+    )
+    calls = [
+        {"id": name, "function": {"name": "f", "arguments": {}}}
+        for name in ("a", "own", "b")
+    ]
+    results = [{"role": "tool", "content": "x"}] * 2
+    chat: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "own", "content": "x"},
+        *results,
+    ]
+    renderer = HFChatTokenizer(tiny_model_dir, chat_template=template)
+    assert renderer.render(chat).split(";")[:-1] == ids
 
 
 def test_call_ids_take_the_form_that_a_template_demands(

@@ -70,8 +70,8 @@ def typed(raw: str, schema: object, root: object) -> object:
     """Return text if the schema allows this text, else the JSON or Python value. `root`
     has the definitions.
 
-    A `null` that the schema allows is None. Without types, numbers, words and brackets
-    are JSON, because templates write text unquoted.
+    A `null` or `None` that the schema allows is None. Without types, numbers, words and
+    brackets are JSON, because templates write text unquoted.
 
     Example: the same two characters under three schemas.
         >>> [typed("12", {"type": kind}, {}) for kind in ("string", "integer")]
@@ -81,7 +81,7 @@ def typed(raw: str, schema: object, root: object) -> object:
     """
     is_text = fits(raw, schema, root)
     try:
-        value = json.loads(raw) if is_text else from_python(raw)
+        value = json.loads(PYTHON_WORDS.get(raw, raw)) if is_text else from_python(raw)
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return raw

@@ -210,7 +210,8 @@ class HFChatTokenizer:
         Templates get tool-call arguments as objects, since most would quote a text
         again; templates that fail on objects get texts. If the template refuses the
         calls' ids, all others than nine alphanumerics are replaced (Mistral). If it
-        refuses tools without a description or parameters, these are empty (gpt-oss).
+        refuses tools without a description or properties, these are empty (gpt-oss,
+        Seed-OSS), and results without an id get that of their call (Gemma 4).
         """
         options = self._options(settings)
         options["add_generation_prompt"] = is_open
@@ -234,9 +235,10 @@ class HFChatTokenizer:
             except ValueError as error:
                 refusal = error
         whole = [_whole_tool(tool) for tool in given]
-        if whole != given:
+        paired = _with_result_ids(messages)
+        if whole != given or paired != messages:
             return self.render(
-                messages, tools=whole, settings=settings, is_open=is_open, spans=spans
+                paired, tools=whole, settings=settings, is_open=is_open, spans=spans
             )
         raise refusal
 
@@ -505,10 +507,30 @@ def _with_calls(
     return changed
 
 
+def _with_result_ids(
+    messages: Sequence[Mapping[str, Any]],
+) -> Sequence[Mapping[str, Any]]:
+    """Give results without an id that of the first call that has no result."""
+    waiting: list[str] = []
+    paired: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            message = {
+                **message,
+                "tool_call_id": message.get("tool_call_id") or waiting[0],
+            }
+            waiting = [name for name in waiting if name != message["tool_call_id"]]
+        elif message["role"] != "tool":
+            waiting = [call["id"] for call in message.get("tool_calls") or ()]
+        paired.append(message)
+    return paired
+
+
 def _whole_tool(tool: Mapping[str, Any]) -> dict[str, object]:
-    whole = {"description": "", "parameters": {"type": "object", "properties": {}}}
     given = {key: value for key, value in tool["function"].items() if value is not None}
-    return {**tool, "function": whole | given}
+    parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
+    function = {"description": "", **given, "parameters": parameters}
+    return {**tool, "function": function}
 
 
 def _as_object(arguments: object) -> dict[str, object]:
@@ -523,10 +545,12 @@ def _as_text(arguments: object) -> str:
 
 
 def _short(call_id: str) -> str:
-    """Return nine alphanumerics. Example: `functions.f:0` becomes `5e0d2bf6c`."""
+    """Return nine alphanumerics, or nothing for no id. Example: `functions.f:0` becomes
+    `5e0d2bf6c`.
+    """
     return (
         call_id
-        if CALL_ID.fullmatch(call_id)
+        if not call_id or CALL_ID.fullmatch(call_id)
         else blake2b(call_id.encode()).hexdigest()[:9]
     )
 

@@ -109,7 +109,11 @@ def _read(reader: RequestReader, body: dict[str, object], kept: KeptAnswers) -> 
     return reader.chat(chat), MessageWriter(kept_chat)
 
 
-MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
+_NAMES = {
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest, _NAMES)
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, object]]:
@@ -164,9 +168,9 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
 
 
 def _function(tool: _ToolBlock) -> Mapping[str, object]:
-    function = present(tool, "name", "description", "strict") | {
-        "parameters": tool.get("input_schema", {})
-    }
+    function = present(tool, "name", "description", "strict")
+    if "input_schema" in tool:
+        function["parameters"] = tool["input_schema"]
     is_deferred = {"defer_loading": True} if tool.get("defer_loading") else {}
     return {"type": "function", "function": function, **is_deferred}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -57,6 +57,8 @@ class Dialect:
     splits_thoughts: bool | None
     read: Callable[[RequestReader, dict[str, object], KeptAnswers], Read]
     body: type[BaseModel]
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a chat's parameters that differ."""
 
 
 def encoded(*events: Event) -> bytes:

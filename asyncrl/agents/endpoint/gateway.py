@@ -284,6 +284,7 @@ class Gateway:
                 session, agent, dialect, body, request, reply
             )
         except ApiError as error:
+            error.rename(dialect.names)
             # A client that has left may retry. Its call stays open for that retry,
             # which would otherwise get the answer of an equal call.
             if error.status != CLIENT_GONE:

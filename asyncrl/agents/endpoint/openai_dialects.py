@@ -453,7 +453,7 @@ class ResponseWriter(Writer):
         """OpenAI's clients read only the `error` event."""
         return self._event(
             "error",
-            **present(error.error, "code", "message", "param"),
+            **{name: error.error[name] for name in ("code", "message", "param")},
             error=error.error,
         )
 
@@ -506,4 +506,10 @@ def _item_id(call: GatewayCall, block: Block) -> str:
     return f"{_PARTS[block.part][0]}_{call.name}_{block.number}"
 
 
-RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest)
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest, _NAMES)

@@ -65,6 +65,17 @@ class ApiError(Exception):
         self.error = {"message": message, "type": type, "param": param, "code": code}
         super().__init__(message)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Name a parameter of a chat as the client's dialect does. Its place in a list
+        may differ, and is dropped.
+        """
+        root = re.split(r"\W", self.error["param"] or "")[0]
+        if name := names.get(root):
+            pattern = rf"\b{root}\b(?:\[\d+\])?"
+            message = re.sub(pattern, name, str(self))
+            self.error |= {"param": name, "message": message}
+            self.anthropics = re.sub(pattern, name, self.anthropics)
+
     def body(self) -> bytes:
         return to_json({"error": self.error}, inf_nan_mode="null")
 
@@ -113,13 +124,14 @@ def wrong(why: str) -> PydanticCustomError:
 
 
 _READ_PARTS = (
-    "text input_text output_text reasoning_text summary_text refusal thinking tool_reference document "
-    "content search_result"
+    "text input_text output_text reasoning_text summary_text refusal thinking reasoning tool_reference "
+    "document content search_result"
 ).split()
 _HELD = (
     "text",
     "refusal",
     "thinking",
+    "reasoning",
     "tool_name",
     "name",
     "data",
@@ -219,7 +231,7 @@ class _CalledFunction(OpenDict):
 
 
 class _SentCall(OpenDict):
-    id: Annotated[str, Field(min_length=1)]
+    id: NotRequired[str | None]
     function: _CalledFunction
 
 
@@ -278,7 +290,8 @@ def _tidy(message: object, info: ValidationInfo[Reading]) -> object:
             thoughts = [
                 part
                 for part in content
-                if isinstance(part, dict) and part.get("type") == "thinking"
+                if isinstance(part, dict)
+                and part.get("type") in ("thinking", "reasoning")
             ]
             thought = thought or thoughts
             content = [part for part in content if part not in thoughts]
@@ -291,6 +304,15 @@ def _tidy(message: object, info: ValidationInfo[Reading]) -> object:
     if role == "assistant" and thought and isinstance(thought, (str, list)):
         kept["reasoning_content"] = thought
     return kept
+
+
+def name_calls(messages: Sequence[_Message]) -> None:
+    """Give ids to calls without one, as Ollama's clients send them: templates write or
+    demand them.
+    """
+    for message in messages:
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = call.get("id") or f"call{number:05}"
 
 
 def present(given: Mapping[str, object], *names: str) -> dict[str, object]:
@@ -308,7 +330,7 @@ class Function(OpenDict):
 
 
 class GivenTool(OpenDict):
-    type: Literal["function"]
+    type: NotRequired[Literal["function"]]
     function: Function
     defer_loading: NotRequired[bool | None]
 
@@ -618,6 +640,7 @@ class RequestReader:
                 "notes",
                 "a tool returned an image or a file; the model reads a note instead",
             )
+        name_calls(asked.messages)
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs=true.", "top_logprobs")

@@ -4,6 +4,7 @@ prompts and answers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import tomllib
 from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -24,6 +25,7 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 from asyncrl.messages.json_values import (
     PYTHON_WORDS,
+    fits,
     from_python,
     property_schema,
     typed,
@@ -327,6 +329,8 @@ JSON_HEAD = (
     rf"(?:{_NAME}\s*,\s*{_ARGUMENTS}|{_ARGUMENTS}(?P<arguments>{_BRACES})\s*,\s*{_OTHERS}{_NAME})"
 )
 """`{"name": ..., "arguments": `, perhaps with an id; or arguments and then the name."""
+_QUOTED = r'"(?:[^"\\]|\\.)*+"|null\b'
+"""Arguments as a text of JSON (Granite 4 writes them twice as JSON), or none."""
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
@@ -335,6 +339,8 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     groups = head.groupdict()
     if groups.get("arguments"):
         reader.grow(head["arguments"])
+    elif quoted := (yield from reader.read(_QUOTED)):
+        reader.grow(from_json(quoted[0]) or "{}")
     else:
         yield from _grow(reader)
     check_arguments(reader.call.text)
@@ -378,15 +384,11 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     keys: set[str] = set()
     reader.grow("{")
     while found := (yield from reader.read(pattern)):
-        key, raw = found["key"], found["value"]
-        kind = found.groupdict().get("kind")
+        key = found["key"]
         # Both would be in the stream already, and JSON readers keep only the last.
         if key in keys:
             raise ValueError("an argument is given twice")
-        if kind is None:
-            value = _CONVERT[values](raw, property_schema(root, key, root), root)
-        else:
-            value = raw if kind in ("true", "string") else from_json(raw)
+        value = _value(found, values, property_schema(root, key, root), root)
         text = json.dumps({key: value}, ensure_ascii=False)
         check_arguments(text)
         reader.grow((", " if keys else "") + text[1:-1])
@@ -395,36 +397,66 @@ def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
 
 # ---- values
 
+
+def _value(found: Any, values: str, schema: object, root: object) -> object:
+    raw = found["value"]
+    kind = found.groupdict().get("kind")
+    if kind in ("true", "string") and fits(raw, schema, root):
+        return raw
+    if kind is not None:
+        with contextlib.suppress(ValueError):
+            return from_json(raw)
+    return _CONVERT[values](raw, schema, root)
+
+
 _GEMMA = re.compile(
-    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:]+)(?=\s*:)|\b(?:True|False|None)\b',
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>"""
+    r"""|(?P<quoted>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')(?=\s*(?:[,:}\]]|\Z))"""
+    r"""|(?<=[{,])\s*(?P<key>[^\s{}\[\],:]+)(?=\s*:)|(?P<bare>[^\s{}\[\],:][^{}\[\],]*)""",
     re.DOTALL,
 )
 
 
-def from_gemma(text: str, *_: object) -> object:
-    """Parse Gemma 4's values. Raises ValueError. Example: `{k:[1,null,<|"|>x<|"|>]}`."""
+def from_gemma(text: str, schema: object, root: object) -> object:
+    """Parse Gemma 4's values. Models also quote a text like JSON or not at all. Raises
+    ValueError. Example: `{k:[1,null,<|"|>x<|"|>,"y"]}`.
+    """
 
     def as_json(found: re.Match[str]) -> str:
-        quoted = found["text"] if found["text"] is not None else found["key"]
-        return PYTHON_WORDS[found[0]] if quoted is None else json.dumps(quoted)
+        own = found["text"] if found["text"] is not None else found["key"]
+        if own is not None:
+            return json.dumps(own)
+        if found["quoted"]:
+            return json.dumps(from_python(found["quoted"]))
+        bare = found["bare"].strip()
+        value = typed(PYTHON_WORDS.get(bare, bare), {} if is_inner else schema, root)
+        return json.dumps(bare if isinstance(value, str) else value)
 
-    return json.loads(_GEMMA.sub(as_json, text))
+    is_inner = text.lstrip()[:1] in ("{", "[")
+    return json.loads(_GEMMA.sub(as_json, text.strip()))
 
 
 def from_minimax(text: str, schema: object, root: object) -> object:
-    """Parse MiniMax-M3's nested tags. Example:
-    `]<]minimax[>[<item>1]<]minimax[>[</item>` is [1].
+    """Parse MiniMax-M3's nested tags. The schema decides between lists and objects, and
+    whether nothing is an empty one. Example: `]<]minimax[>[<item>1]<]minimax[>[</item>`
+    is [1].
     """
     parts = [(part["key"], part["value"]) for part in _compiled(_NESTED).finditer(text)]
-    if not parts:
+    can_be = partial(fits, schema=schema, root=root, by_kind=True)
+    is_list = can_be([])
+    is_object = can_be({})
+    if not parts and (text.strip() or can_be("") or not (is_list or is_object)):
         return typed(text, schema, root)
-    if {key for key, _ in parts} == {"item"}:
+    if is_list and not (is_object and {key for key, _ in parts} - {"item"}):
         items = property_schema(schema, None, root)
         return [from_minimax(value, items, root) for _, value in parts]
-    return {
+    made = {
         key: from_minimax(value, property_schema(schema, key, root), root)
         for key, value in parts
     }
+    if len(made) < len(parts):
+        raise ValueError("an argument is given twice")
+    return made
 
 
 _CONVERT: Mapping[str, Callable[[str, object, object], object]] = {
@@ -522,8 +554,11 @@ class ToolFormat:
 
     def _read_calls(self, reader: AnswerReader, head: Any) -> Steps[None]:
         while head is not None:
-            reader.begin(head["tool"], head.groupdict().get("id"))
-            if self.argument:
+            groups = head.groupdict()
+            reader.begin(head["tool"], groups.get("id"))
+            if groups.get("object"):
+                yield from read_json(reader, head)
+            elif self.argument:
                 yield from read_tagged(reader, self.argument, self.values)
                 yield from reader.need(self.tail)
                 reader.grow("}")
