@@ -354,6 +354,7 @@ class SharedSync(Sync):
     restarts=st.lists(st.tuples(st.floats(0.0, 10.0), st.integers(0, 1)), max_size=3),
 )
 @example(gaps_s=[0.0, 6.0], deaths_s=[(5.0, 1.0), (6.0, 0.0)], restarts=[(2.0, 0)])
+@example(gaps_s=[0.0], deaths_s=[(5.0, 4.0)], restarts=[(2.0, 1)])
 @virtual
 async def test_engines_read_whole_weights_from_a_living_trainer(
     gaps_s: list[float],

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,7 +317,7 @@ class Job:
                 # After the handover, so that the engines sample meanwhile. The next step
                 # begins meanwhile too: it need not wait for metrics and samples.
                 recording = asyncio.ensure_future(
-                    self._record(run, batch, report, counted)
+                    self._record(run, batch, report, counted, time.monotonic())
                 )
                 if run.checkpointer.is_due(report.policy_version):
                     # The checkpoint makes the line durable: a resume from that version
@@ -354,9 +355,10 @@ class Job:
         batch: Batch,
         report: TrainResponse,
         counted: Mapping[str, float],
+        ended_s: float,
     ) -> None:
         found = await computed(batch_metrics, batch, run.special_tokens)
-        self.reporter.step(run, batch, report, {**counted, **found})
+        self.reporter.step(run, batch, report, {**counted, **found}, ended_s)
 
     async def _next_batch(self, run: Components) -> Batch | None:
         if self.lifecycle.stop.is_set():

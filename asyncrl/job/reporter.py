@@ -250,11 +250,13 @@ class Reporter:
         batch: Batch,
         report: TrainResponse,
         found: Mapping[str, float],
+        ended_s: float,
     ) -> None:
+        """Report a step that ended at `ended_s` of the monotonic clock."""
         self._count_from(batch)
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
-        metrics = self._metrics(run, report, found) | evaluated
+        metrics = self._metrics(run, report, found, ended_s) | evaluated
         self._new_evaluations = {}
         self._record(metrics, report)
         self._warn_of(metrics, batch)
@@ -287,7 +289,7 @@ class Reporter:
             for name, value in report.metrics.items()
             if name not in OF_BEHAVIOUR
         }
-        metrics = self._timed(report, given) | self._new_evaluations
+        metrics = self._timed(report, given, time.monotonic()) | self._new_evaluations
         self._new_evaluations = {}
         metrics |= self._counted({**trainer.gauges(), **checkpointer.gauges()})
         self._record(metrics, report)
@@ -513,8 +515,9 @@ class Reporter:
         run: Components,
         report: TrainResponse,
         found: Mapping[str, float],
+        ended_s: float,
     ) -> dict[str, float]:
-        metrics = self._timed(report, {**found, **report.metrics})
+        metrics = self._timed(report, {**found, **report.metrics}, ended_s)
         now_s = time.monotonic()
         busy_s = sum(run.engines.busy_s(now_s).values())
         if self._slots_at is not None and now_s > self._slots_at[0]:
@@ -544,10 +547,10 @@ class Reporter:
         }
 
     def _timed(
-        self, report: TrainResponse, found: Mapping[str, float]
+        self, report: TrainResponse, found: Mapping[str, float], ended_s: float
     ) -> dict[str, float]:
         """Return the metrics of a step with its number, time and speed."""
-        time_s = time.monotonic() - self._trained_since_s
+        time_s = ended_s - self._trained_since_s
         step_s = time_s - self._last.get("time_s", 0.0)
         return {
             "step": report.policy_version,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -310,7 +311,8 @@ async def restore(
     def report_again(batch: Batch, report: TrainResponse) -> None:
         note_restored()
         journal.trained_nowait(batch.version, report.metrics)
-        reporter.step(run, batch, report, batch_metrics(batch, run.special_tokens))
+        found = batch_metrics(batch, run.special_tokens)
+        reporter.step(run, batch, report, found, time.monotonic())
 
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):

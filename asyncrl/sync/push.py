@@ -533,6 +533,10 @@ class PushLoop(Publisher):
         async with self._when_announced():
             if self._announced is not None:
                 manifest = self._announced
+                # Weights that a lost trainer held cannot be read. Each try until it is
+                # back would cost the engine a restart.
+                if self.is_held:
+                    await self.trainer.wait_up()
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
                     # The announced weights died with the trainer, and its successor may
                     # be ahead.
