@@ -156,6 +156,11 @@ def bad_inputs(folder: Path) -> Iterator[tuple[str, Any]]:
     for number, template in enumerate(TEMPLATES):
         (path := folder / f"{number}.jinja").write_text(template)
         yield f"{number}.jinja", with_value("model.chat_template", str(path))
+    (loop := folder / "loop.jsonl").symlink_to(loop)
+    for path in (str(loop), 300 * "a" + ".jsonl"):
+        yield path, {**CONFIG, "task": {"files": [path], "reward": "math"}}
+    for path in (300 * "a", "~nobody-here/model"):
+        yield path[:80], {**CONFIG, "model": {"path": path}}
     for path in (folder, folder / "0.jsonl", Path("/dev/null")):
         yield f"{path}", with_value("model.chat_template", str(path / "x"))
         yield f"{path}", {**CONFIG, "model": {"path": str(path)}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -1002,8 +1003,8 @@ def read_architecture(model: ModelConfig) -> dict[str, Any]:
 
 def find_architecture(model: ModelConfig) -> Path:
     """Return the path of config.json, in the hub's cache if it is only there."""
-    path = Path(model.path or "").expanduser() / "config.json"
-    if not path.is_file():
+    path = Path(os.path.expanduser(model.path or "")) / "config.json"  # noqa: PTH111  raises for no ~user
+    if not os.path.isfile(path):  # noqa: PTH113  raises for no long name
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,7 @@ def look_at_task(
             None,
             f"verifiers {type(load_taskset(config.args)).__name__} (its tasks are read when the run starts)",
         )
-    if config.dataset is not None and not Path(config.dataset).exists():
+    if config.dataset is not None and not os.path.exists(config.dataset):  # noqa: PTH110
         reward_function(config)
         return (
             None,
@@ -203,15 +204,16 @@ def read_files(
             f"{args}={settings}, and files have no settings",
             way_out=f"remove {args}.",
         )
-    if len({Path(path).resolve() for path in paths}) < len(paths):
+    if len({os.path.realpath(path) for path in paths}) < len(paths):
         raise ConfigError(
             f"{key}={paths} names a file twice, and its rows would count once",
             way_out="name it once; task.share weighs tasks against each other.",
         )
     rows: dict[str, Mapping[str, Any]] = {}
+    # Functions of os.path raise for no path: too long, or a loop of links.
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
-        if reader is None or not path.is_file():
+        if reader is None or not os.path.isfile(path):  # noqa: PTH113
             raise ConfigError(
                 f"{key}: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
                 way_out="correct the path, or convert it to parquet.",

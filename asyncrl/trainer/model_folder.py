@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.util import find_spec
@@ -201,13 +202,14 @@ def check_model_type(model_type: object, source: str) -> None:
 
 
 def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | None:
-    path = Path(name).expanduser()
-    if path.is_dir():
+    # Functions of os.path raise for no path: too long, or ~ of nobody.
+    path = Path(os.path.expanduser(name))  # noqa: PTH111
+    if os.path.isdir(path):  # noqa: PTH112
         _check_folder(path, f"{key}={name}", needs_weights=needs_weights)
         return path.resolve()
     owner = name.partition("/")[0]
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
+    if is_id and owner not in (".", "..", "models") and not os.path.isdir(owner):  # noqa: PTH112
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
     made = (
