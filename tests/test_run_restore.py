@@ -167,6 +167,7 @@ class Life:
         batch: Batch,
         report: TrainResponse,
         found: Mapping[str, float],
+        ended_s: float,
     ) -> None:
         self.steps.append((batch, report))
 
