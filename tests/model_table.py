@@ -158,7 +158,7 @@ def measure(name: str) -> list[str]:
 
 
 def brief(error: str) -> str:
-    """Return one short line without numbers, which are those of the tiny model."""
+    """Return one short line without numbers, which describe the tiny model."""
     text = re.sub(r"(?<!\w)\d+(\.\d+)?(e-?\d+)?", "#", " ".join(error.split()))
     return text if len(text) <= 160 else f"{text[:160]}.."
 

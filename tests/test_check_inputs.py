@@ -117,7 +117,7 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
 
 
 def bad_inputs(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield words of which the message has one, and the config."""
+    """Yield words and a config. The message must contain one of the words."""
     chosen = random.Random(0)
     keys = sorted(all_keys())
     for key in chosen.sample(keys, 110):

@@ -535,7 +535,7 @@ AGENTS = {
 async def test_sub_agents_share_or_split_the_reward(
     rewards: dict[str, float], expected: list[float] | str
 ) -> None:
-    """An agent without a reward of its own earns that of the one above it."""
+    """An agent without its own reward earns the reward of the agent above it."""
     async with gateway_world() as world:
         for agent, text in AGENTS.items():
             headers = {"X-Session-ID": agent} if agent else {}

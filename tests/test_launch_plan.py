@@ -395,7 +395,7 @@ def test_cores_are_counted_on_each_node() -> None:
     plan = make_plan(load(RAY, *threads, *TWO_EACH_NODE, written), nodes(0, 0, 0))
     found = {one.name: (one.device, one.threads) for one in plan.processes}
     assert found["trainer-0"] == found["trainer-1"] == ("n0/cpu", 4), (
-        "eight cores, and no engine is there"
+        "eight cores, and no engine exists"
     )
     assert [found[f"engine-{at}"] for at in range(4)] == [
         ("n1/cpu", 2),
@@ -481,11 +481,11 @@ SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
     "one device at once": (1, AT_ONCE, "ipc", [*FILES, "lora", "ipc"], ["ipc"]),
     "two devices at once": (2, [*AT_ONCE, "trainer.world_size=2", "rollout.num_engines=2"], "shm",
                             [*FILES, "lora"], []),
-    "one device in turns": (1, TURNS, "ipc", [*FILES, "ipc"], []),
-    "two devices in turns": (2, [*TURNS, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
+    "one device time-shared": (1, TURNS, "ipc", [*FILES, "ipc"], []),
+    "two devices time-shared": (2, [*TURNS, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
                              [*FILES, "ipc"], []),
     "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
-    "the CPU in turns": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
+    "the CPU time-shared": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
 }  # fmt: skip
 """CUDA devices, settings, what auto is, transports that work, and those that hold a
 version on the device.
@@ -501,7 +501,7 @@ def test_transport_works_between_these_sides_or_is_refused(
     num_cuda, settings, auto, working, holding = SIDES[sides]
     if engine == "simulated" and num_cuda and "placement=" in str(settings):
         pytest.skip("it shares no device")
-    if engine == "vllm" and sides == "the CPU in turns":
+    if engine == "vllm" and sides == "the CPU time-shared":
         pytest.skip("vLLM does not sleep on a CPU")
     if engine == "simulated":
         auto, working, holding = "shm", FILES, []

@@ -161,13 +161,15 @@ class Life:
         assert self.steps == []
         self.restored += 1
 
+    def end_step(self) -> None: ...
+
     def step(
         self,
         rooms: object,
         batch: Batch,
         report: TrainResponse,
         found: Mapping[str, float],
-        ended_s: float,
+        ended: object,
     ) -> None:
         self.steps.append((batch, report))
 

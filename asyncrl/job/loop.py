@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.reporter import Reporter, processes, reported
+from asyncrl.job.reporter import Reporter, StepEnd, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -314,10 +313,10 @@ class Job:
                 counted = self.reporter.counted_before_publish(run, batch)
                 with span("trainer", "to engines", batch.version):
                     await run.scheduler.to_engines(report.policy_version)
-                # After the handover, so that the engines sample meanwhile. The next step
-                # begins meanwhile too: it need not wait for metrics and samples.
+                # After the handover, so that the engines already sample. The next step
+                # need not wait for metrics and samples either.
                 recording = asyncio.ensure_future(
-                    self._record(run, batch, report, counted, time.monotonic())
+                    self._record(run, batch, report, counted, self.reporter.end_step())
                 )
                 if run.checkpointer.is_due(report.policy_version):
                     # The checkpoint makes the line durable: a resume from that version
@@ -344,6 +343,8 @@ class Job:
                 report = await run.trainer.train(batch, durable)
         finally:
             durable.cancel()
+            # Retrieves its error. If the journal fails, its watch ends the run.
+            await asyncio.gather(durable, return_exceptions=True)
         # Not awaited: if this record is lost, the resume trains on the batch again, as
         # it does with every batch since the checkpoint.
         run.journal.trained_nowait(batch.version, report.metrics)
@@ -355,10 +356,10 @@ class Job:
         batch: Batch,
         report: TrainResponse,
         counted: Mapping[str, float],
-        ended_s: float,
+        ended: StepEnd,
     ) -> None:
         found = await computed(batch_metrics, batch, run.special_tokens)
-        self.reporter.step(run, batch, report, {**counted, **found}, ended_s)
+        self.reporter.step(run, batch, report, {**counted, **found}, ended)
 
     async def _next_batch(self, run: Components) -> Batch | None:
         if self.lifecycle.stop.is_set():

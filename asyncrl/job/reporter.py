@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
@@ -81,6 +81,16 @@ OF_BEHAVIOUR = (
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
+class StepEnd(NamedTuple):
+    """When a step ended on the monotonic clock, and its seconds by kind of span.
+
+    The next step may begin, and even end, before the record of this step is made.
+    """
+
+    at_s: float
+    spent_s: defaultdict[str, float]
+
+
 class Reporter:
     """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run
     (`goes_on`) keeps the killed run's files until resume_at().
@@ -132,8 +142,7 @@ class Reporter:
         self._slots_at: tuple[float, float] | None = None
         self._is_to_resume = goes_on
         self._spent_s = defaultdict[str, float](float)
-        """Seconds of the train loop by kind of span, since the last step was reported.
-        """
+        """Seconds of the train loop by kind of span, since the last step ended."""
 
     def settle(self, config: RunConfig, shown: SftConfig) -> None:
         """Take the settings of a run whose number of steps follows from its data, and
@@ -241,6 +250,12 @@ class Reporter:
         counted = self._counted({name: run.engines.gauges()[name]})
         return {name: counted[name], **run.buffer.wait_gauges()}
 
+    def end_step(self) -> StepEnd:
+        """Return the end of the step. Later spans are of the next one."""
+        ended = StepEnd(time.monotonic(), self._spent_s)
+        self._spent_s = defaultdict(float)
+        return ended
+
     def _count_from(self, batch: Batch) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
 
@@ -250,13 +265,12 @@ class Reporter:
         batch: Batch,
         report: TrainResponse,
         found: Mapping[str, float],
-        ended_s: float,
+        ended: StepEnd,
     ) -> None:
-        """Report a step that ended at `ended_s` of the monotonic clock."""
         self._count_from(batch)
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
-        metrics = self._metrics(run, report, found, ended_s) | evaluated
+        metrics = self._metrics(run, report, found, ended) | evaluated
         self._new_evaluations = {}
         self._record(metrics, report)
         self._warn_of(metrics, batch)
@@ -515,9 +529,9 @@ class Reporter:
         run: Components,
         report: TrainResponse,
         found: Mapping[str, float],
-        ended_s: float,
+        ended: StepEnd,
     ) -> dict[str, float]:
-        metrics = self._timed(report, {**found, **report.metrics}, ended_s)
+        metrics = self._timed(report, {**found, **report.metrics}, ended.at_s)
         now_s = time.monotonic()
         busy_s = sum(run.engines.busy_s(now_s).values())
         if self._slots_at is not None and now_s > self._slots_at[0]:
@@ -528,10 +542,7 @@ class Reporter:
         for name, value in self._gauges(run).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
-        # What follows the report, such as the rest of its record, is of the next step,
-        # as in perf/step_s.
-        spent_s = self._spent_s.copy()
-        self._spent_s.clear()
+        spent_s = ended.spent_s
         return metrics | {
             "perf/journal_s": spent_s["journal"],
             "perf/request_s": max(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,7 +311,7 @@ async def restore(
         note_restored()
         journal.trained_nowait(batch.version, report.metrics)
         found = batch_metrics(batch, run.special_tokens)
-        reporter.step(run, batch, report, found, time.monotonic())
+        reporter.step(run, batch, report, found, reporter.end_step())
 
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):

@@ -1003,8 +1003,8 @@ def read_architecture(model: ModelConfig) -> dict[str, Any]:
 
 def find_architecture(model: ModelConfig) -> Path:
     """Return the path of config.json, in the hub's cache if it is only there."""
-    path = Path(os.path.expanduser(model.path or "")) / "config.json"  # noqa: PTH111  raises for no ~user
-    if not os.path.isfile(path):  # noqa: PTH113  raises for no long name
+    path = Path(os.path.expanduser(model.path or "")) / "config.json"  # noqa: PTH111  never raises
+    if not os.path.isfile(path):  # noqa: PTH113
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 

@@ -210,7 +210,7 @@ def read_files(
             way_out="name it once; task.share weighs tasks against each other.",
         )
     rows: dict[str, Mapping[str, Any]] = {}
-    # Functions of os.path raise for no path: too long, or a loop of links.
+    # Functions of os.path never raise, as for a name too long or a loop of links.
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
         if reader is None or not os.path.isfile(path):  # noqa: PTH113

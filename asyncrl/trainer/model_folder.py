@@ -202,7 +202,7 @@ def check_model_type(model_type: object, source: str) -> None:
 
 
 def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | None:
-    # Functions of os.path raise for no path: too long, or ~ of nobody.
+    # Functions of os.path never raise, as for a name too long or an unknown ~user.
     path = Path(os.path.expanduser(name))  # noqa: PTH111
     if os.path.isdir(path):  # noqa: PTH112
         _check_folder(path, f"{key}={name}", needs_weights=needs_weights)

@@ -216,7 +216,7 @@ class BatchNumbers:
     sets: LogitSets = LogitSets()
     advantage_N: Float32N = field(init=False)
     packed: tuple[BoolN, list[tuple[MicroBatch, bool]]] | None = None
-    """Tokens of the last pass, and its micro-batches."""
+    """Tokens of the last pass without a gradient, and its micro-batches."""
 
 
 @dataclass(frozen=True)

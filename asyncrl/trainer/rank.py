@@ -380,7 +380,10 @@ class TrainerRank(TrainedModel):
         """
         self._meter.enter("pack")
         costs = self.policy.costs
-        for micro, counts in self._packed(batch, chosen):
+        micros = self._packed(batch, chosen)
+        if has_backward:
+            batch.packed = None  # no later pass reads the same tokens
+        for micro, counts in micros:
             self._meter.enter("forward" if has_backward else "logprobs")
             yield micro, counts
             if counts:
@@ -391,8 +394,8 @@ class TrainerRank(TrainedModel):
     def _packed(
         self, batch: BatchNumbers, chosen: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
-        # With one mini-batch, the pass of the reference and that of the loss read the
-        # same tokens. Packing them twice took a tenth of a small model's step.
+        # With one mini-batch, the passes of the reference and of the loss read the same
+        # tokens. Packing them twice took a tenth of a small model's step.
         if batch.packed is not None:
             packed_N, micros = batch.packed
             if np.array_equal(packed_N, chosen):
@@ -519,8 +522,6 @@ class TrainerRank(TrainedModel):
         in its version.
         """
         step = version.open_step
-        for batch in version.batches:
-            batch.packed = None
         loop = self.spec.trainer
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.

@@ -308,8 +308,8 @@ class TrainerClient:
         if durable is not None:
             with span("trainer", "journal", batch.version):
                 await durable
-            # A process that was lost during this wait has trained the batch in vain: the
-            # next one only catches up to the version before it.
+            # If the process was lost during this wait, its step is lost too: the next
+            # process only catches up to the version before.
             self._check_up()
             if self.num_restarts != number:
                 raise TrainerLost("trainer", "was lost before its batch was durable")

@@ -421,6 +421,7 @@ def from_gemma(text: str, schema: object, root: object) -> object:
     """Parse Gemma 4's values. Models also quote a text like JSON or not at all. Raises
     ValueError. Example: `{k:[1,null,<|"|>x<|"|>,"y"]}`.
     """
+    is_inner = text.lstrip()[:1] in ("{", "[")
 
     def as_json(found: re.Match[str]) -> str:
         own = found["text"] if found["text"] is not None else found["key"]
@@ -432,7 +433,6 @@ def from_gemma(text: str, schema: object, root: object) -> object:
         value = typed(PYTHON_WORDS.get(bare, bare), {} if is_inner else schema, root)
         return json.dumps(bare if isinstance(value, str) else value)
 
-    is_inner = text.lstrip()[:1] in ("{", "[")
     return json.loads(_GEMMA.sub(as_json, text.strip()))
 
 

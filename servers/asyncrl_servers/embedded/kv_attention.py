@@ -215,9 +215,11 @@ class SlotCache:
         """
         longest = max((length for _, _, length in copies), default=0)
         num_bytes = len(copies) * longest * self._position_bytes
-        together = len(copies) if num_bytes <= MOST_COPIED_BYTES else 1
-        for first in range(0, len(copies), max(together, 1)):
-            self._copy(copies[first : first + together])
+        if num_bytes > MOST_COPIED_BYTES:
+            for one in copies:
+                self._copy([one])
+        elif copies:
+            self._copy(copies)
 
     def _copy(self, copies: list[Copy]) -> None:
         # In one operation for each tensor: half of the rows of a tiny model move in a
@@ -227,7 +229,8 @@ class SlotCache:
             origin[target] = origin.get(source, source)
         targets, sources = [*origin], [*origin.values()]
         # Positions after a row's own length are masked until they are written.
-        num_positions = longest = max(length for _, _, length in copies)
+        longest = max(length for _, _, length in copies)
+        num_positions = longest
         from_, to = sources, targets
         if self.is_paged:
             from_, to = (
