@@ -36,14 +36,14 @@ class Reply(Future[SegmentPart]):
         self._engine, self._ends, self.rows = engine, ends, list[Sampled]()
         self.run = engine.run(Asked(0, request, is_streamed), self)
 
-    def sampled(self, rows: Sequence[Sampled]) -> None:
+    def on_sampled(self, rows: Sequence[Sampled]) -> None:
         self.rows += rows
         if rows[-1].then == "interrupted" and self._ends:
             self.abort()
         elif rows[-1].then not in ("more", "interrupted"):
             self.set_result(joined(self.rows).part)
 
-    def refused(self, number: int, refusal: Refused) -> None:
+    def on_refused(self, number: int, refusal: Refused) -> None:
         self.set_exception(refusal)
 
     def resume(self) -> None:

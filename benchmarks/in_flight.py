@@ -40,7 +40,7 @@ import psutil
 from common import child_server, options, printable_tokenizer, reported
 from safetensors.numpy import save_file
 
-from asyncrl.base.waits import computed
+from asyncrl.base.waits import run_in_thread
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
 from asyncrl.config.rollout_config import RolloutConfig
@@ -215,7 +215,7 @@ class Controller:
             BufferConfig(max_staleness=staleness, look_ahead=staleness),
             num_groups=num_groups,
             num_batches=10**6,
-            on_requeued=lambda *group: self.producers.requeued(*group),
+            on_requeued=lambda *group: self.producers.on_requeued(*group),
         )
         self.pool = EnginePool(self.servers, slots=self.num // ENGINES)
         config = TaskConfig(python="asyncrl.tasks.toy:Letters", reward_pool="inline")
@@ -270,7 +270,7 @@ class Controller:
         self.servers.append(CountingServer(caller))
 
     async def _published(self, manifest: ExportResponse) -> None:
-        self.journal.published_nowait(manifest.version, manifest.digest)
+        self.journal.add_push_nowait(manifest.version, manifest.digest)
         self._due_interruptions += self.publisher.report.num_interrupted
         self._is_pushing = False
         self.num_updates += 1
@@ -278,11 +278,11 @@ class Controller:
     async def train(self) -> None:
         while True:
             batch = await self.buffer.wait_batch()
-            await self.journal.batch_taken(batch)
+            await self.journal.add_batch(batch)
             self._is_pushing = True
             report = await self.trainer.train(batch)
-            self.journal.trained_nowait(batch.version, report.metrics)
-            measured = await computed(batch_metrics, batch, SpecialTokens())
+            self.journal.add_training_nowait(batch.version, report.metrics)
+            measured = await run_in_thread(batch_metrics, batch, SpecialTokens())
             self.recorder.record_step({"step": batch.version + 1, **measured})
 
     async def report_status(self) -> None:
@@ -299,7 +299,7 @@ class Controller:
             way_out="",
             ask_children=none,
             restart=none,
-            note=self.journal.event_nowait,
+            note=self.journal.add_event_nowait,
         )
         while True:
             waits = watchdog.look()

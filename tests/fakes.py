@@ -111,7 +111,7 @@ class FakeSource:
         self.front: deque[Prompt] = deque()
         self._numbers = count()
 
-    def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
+    def observe_nowait(self, prompt_id: str, reward: float, version: int) -> None:
         """It draws without a look at rewards."""
 
     def next_nowait(self, version: int | None = None) -> Prompt:
@@ -243,23 +243,23 @@ class MemoryJournal:
         """The events of this method, in order."""
         return [event for event in self.events if event[0] == method]
 
-    def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
+    def add_admission_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
         self.states[ticket.group_id] = "running"
-        self._note("admitted", ticket, prompt)
+        self._note("add_admission", ticket, prompt)
 
-    def group_ended_nowait(
+    def end_group_nowait(
         self, group_id: GroupId, state: str, reason: str, *, requeued: int | None = None
     ) -> None:
         change = (self.states[group_id], state)
         assert change[0] == "running" or change == ("ready", "requeued"), (
             f"group {group_id}: {change}"
         )
-        self._note("group_ended", group_id, state, reason, requeued)
+        self._note("end_group", group_id, state, reason, requeued)
         self.states[group_id] = state
 
-    async def batch_taken(self, batch: Batch) -> None:
+    async def add_batch(self, batch: Batch) -> None:
         await asyncio.sleep(0)
-        self._note("batch_taken", batch)
+        self._note("add_batch", batch)
         self.batches[batch.version] = batch
 
     async def flush(self) -> None:

@@ -121,7 +121,7 @@ def make_partial(num_tokens: int) -> Completion:
 
 
 def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:
-    journal.admitted_nowait(
+    journal.add_admission_nowait(
         Ticket(GroupId(group_id), start_version), make_prompt(group_id)
     )
 
@@ -131,8 +131,8 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
     for group_id in group_ids:
         admit(journal, group_id)
         for trajectory in make_group(group_id, **options).trajectories:
-            journal.rollout_finished_nowait(GroupId(group_id), (trajectory,))
-        journal.group_ended_nowait(GroupId(group_id), "ready", "")
+            journal.add_rollout_nowait(GroupId(group_id), (trajectory,))
+        journal.end_group_nowait(GroupId(group_id), "ready", "")
 
 
 async def tell_a_run(journal: Journal) -> None:
@@ -141,25 +141,25 @@ async def tell_a_run(journal: Journal) -> None:
     """
     tell_ready(journal, 0, 1, 2, 3)
     admit(journal, 4)
-    journal.segment_nowait(GroupId(4), 0, 0, make_partial(7))
-    journal.tokens_lost_nowait(GroupId(4), 0, 0)
-    journal.segment_nowait(GroupId(4), 0, 1, make_partial(5))
-    journal.rollout_failed_nowait(GroupId(4), 0, 2, "timed out")
-    journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
+    journal.add_segment_nowait(GroupId(4), 0, 0, make_partial(7))
+    journal.add_lost_tokens_nowait(GroupId(4), 0, 0)
+    journal.add_segment_nowait(GroupId(4), 0, 1, make_partial(5))
+    journal.add_failure_nowait(GroupId(4), 0, 2, "timed out")
+    journal.end_group_nowait(GroupId(4), "failed", "too few usable rollouts")
     admit(journal, 5)
-    journal.segment_nowait(GroupId(5), 0, 0, make_partial(3))
-    journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "requeued", "dropped", requeued=1)
-    await journal.batch_taken(make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25})
-    journal.published_nowait(1, "digest")
-    await journal.batch_taken(
+    journal.add_segment_nowait(GroupId(5), 0, 0, make_partial(3))
+    journal.add_rollout_nowait(GroupId(5), (make_trajectory(5, 1),))
+    journal.end_group_nowait(GroupId(5), "requeued", "dropped", requeued=1)
+    await journal.add_batch(make_batch(0, 0, 1))
+    journal.add_training_nowait(0, {"policy/loss": 0.25})
+    journal.add_push_nowait(1, "digest")
+    await journal.add_batch(
         replace(make_batch(1, 2, 3), min_version=1, mask_older=True)
     )
-    journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
-    journal.segment_nowait(GroupId(6), 1, 0, make_partial(4))
-    journal.event_nowait("restored", {"version": 1, "who": "run"})
-    journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
+    journal.add_admission_nowait(Ticket(GroupId(6), 1), make_prompt(5))
+    journal.add_segment_nowait(GroupId(6), 1, 0, make_partial(4))
+    journal.add_event_nowait("restored", {"version": 1, "who": "run"})
+    journal.add_event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
     await journal.flush()
 
 

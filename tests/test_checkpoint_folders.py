@@ -35,7 +35,7 @@ def write(checkpoints: Checkpoints, version: int) -> Path:
 
 def newest(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
     """The version that is taken, and why others were passed over."""
-    whole, passed_over = checkpoints.newest_whole()
+    whole, passed_over = checkpoints.newest_valid()
     return whole and whole.version, [found.what for found in passed_over]
 
 
@@ -60,7 +60,7 @@ def test_damaged_checkpoint_is_named_and_the_newest_whole_one_loads(
         "rename": lambda: folder.rename(checkpoints.root / "step_25"),
     }
     damages[damage]()
-    whole, _ = checkpoints.newest_whole()
+    whole, _ = checkpoints.newest_valid()
     assert whole is not None
     version = 10 if damage else 20
     assert (whole.version, whole.controller) == (version, {"num_drawn": 8 * version})
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     """
     checkpoints = make(tmp_path, 10, 20, keep_last=2)
     (checkpoints.root / "step_20" / "trainer" / "weights").write_bytes(bytes(1000))
-    _, passed_over = checkpoints.newest_whole()
+    _, passed_over = checkpoints.newest_valid()
     assert checkpoints.versions() == [10, 20], (
         "a start that is refused after that has changed nothing"
     )
@@ -95,7 +95,7 @@ def test_unreadable_checkpoint_is_not_damaged(
             "asyncrl.journal.checkpoint_folders.sha256_of", Mock(side_effect=too_many)
         )
         with pytest.raises(OSError, match="Too many open files"):
-            checkpoints.newest_whole()
+            checkpoints.newest_valid()
     assert newest(checkpoints) == (20, [])
 
 
@@ -132,10 +132,12 @@ def test_what_was_done_is_on_disk_before_it(
 
 def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, keep_last=2, keep_every=4, keep_best=True)
-    checkpoints.evaluated(0, 2.0)  # of the initial weights, which have no checkpoint
+    checkpoints.on_evaluation(
+        0, 2.0
+    )  # of the initial weights, which have no checkpoint
     for version in range(1, 11):
         write(checkpoints, version)
-        checkpoints.evaluated(version, 1.0 if version == 2 else version / 100)
+        checkpoints.on_evaluation(version, 1.0 if version == 2 else version / 100)
     assert checkpoints.versions() == [2, 4, 8, 9, 10]
     assert checkpoints.oldest_version() == 9, (
         "the journal need not reach back to permanent checkpoints"

@@ -316,7 +316,9 @@ def test_local_transport_is_refused_on_two_nodes(path: Path) -> None:
     with pytest.raises(
         ConfigError, match="the run is on 2 nodes: its file is in the shared memory"
     ):
-        refuse_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
+        refuse_transport(
+            config, ["cuda:0"], ["cuda:1"], is_colocated=False, num_nodes=2
+        )
 
 
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())

@@ -49,7 +49,7 @@ class Apart(EngineRooms):
         self.results, self.troubles = list[EvalResult](), list[str]()
 
         async def published(manifest: ExportResponse) -> None:
-            self.evaluation.served_nowait(manifest.version)
+            self.evaluation.on_served_nowait(manifest.version)
 
         super().__init__(
             tasks,
@@ -85,7 +85,7 @@ class Apart(EngineRooms):
     async def begin(self) -> None:
         self.spawn(self.evaluation.run(), name="evaluation")
         await self.publisher.start(0)
-        self.evaluation.served_nowait(0)
+        self.evaluation.on_served_nowait(0)
 
     async def whole(self) -> None:
         """Act as the train loop; a batch needs a version that is not too old."""

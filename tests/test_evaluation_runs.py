@@ -87,7 +87,7 @@ class House:
         return ExportResponse(**values, num_tensors=1, num_bytes=1)
 
     def publish(self, version: int) -> None:
-        self.evaluation.published_nowait(self.export(version))
+        self.evaluation.on_published_nowait(self.export(version))
 
     async def live(
         self, *, before_step: Callable[[int], None] = lambda _: None

@@ -79,10 +79,10 @@ class Heard:
     def __init__(self) -> None:
         self.rows: list[Sampled] = []
 
-    def sampled(self, rows: Sequence[Sampled]) -> None:
+    def on_sampled(self, rows: Sequence[Sampled]) -> None:
         self.rows += rows
 
-    def refused(self, number: int, refusal: Refused) -> None:
+    def on_refused(self, number: int, refusal: Refused) -> None:
         raise refusal
 
 

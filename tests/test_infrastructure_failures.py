@@ -541,9 +541,9 @@ async def test_lost_hosts_and_a_bad_prompt_end_no_run() -> None:
     failures = RecentFailures(0.1)
     disk_full = RolloutFailure("no space", kind=FailureKind.DISK_FULL)
     for number in range(100):
-        failures.ended_nowait(disk_full, f"bad prompt {number % 2}")
+        failures.note_end_nowait(disk_full, f"bad prompt {number % 2}")
     failures.check(disk_full, "producers")
-    failures.ended_nowait(disk_full, "a third prompt")
+    failures.note_end_nowait(disk_full, "a third prompt")
     failures.check(RolloutFailure("lost", kind=FailureKind.HOST_LOST), "producers")
     with pytest.raises(TaskError, match="most often disk_full"):
         failures.check(disk_full, "producers")

@@ -62,7 +62,7 @@ def make_job(
     tmp_path: Path, *, point: ResumePoint = ResumePoint(is_new=True), **sections: Any
 ) -> Job:
     config = make_config(tmp_path, **sections)
-    reporter = Reporter(config, tmp_path, "test", goes_on=not point.is_new)
+    reporter = Reporter(config, tmp_path, "test", is_resume=not point.is_new)
     life = Lifecycle(
         config,
         tmp_path,

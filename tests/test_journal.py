@@ -65,7 +65,7 @@ def test_loop_continues_while_the_disk_is_slow(tmp_path: Path) -> None:
         await asyncio.to_thread(is_slow.wait)
         taking = asyncio.create_task(journal.batch_taken(make_batch(0, 0)))
         for turn in range(1000):
-            journal.segment_nowait(GroupId(1), 0, 0, make_partial(turn % 7))
+            journal.add_segment_nowait(GroupId(1), 0, 0, make_partial(turn % 7))
             await asyncio.sleep(0)
         assert not taking.done()
         may_go.set()
@@ -106,7 +106,7 @@ def test_first_error_is_final_for_every_caller(
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             if "locked" in why:
                 other.execute("BEGIN IMMEDIATE")
-            journal.group_ended_nowait(GroupId(0), "failed", "")
+            journal.end_group_nowait(GroupId(0), "failed", "")
             refused = (
                 journal.batch_taken(make_batch(0, 0)),
                 watching,
@@ -117,7 +117,7 @@ def test_first_error_is_final_for_every_caller(
                 with pytest.raises(JournalError, match=why):
                     await call
         with pytest.raises(JournalError, match=why):
-            journal.event_nowait("more", {})
+            journal.add_event_nowait("more", {})
 
     asyncio.run(story())
     assert len(read_resume(path, 0).ready) == 1
@@ -196,7 +196,9 @@ class Histories(RuleBasedStateMachine):
     def admit(self, again: bool) -> None:
         group, waiting = len(self.states), self.requeued()
         prompt = waiting[0][0] if again and waiting else len(set(self.prompts.values()))
-        self.journal.admitted_nowait(Ticket(GroupId(group), 0), make_prompt(prompt))
+        self.journal.add_admission_nowait(
+            Ticket(GroupId(group), 0), make_prompt(prompt)
+        )
         self.states[group], self.prompts[group], self.finished[group] = (
             "running",
             prompt,
@@ -210,7 +212,9 @@ class Histories(RuleBasedStateMachine):
             self.pick(data, "running"),
             *data.draw(INDEX_AND_LENGTH),
         )
-        self.journal.segment_nowait(GroupId(group), index, 0, make_partial(num_tokens))
+        self.journal.add_segment_nowait(
+            GroupId(group), index, 0, make_partial(num_tokens)
+        )
         if index not in self.finished[group]:
             self.partials[group, index] = num_tokens
 
@@ -225,7 +229,7 @@ class Histories(RuleBasedStateMachine):
         group = self.pick(data, before)
         if state == "ready":
             for index in {0, 1} - self.finished[group]:
-                self.journal.rollout_finished_nowait(
+                self.journal.add_rollout_nowait(
                     GroupId(group), (make_trajectory(group, index),)
                 )
         requeued = (
@@ -233,7 +237,7 @@ class Histories(RuleBasedStateMachine):
             if state in ("failed", "requeued")
             else None
         )
-        self.journal.group_ended_nowait(GroupId(group), state, "", requeued=requeued)  # type: ignore[arg-type]
+        self.journal.end_group_nowait(GroupId(group), state, "", requeued=requeued)  # type: ignore[arg-type]
         self.states[group] = state
         if requeued is not None:
             self.comes_again[group] = requeued
@@ -246,7 +250,7 @@ class Histories(RuleBasedStateMachine):
     def finish_one(self, data: st.DataObject) -> None:
         group = self.pick(data, "running")
         for index in sorted({0, 1} - self.finished[group])[:1]:
-            self.journal.rollout_finished_nowait(
+            self.journal.add_rollout_nowait(
                 GroupId(group), (make_trajectory(group, index),)
             )
             self.finished[group].add(index)
@@ -328,15 +332,15 @@ def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
             for number in range(4)
         }
         for number, prompt in prompts.items():
-            journal.admitted_nowait(Ticket(GroupId(number), number // 2), prompt)
+            journal.add_admission_nowait(Ticket(GroupId(number), number // 2), prompt)
         for number in (0, 1, 2):
             for rollout in (make_rollout(number, 0), make_rollout(number, 1)):
-                journal.rollout_finished_nowait(GroupId(number), rollout)
-        journal.group_ended_nowait(GroupId(0), "filtered", "")
-        journal.group_ended_nowait(GroupId(1), "ready", "")
-        journal.rollout_failed_nowait(GroupId(3), 0, 1, "no")
+                journal.add_rollout_nowait(GroupId(number), rollout)
+        journal.end_group_nowait(GroupId(0), "filtered", "")
+        journal.end_group_nowait(GroupId(1), "ready", "")
+        journal.add_failure_nowait(GroupId(3), 0, 1, "no")
         for epoch in (1, 10, 2):
-            journal.epoch_nowait("sums", epoch, f"text {epoch}")
+            journal.add_epoch_nowait("sums", epoch, f"text {epoch}")
         journal.note_nowait("began_at", BEGINNING | {"epochs": [["sums", 0, "text 0"]]})
         state = await journal.read_resume(0)
         assert state.epochs == tuple(
@@ -358,9 +362,9 @@ def test_rollout_without_tokens_leaves_the_oldest_version(tmp_path: Path) -> Non
         for index in (0, 2):
             tokens = replace(sampled.tokens, spans=())
             empty = replace(sampled, sample_index=index, tokens=tokens)
-            journal.rollout_finished_nowait(GroupId(0), (empty,))
+            journal.add_rollout_nowait(GroupId(0), (empty,))
             if index == 0:
-                journal.rollout_finished_nowait(GroupId(0), (sampled,))
+                journal.add_rollout_nowait(GroupId(0), (sampled,))
 
     path = with_journal(tmp_path / "journal.sqlite", story)
     assert asked(path, group_story, 0)["oldest_version"] == 3

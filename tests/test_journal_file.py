@@ -76,8 +76,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             await journal.batch_taken(make_batch(version, *groups, num_tokens=300))
         for group_id in range(NUM_GROUPS, NUM_GROUPS + 4):
             admit(journal, group_id)
-            journal.segment_nowait(GroupId(group_id), 0, 0, make_partial(100))
-        journal.published_nowait(1, "digest-7")
+            journal.add_segment_nowait(GroupId(group_id), 0, 0, make_partial(100))
+        journal.add_push_nowait(1, "digest-7")
 
     return with_journal(path, story)
 

@@ -89,8 +89,8 @@ def test_sides_get_written_or_free_devices(
     assert where(placement.trainer) == ranks
     used = [device for devices in placement.engines for device in devices]
     assert where(sorted(used, key=lambda device: device.node)) == engines
-    is_turns = ZERO in more and "cpu" not in rollout
-    assert placement.is_colocated == is_turns
+    is_colocated = ZERO in more and "cpu" not in rollout
+    assert placement.is_colocated == is_colocated
 
 
 GAE = ["algorithm.advantage=gae", "critic={}"]

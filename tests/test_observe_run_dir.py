@@ -315,7 +315,7 @@ async def live(run_dir: Path) -> Journal:
     journal = journal_cases.open_journal(run_dir / "journal.sqlite")
     await tell_a_run(journal)
     admit(journal, 8)
-    journal.rollout_finished_nowait(GroupId(8), journal_cases.make_rollout(8, 0))
+    journal.add_rollout_nowait(GroupId(8), journal_cases.make_rollout(8, 0))
     await journal.flush()
     return journal
 

@@ -92,7 +92,7 @@ class House:
         """Return, for each failed group, the number of returns of its prompt."""
         return [
             event[4]
-            for event in self.journal.named("group_ended")
+            for event in self.journal.named("end_group")
             if event[2] == "failed"
         ]
 
@@ -209,10 +209,10 @@ async def test_impossible_prompt_is_given_up_without_a_try(
         house.source.front.append(Prompt(prompt_id, messages))
         house.sink.allow(2)
         await asyncio.sleep(5.0)
-        tries = [event[2:4] for event in house.journal.named("rollout_failed")]
+        tries = [event[2:4] for event in house.journal.named("add_failure")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
         why = f"r1 cannot be sampled: [prompt] {why}"
-        assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
+        assert why in house.journal.named("end_group")[0][3], "and it is never cut"
         assert [
             house.count(name) for name in ("failed_groups", "given_up", "retried")
         ] == [1, 1, 0]
@@ -275,7 +275,7 @@ async def test_every_ticket_is_answered_once_within_capacity(
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
             if running := sorted({*house.admitted} - {*answered()}):
-                house.producers.requeued(running[0], None, "overdue")
+                house.producers.on_requeued(running[0], None, "overdue")
                 dropped.append(running[0])
                 house.sink.allow(1)
         await asyncio.sleep(2000.0)
@@ -287,7 +287,7 @@ async def test_every_ticket_is_answered_once_within_capacity(
         finished = house.trained
         assert len(set(finished)) == len(finished), "no prompt is trained on twice"
         tried = Counter(
-            prompt.prompt_id for _, _, prompt in house.journal.named("admitted")
+            prompt.prompt_id for _, _, prompt in house.journal.named("add_admission")
         )
         assert max(tried.values()) <= 4
         waiting = {
@@ -329,7 +329,7 @@ def go_on(
         async with House(
             num_tickets=0, group_size=4, engine=engine, **options
         ) as house:
-            house.journal.admitted_nowait(unfinished.ticket, unfinished.prompt)
+            house.journal.add_admission_nowait(unfinished.ticket, unfinished.prompt)
             house.producers.resume_nowait(unfinished)
             await asyncio.sleep(3.0)
             check(house, engine)
@@ -343,7 +343,7 @@ async def test_resumed_groups_get_slots_first() -> None:
         num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)
     ) as house:
         house.sink.start_version = 2
-        house.journal.admitted_nowait(TICKET, PROMPT)
+        house.journal.add_admission_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
         assert (house.admitted, house.producers._slots.num_held) == ([], 2)
@@ -379,12 +379,11 @@ def test_resume_samples_only_the_rest_with_its_seeds(
         assert engine.resumed == {
             f"g7/r{index}/t0/a{attempt}": PARTIAL for index in known("partial")
         }
-        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], (
-            "by the killed run"
-        )
+        assert house.journal.named("add_admission") == [
+            ("add_admission", TICKET, PROMPT)
+        ], "by the killed run"
         ended = {
-            event[2][0].sample_index
-            for event in house.journal.named("rollout_finished")
+            event[2][0].sample_index for event in house.journal.named("add_rollout")
         }
         assert ended == set(expected)
         usable = sorted(known("done") | expected)

@@ -186,7 +186,7 @@ def test_the_journal_counts_every_sampled_token_once(
         group_id, prompt = GroupId(0), make_prompt(0)
         admit(journal, 0)
         if partial is not None:
-            journal.segment_nowait(group_id, 1, 0, partial)
+            journal.add_segment_nowait(group_id, 1, 0, partial)
         runner = RolloutRunner(
             single_turn(
                 engine, FakeScorer(lambda *_: next(left)), max_prompt_tokens=50
@@ -204,12 +204,12 @@ def test_the_journal_counts_every_sampled_token_once(
         if ends[-1] == "hangs":  # the group is dropped while it runs
             await engine.hangs.wait()
             running.cancel()
-            journal.group_ended_nowait(group_id, "requeued", "dropped")
+            journal.end_group_nowait(group_id, "requeued", "dropped")
             await asyncio.wait({running})
         elif isinstance(outcome := await running, FailedRollout):
-            journal.rollout_failed_nowait(group_id, 1, outcome.num_attempts, "no")
+            journal.add_failure_nowait(group_id, 1, outcome.num_attempts, "no")
         else:
-            journal.rollout_finished_nowait(group_id, outcome)
+            journal.add_rollout_nowait(group_id, outcome)
         state = await journal.read_resume(0)
         assert state.counted["tokens/generated"] == engine.spent + (resumed or 0)
 

@@ -288,7 +288,7 @@ class OpenCalls(RoleClient):
         self.may_answer = asyncio.Event()
 
     async def judge(self, rollout: Rollout, task: str) -> Rollout:
-        await self.repeated("an answer", self.may_answer.wait)
+        await self.repeat("an answer", self.may_answer.wait)
         return rollout
 
 

@@ -172,7 +172,7 @@ async def test_group_is_scored_once_after_its_last_rollout() -> None:
     assert [branch.reward for branch in group.trajectories] == [1.0, 2.0, 3.0]
     assert {branch.unscored for branch in group.trajectories} == {None}
     names = [event[0] for event in run.journal.events]
-    assert names[-2:] == ["group_scored", "group_ended"]
+    assert names[-2:] == ["add_scores", "end_group"]
 
 
 @virtual
@@ -207,7 +207,7 @@ def test_bad_result_costs_rollouts_and_never_the_run(
             assert run.count("failed") == num_failed
             assert words in run.producers.last_failure
             assert "x:y" in run.producers.last_failure
-            (event,) = run.journal.named("group_scored")
+            (event,) = run.journal.named("add_scores")
             assert (len(event[2]), len(event[3])) == (3 - num_failed, num_failed)
             assert len(run.sink.finished) == (num_failed == 1)
 
@@ -236,9 +236,9 @@ async def test_revoked_group_ends_the_call_of_its_reward() -> None:
     async with house(groups) as run:
         await asyncio.sleep(1.5)
         assert len(groups.asked) == 1
-        run.producers.requeued(GroupId(0), None, "dropped")
+        run.producers.on_requeued(GroupId(0), None, "dropped")
         await asyncio.sleep(5.0)
-    assert run.journal.named("group_scored") == []
+    assert run.journal.named("add_scores") == []
     assert run.sink.finished == []
 
 
@@ -303,15 +303,15 @@ def test_journal_holds_a_group_unscored_then_scored_whole(tmp_path: Path) -> Non
     async def sampled(journal: Journal) -> None:
         admit(journal, 0)
         for rollout in rollouts[:3]:
-            journal.rollout_finished_nowait(GroupId(0), rollout)
-        journal.rollout_failed_nowait(GroupId(0), 3, 1, "it timed out")
+            journal.add_rollout_nowait(GroupId(0), rollout)
+        journal.add_failure_nowait(GroupId(0), 3, 1, "it timed out")
 
     async def scored(journal: Journal) -> None:
         done = [
             tuple(replace(branch, reward=2.5, unscored=None) for branch in rollout)
             for rollout in rollouts[:2]
         ]
-        journal.group_scored_nowait(GroupId(0), done, {2: "no grade"})
+        journal.add_scores_nowait(GroupId(0), done, {2: "no grade"})
 
     with_journal(path, sampled)
     before = read_resume(path, 0)
@@ -337,9 +337,9 @@ def test_journal_holds_a_group_unscored_then_scored_whole(tmp_path: Path) -> Non
 def test_late_rewards_of_a_requeued_group_change_nothing(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
         admit(journal, 0)
-        journal.rollout_finished_nowait(GroupId(0), unscored(0, 0))
-        journal.group_ended_nowait(GroupId(0), "requeued", "dropped")
-        journal.group_scored_nowait(GroupId(0), [], {0: "no grade"})
+        journal.add_rollout_nowait(GroupId(0), unscored(0, 0))
+        journal.end_group_nowait(GroupId(0), "requeued", "dropped")
+        journal.add_scores_nowait(GroupId(0), [], {0: "no grade"})
 
     path = with_journal(tmp_path / "journal.sqlite", story)
     with contextlib.closing(sqlite3.connect(path)) as connection:

@@ -128,8 +128,8 @@ async def test_rollouts_wait_for_hours_without_a_slot_or_a_limit() -> None:
         assert app.late.gauges() == {"reward/awaited": 3, "reward/posted": 3}
     # Each reward is in the journal before its group has ended.
     events = [event[0] for event in app.journal.events]
-    assert events.index("group_ended") > events.index("group_scored")
-    assert events.count("group_scored") == 3
+    assert events.index("end_group") > events.index("add_scores")
+    assert events.count("add_scores") == 3
 
 
 @virtual
@@ -143,8 +143,8 @@ async def test_reward_posted_before_the_end_is_journaled_with_it() -> None:
         await asyncio.sleep(5.0)
         (group,) = app.sink.finished
         assert [branch.reward for branch in group.trajectories] == [0.5]
-        assert app.journal.named("group_scored") == []
-        ((_, _, rollout),) = app.journal.named("rollout_finished")
+        assert app.journal.named("add_scores") == []
+        ((_, _, rollout),) = app.journal.named("add_rollout")
         assert (rollout[0].reward, rollout[0].awaits) == (0.5, None)
         assert await app.post(app.keys[0], 0.5) == (200, "")
 
@@ -272,7 +272,7 @@ async def test_repeated_post_is_known_wherever_the_run_was_killed() -> None:
         await asyncio.sleep(HOUR_S)
         assert await app.post(app.keys[0]) == (200, "")
     events = app.journal.events
-    (scored,) = app.journal.named("group_scored")
+    (scored,) = app.journal.named("add_scores")
     # Killed right after its group_scored: the resumed run awaits this reward no more.
     app.journal.events = events[: events.index(scored) + 1]
     late = LateRewards(app.journal, timeout_s=9.0)  # type: ignore[arg-type]
@@ -354,7 +354,7 @@ async def test_requeued_group_needs_no_rewards() -> None:
     async with application() as app:
         await asyncio.sleep(HOUR_S)
         assert await app.post(app.keys[0]) == (200, "")
-        app.producers.requeued(GroupId(0), None, "dropped")
+        app.producers.on_requeued(GroupId(0), None, "dropped")
         assert await app.post(app.keys[0]) == (200, ""), "it was accepted before"
         status, error = await app.post(app.keys[1])
         why = "g0/r1 needs no reward any more: its group was requeued (dropped)"
@@ -375,7 +375,7 @@ async def test_failed_attempt_has_another_key() -> None:
 @virtual
 async def test_masked_group_is_given_up_while_it_waits() -> None:
     def requeued(*group: Any) -> None:
-        app.producers.requeued(*group)
+        app.producers.on_requeued(*group)
 
     buffer = Buffer(
         BufferConfig(max_staleness=1, look_ahead=1),
@@ -408,7 +408,7 @@ async def test_masked_group_is_given_up_while_it_waits() -> None:
 @virtual
 async def test_resume_does_not_renew_the_time_of_a_masked_group() -> None:
     def requeued(*group: Any) -> None:
-        app.producers.requeued(*group)
+        app.producers.on_requeued(*group)
 
     buffer = Buffer(
         BufferConfig(max_staleness=2, look_ahead=2, on_overdue="mask"),
@@ -476,7 +476,7 @@ def test_journal_keeps_what_waits_and_what_was_posted(tmp_path: Path) -> None:
         admit(journal, 0)
         for index in range(2):
             keys[index], digest = late.expect_nowait(f"g0/r{index}")
-            journal.rollout_finished_nowait(GroupId(0), awaited(index, digest))
+            journal.add_rollout_nowait(GroupId(0), awaited(index, digest))
         digest = digest_of(late, "g0/r0")
         late.await_nowait("g0/r0", digest, lambda _: None)
         posting = asyncio.create_task(late.post(keys[0], Outcome(0.75)))

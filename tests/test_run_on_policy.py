@@ -81,7 +81,7 @@ class Life:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s):
                     for batch in range(version, NUM_BATCHES):
-                        await self.journal.batch_taken(await self.buffer.wait_batch())
+                        await self.journal.add_batch(await self.buffer.wait_batch())
                         await asyncio.sleep(1.0)
                         self.engine.policy_version = batch + 1
                         self.buffer.set_served_nowait(batch + 1)
@@ -107,12 +107,12 @@ def test_batches_with_failures_do_not_depend_on_latencies(capacity: int) -> None
 async def tell(journal: Journal, told: MemoryJournal) -> None:
     """Write the journal of a run with these events."""
     for method, *arguments in told.events:
-        if method == "batch_taken":
-            await journal.batch_taken(*arguments)
-        elif method == "group_ended":
+        if method == "add_batch":
+            await journal.add_batch(*arguments)
+        elif method == "end_group":
             group_id, state, reason, requeued = arguments
-            journal.group_ended_nowait(group_id, state, reason, requeued=requeued)
-        elif method != "segment":
+            journal.end_group_nowait(group_id, state, reason, requeued=requeued)
+        elif method != "add_segment":
             getattr(journal, f"{method}_nowait")(*arguments)
 
 

@@ -45,7 +45,7 @@ from asyncrl.job.trainer_recovery import (
     journaled_batches,
     recover_trainer,
 )
-from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import (
@@ -110,16 +110,16 @@ class Life:
 
     def admit(self) -> Ticket:
         ticket, prompt = self.buffer.admit_nowait(), self.feed.next_nowait()
-        self.journal.admitted_nowait(ticket, prompt)
+        self.journal.add_admission_nowait(ticket, prompt)
         return ticket
 
     def finish(self, *tickets: Ticket) -> None:
         for ticket in tickets:
             group = make_group(ticket.group_id, version=ticket.start_version)
             for trajectory in group.trajectories:
-                self.journal.rollout_finished_nowait(ticket.group_id, (trajectory,))
+                self.journal.add_rollout_nowait(ticket.group_id, (trajectory,))
             assert self.buffer.finish_nowait(group) == "ready"
-            self.journal.group_ended_nowait(ticket.group_id, "ready", "")
+            self.journal.end_group_nowait(ticket.group_id, "ready", "")
 
     def numbers(self) -> tuple[int, int, int]:
         """(next batch, ready groups, running groups)."""
@@ -131,10 +131,10 @@ class Life:
 
     async def take_step(self, *, is_trained: bool = True) -> None:
         batch = self.buffer.take_nowait()
-        await self.journal.batch_taken(batch)
+        await self.journal.add_batch(batch)
         if is_trained:
             report = await self.trainer.train(batch)
-            self.journal.trained_nowait(batch.version, report.metrics)
+            self.journal.add_training_nowait(batch.version, report.metrics)
             self.buffer.set_served_nowait(report.policy_version)
 
     async def run_steps(self, number: int) -> None:
@@ -142,7 +142,9 @@ class Life:
             self.finish(self.admit(), self.admit())
             await self.take_step()
 
-    async def restore(self, whole: Whole | None = None) -> tuple[UnfinishedGroup, ...]:
+    async def restore(
+        self, whole: Checkpoint | None = None
+    ) -> tuple[UnfinishedGroup, ...]:
         point = ResumePoint(whole)
         if whole is not None:
             self.worker.states[str(whole.trainer_dir)] = weights_of(point.version)
@@ -201,16 +203,16 @@ async def leave_something_of_everything(life: Life) -> None:
     eight, nine = life.admit(), life.admit()
     await life.take_step(is_trained=False)
     life.finish(eight)
-    life.journal.rollout_finished_nowait(nine.group_id, make_rollout(9, 1, version=3))
-    life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
-    life.journal.segment_nowait(nine.group_id, 2, 1, make_partial(5))
-    life.journal.admitted_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
-    life.journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
+    life.journal.add_rollout_nowait(nine.group_id, make_rollout(9, 1, version=3))
+    life.journal.add_failure_nowait(nine.group_id, 0, 3, "it timed out")
+    life.journal.add_segment_nowait(nine.group_id, 2, 1, make_partial(5))
+    life.journal.add_admission_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
+    life.journal.end_group_nowait(GroupId(10), "requeued", "dropped", requeued=1)
     for group_id, version in ((11, 3), (12, 4)):
-        life.journal.admitted_nowait(
+        life.journal.add_admission_nowait(
             Ticket(GroupId(group_id), version), life.feed.next_nowait()
         )
-        life.journal.group_ended_nowait(
+        life.journal.end_group_nowait(
             GroupId(group_id), "failed", "no reward", requeued=2
         )
 
@@ -222,9 +224,9 @@ def test_resume_trains_batches_again_and_restores_everything_else(
     async def resumed(life: Life) -> None:
         # no checkpoint can be ahead of the journal: its batch was trained
         if version == 4:
-            life.journal.trained_nowait(3, {})
+            life.journal.add_training_nowait(3, {})
         (nine,) = await life.restore(
-            Whole(version, tmp_path / "step", {}) if version else None
+            Checkpoint(version, tmp_path / "step", {}) if version else None
         )
         assert (life.restored, life.worker.weights, life.trainer.policy_version) == (
             1,
@@ -268,7 +270,7 @@ def test_prompt_that_the_task_changed_starts_over_first(tmp_path: Path) -> None:
     async def first(life: Life) -> None:
         life.feed.next_nowait()
         prompt = Prompt("0/0", ({"role": "user", "content": "another question"},))
-        life.journal.admitted_nowait(life.buffer.admit_nowait(), prompt)
+        life.journal.add_admission_nowait(life.buffer.admit_nowait(), prompt)
         life.admit()
 
     async def second(life: Life) -> None:
@@ -293,12 +295,12 @@ def test_rewards_of_a_requeued_group_are_refused_with_the_reason(
 
     async def first(life: Life) -> None:
         prompt = Prompt("0/0", ({"role": "user", "content": "another question"},))
-        life.journal.admitted_nowait(life.buffer.admit_nowait(), prompt)
+        life.journal.add_admission_nowait(life.buffer.admit_nowait(), prompt)
         key, digest = life.late.expect_nowait("g0/r1")
         keys.append(key)
         rollout, *others = make_rollout(0, 1, version=0)
         awaits = replace(rollout, reward=0.0, awaits=digest)
-        life.journal.rollout_finished_nowait(GroupId(0), (awaits, *others))
+        life.journal.add_rollout_nowait(GroupId(0), (awaits, *others))
 
     async def second(life: Life) -> None:
         life.feed.next_nowait()
@@ -326,7 +328,7 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
         await life.take_step()
         await life.take_step()
         life.finish(life.admit())
-        life.journal.rollout_finished_nowait(GroupId(5), make_rollout(5, 1, version=0))
+        life.journal.add_rollout_nowait(GroupId(5), make_rollout(5, 1, version=0))
 
     async def second(life: Life) -> None:
         life.buffer = make_buffer(num_batches=20, max_staleness=0)
@@ -355,7 +357,7 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
     """The reporter cuts the killed run's lines (metrics.jsonl), and the journal then
     has another start.
     """
-    whole = Whole(2, tmp_path / "step_2", {})
+    whole = Checkpoint(2, tmp_path / "step_2", {})
 
     async def first(life: Life) -> None:
         await leave_something_of_everything(life)
@@ -392,7 +394,7 @@ def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
 
 def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) -> None:
     controller: dict[str, Any] = {}
-    whole = Whole(3, tmp_path / "step_3", controller)
+    whole = Checkpoint(3, tmp_path / "step_3", controller)
 
     async def first(life: Life) -> None:
         await life.run_steps(3)
@@ -541,7 +543,7 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
-        newest, _ = house.checkpoints.newest_whole()
+        newest, _ = house.checkpoints.newest_valid()
         assert newest.controller == {"num_drawn": 20}, (
             "of the moment at which the weights were copied"
         )

@@ -34,8 +34,8 @@ def write_journal(run_dir: Path, *, num_ready: int = 0, num_trained: int = 0) ->
         journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
         tell_ready(journal, *range(max(num_ready, num_trained)))
         for version in range(num_trained):
-            await journal.batch_taken(make_batch(version, version))
-            journal.trained_nowait(version, {})
+            await journal.add_batch(make_batch(version, version))
+            journal.add_training_nowait(version, {})
         await journal.aclose()
 
     asyncio.run(write())

@@ -52,7 +52,7 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
     async def write() -> None:
         journal = Journal.open(folder / "journal.sqlite", run_id="r")
-        journal.admitted_nowait(Ticket(GroupId(0), 0), PROMPT)
+        journal.add_admission_nowait(Ticket(GroupId(0), 0), PROMPT)
         for number, (answer, reward, is_truncated) in enumerate(
             [
                 ("cd", 1.0, False),
@@ -64,8 +64,8 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
             made = trajectory_of(
                 tokenizer, number, answer, reward, is_truncated=is_truncated
             )
-            journal.rollout_finished_nowait(GroupId(0), (made,))
-        journal.group_ended_nowait(GroupId(0), "ready", "")
+            journal.add_rollout_nowait(GroupId(0), (made,))
+        journal.end_group_nowait(GroupId(0), "ready", "")
         await journal.aclose()
 
     asyncio.run(write())

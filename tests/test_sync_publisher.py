@@ -435,7 +435,7 @@ async def bringing_up_version_2() -> AsyncIterator[tuple[SharedSync, Any]]:
 
 
 @virtual
-async def test_cancelled_bring_up_leaves_no_version_on_some_engines() -> None:
+async def test_cancelled_bring_up_leaves_no_version_some_engines() -> None:
     async with bringing_up_version_2() as (sync, up):
         trainer = sync.trainer
         assert isinstance(trainer, SharingTrainer)

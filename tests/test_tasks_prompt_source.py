@@ -155,7 +155,7 @@ def test_order_of_all_tasks_is_restored_exactly(
                         version,
                     )
                 )
-                source.observed_nowait(*observed[-1])
+                source.observe_nowait(*observed[-1])
     assert len(seed_ids) == len(set(seed_ids))
     assert len(seen) == len(set(seen)) == source.num_drawn
     version, back = len(moves), dict(source.requeued)

@@ -166,14 +166,14 @@ def run_dir(rollout: Rollout, tmp_path: Path) -> Path:
     async def write() -> None:
         journal = Journal.open(folder / "journal.sqlite", run_id="0123")
         for number in range(3):
-            journal.admitted_nowait(
+            journal.add_admission_nowait(
                 Ticket(GroupId(number), 0), replace(PROMPT, prompt_id=f"0/{number}")
             )
-            journal.rollout_finished_nowait(GroupId(number), rollout)
+            journal.add_rollout_nowait(GroupId(number), rollout)
             state = "failed" if number == 2 else "ready"
-            journal.group_ended_nowait(GroupId(number), state, "")
+            journal.end_group_nowait(GroupId(number), state, "")
         taken = Group(GroupId(0), PROMPT, rollout)
-        await journal.batch_taken(Batch(0, (taken,), min_version=5, mask_older=True))
+        await journal.add_batch(Batch(0, (taken,), min_version=5, mask_older=True))
         await journal.aclose()
 
     asyncio.run(write())

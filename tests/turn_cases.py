@@ -286,7 +286,7 @@ class House(EngineRooms):
         trainer = SupervisedTrainer(
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
-            before_start=lambda: self.publisher.wait_room_for_trainer(),
+            before_start=lambda: self.publisher.wait_devices_free(),
             bring_back=self._bring_back,
         )
         super().__init__(
@@ -321,7 +321,7 @@ class House(EngineRooms):
             on_down=lambda _: self.scoring.disconnect_nowait(),
             on_start=self.scoring.reset_nowait,
             on_up=self.scoring.up_nowait,
-            room=lambda: self.publisher.room_for_engine("reward"),
+            room=lambda: self.publisher.device_for_engine("reward"),
         )
         if self.has_server:
             watching = self.scorer_supervisor.run()

@@ -28,7 +28,7 @@ from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
-from asyncrl.base.waits import uncut
+from asyncrl.base.waits import shielded
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
@@ -162,7 +162,7 @@ class CommandHarness:
             try:
                 # cancelled halfway, asyncio kills the child alone and waits for the
                 # pipes of its children
-                (transport, process), cancelled = await uncut(start)
+                (transport, process), cancelled = await shielded(start)
             except OSError as error:
                 raise RolloutFailure(
                     f"command {command[0]} cannot be started: {error}",

@@ -35,7 +35,7 @@ async def within(
         raise late() from None
 
 
-async def uncut(
+async def shielded(
     work: Awaitable[T],
 ) -> tuple[T, asyncio.CancelledError | None]:
     """Run `work` to its end despite cancellations; return its result and the last
@@ -185,7 +185,7 @@ class OpenWaits:
         if not alike:
             del self._by_kind[wait.kind]
 
-    def told(self) -> list[tuple[OpenWait, int]]:
+    def summary(self) -> list[tuple[OpenWait, int]]:
         """Return the oldest innermost wait of each kind, and how many waits of its kind
         are open; the oldest of all first.
         """
@@ -216,7 +216,7 @@ def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWai
 def open_waits() -> list[tuple[OpenWait, int]]:
     """Return innermost waits: the oldest of each kind, and their number."""
     table = _OPEN.get(asyncio.get_running_loop())
-    return [] if table is None else table.told()
+    return [] if table is None else table.summary()
 
 
 def waits_of_tasks() -> dict[str, OpenWait]:
@@ -236,7 +236,7 @@ class Computation(functools.partial[T]):
     """A call without waits, which a virtual clock may run inline."""
 
 
-async def computed(func: Callable[..., T], *args: object) -> T:
+async def run_in_thread(func: Callable[..., T], *args: object) -> T:
     """Run `func`, which must not wait, in a thread. Its data must not change."""
     return await asyncio.get_running_loop().run_in_executor(
         None, Computation(func, *args)

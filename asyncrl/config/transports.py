@@ -29,7 +29,7 @@ def choose_transport(
     ranks: Sequence[str],
     engines: Sequence[str],
     *,
-    is_turns: bool,
+    is_colocated: bool,
     num_nodes: int = 1,
 ) -> tuple[TransportName, str]:
     """Return the transport of `auto`, and the reason. Never lora: vLLM computes
@@ -48,12 +48,12 @@ def choose_transport(
         return by_file, "the run does not start the engines itself"
     if "cpu" in (*ranks, *engines):
         return by_file, "a side is on the CPU"
-    if is_turns and num_nodes > 1:
+    if is_colocated and num_nodes > 1:
         return (
             "stream",
             f"trainer and engines take turns on CUDA devices of a run on {num_nodes} nodes",
         )
-    if is_turns:
+    if is_colocated:
         return "ipc", "trainer and engines take turns on CUDA devices"
     if shared := sorted({*ranks} & {*engines}):
         if num_nodes == 1 and _share_one(ranks, engines):
@@ -85,16 +85,16 @@ def refuse_transport(
     ranks: Sequence[str],
     engines: Sequence[str],
     *,
-    is_turns: bool,
+    is_colocated: bool,
     num_nodes: int = 1,
 ) -> None:
-    """Raise ConfigError if this transport cannot serve these engines. `is_turns`:
+    """Raise ConfigError if this transport cannot serve these engines. `is_colocated`:
     colocated.
     """
     sync = config.weight_sync
     facts = sync.facts
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
-    how = "colocated" if is_turns else "on separate devices"
+    how = "colocated" if is_colocated else "on separate devices"
     places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {how}"
     # NCCL refuses two processes on one device. A mixed pair of CPU and CUDA has no
     # common backend at all.
@@ -108,19 +108,19 @@ def refuse_transport(
             way_out="set weight_sync.transport=stream, or disk with weight_sync.disk_dir shared by all "
             "nodes.",
         )
-    if is_turns and facts.sends_adapters:
+    if is_colocated and facts.sends_adapters:
         raise ConfigError(
             places,
             rule="an engine that sleeps has freed the base weights that adapters are added to",
             way_out=f"{TO_SHM}.",
         )
-    if facts.is_collective and (is_turns or not is_apart):
+    if facts.is_collective and (is_colocated or not is_apart):
         raise ConfigError(
             places,
             rule="a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)",
             way_out=f"{TO_SHM}. When colocated, set weight_sync.transport=ipc.",
         )
-    if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
+    if facts.shares_device and not (is_colocated or _share_one(ranks, engines)):
         raise ConfigError(
             places,
             rule="engines that work at the same time as the trainer open memory of its only device",

@@ -30,11 +30,11 @@ class TransportCapabilities:
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
 
-    def holds_exports(self, *, is_turns: bool) -> bool:
+    def holds_exports(self, *, is_colocated: bool) -> bool:
         """Return whether the trainer's device holds the newest export, and no older
         one.
         """
-        return self.is_collective or (self.shares_device and not is_turns)
+        return self.is_collective or (self.shares_device and not is_colocated)
 
 
 TRANSPORTS: dict[TransportName, TransportCapabilities] = {

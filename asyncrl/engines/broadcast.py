@@ -48,7 +48,7 @@ class Broadcast:
             # retrieved: a failed round may have no member left
             self.outcome.exception()
 
-    def failed(self, name: str) -> ComponentError:
+    def failure(self, name: str) -> ComponentError:
         """WeightsLost if the trainer was lost: a new one has other weights to send."""
         why = self.outcome.exception()
         kind = WeightsLost if isinstance(why, TrainerLost) else EngineError
@@ -213,7 +213,7 @@ class BroadcastGroup:
                 if part.done():
                     part.result()
             if begun.outcome.exception() is not None:
-                raise begun.failed(name)
+                raise begun.failure(name)
         finally:
             for part in parts:
                 # Also the other part: nothing of a round may outlive its push.

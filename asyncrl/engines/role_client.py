@@ -138,9 +138,9 @@ class RoleClient(ServerClient):
                     path, body, answer, timeout_s=CALL_TIMEOUT_S
                 )
 
-        return await self.repeated(f"an answer to {path}", send)
+        return await self.repeat(f"an answer to {path}", send)
 
-    async def repeated(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
+    async def repeat(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `send`, which is called again if its process is lost.
 
         `what` names the wait. Raises RequestRefused (data) or EngineError.

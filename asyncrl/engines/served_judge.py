@@ -65,7 +65,7 @@ class ServedJudge(RoleClient):
             temperature=temperature,
             seed=seed,
         )
-        return await self.repeated("an answer", lambda: self._sample(request))
+        return await self.repeat("an answer", lambda: self._sample(request))
 
     async def _sample(self, request: SamplingRequest) -> JudgeResponse:
         # Frozen: the supervisor replaces the process.

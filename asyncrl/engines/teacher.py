@@ -224,7 +224,7 @@ class ServedTeacher(Teacher):
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-        return await self.repeated("an answer to /v1/completions", send)
+        return await self.repeat("an answer to /v1/completions", send)
 
     async def _post(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
         """Raises ConfigError for an answer without logprobs, CallRefused or CallLost."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import uncut, within
+from asyncrl.base.waits import shielded, within
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, reading
 from asyncrl.engines.link import OnChunk, OnInterrupted
@@ -450,7 +450,7 @@ class VllmServer(EngineClient):
         finally:
             # Also after an error or a cancellation: a server that stays paused answers
             # nothing, and an external one would stay so after this run.
-            _, cancelled = await uncut(self._resume(process))
+            _, cancelled = await shielded(self._resume(process))
             # The load has not begun, so the old weights serve on. In `loading` only the
             # canary, or a new process, ends the state.
             if process.state == "paused":

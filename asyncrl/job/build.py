@@ -91,7 +91,7 @@ async def build(
     digests = {
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
-    feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
+    feed = make_prompt_source(config, tasks, on_epoch=journal.add_epoch_nowait)
     model_pin = ModelPin(
         lifecycle.run_dir, config.model.source, is_free=point.may_change_model
     )
@@ -149,7 +149,7 @@ async def build(
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
         # Buffer and producers need each other; groups are requeued only during the run.
-        on_requeued=lambda *group: producers.requeued(*group),
+        on_requeued=lambda *group: producers.on_requeued(*group),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
@@ -298,7 +298,7 @@ def _make_evaluation(
     # must still know their rewards.
     earlier = by_evaluation(read_evaluations(lifecycle.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
-        checkpoints.evaluated(
+        checkpoints.on_evaluation(
             line["policy_version"], line.get("eval/reward_mean", -math.inf)
         )
 
@@ -361,7 +361,7 @@ def _make_evaluation(
 
     def on_evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
-            checkpoints.evaluated(
+            checkpoints.on_evaluation(
                 result.version, result.metrics().get("eval/reward_mean", -math.inf)
             )
         reporter.on_evaluated(result)
@@ -393,10 +393,10 @@ def _make_scheduler(
     files = fleet.node_files
 
     async def on_published(manifest: ExportResponse) -> None:
-        journal.published_nowait(manifest.version, manifest.digest)
+        journal.add_push_nowait(manifest.version, manifest.digest)
         reporter.on_published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_client is None:
-            evaluation.served_nowait(manifest.version)
+            evaluation.on_served_nowait(manifest.version)
         elif evaluation is not None and manifest.path:
             await publish_to(evaluation, files, manifest)
 
@@ -410,7 +410,7 @@ def _make_scheduler(
     make: Callable[..., WeightScheduler] = partial(
         Disaggregated,
         interrupt=config.interrupt,
-        is_held=sync.facts.holds_exports(is_turns=False),
+        is_held=sync.facts.holds_exports(is_colocated=False),
         spawn=lifecycle.spawn,
         are_ours=config.rollout.external_urls is None,
     )
@@ -455,7 +455,7 @@ async def publish_to(
                 evaluation.give_up(lost)
             return
     # Evaluation reads the file: the trainer overwrites memory.
-    evaluation.published_nowait(manifest.model_copy(update={"memory": None}))
+    evaluation.on_published_nowait(manifest.model_copy(update={"memory": None}))
 
 
 def _make_scale(

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
-from asyncrl.base.waits import Signal, note_span, uncut, waiting
+from asyncrl.base.waits import Signal, note_span, shielded, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -64,7 +64,7 @@ class Disaggregated(PushLoop):
         if version < self.num_steps:
             await self.wait_exported_or_busy(version)
 
-    def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
+    def device_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
         """Return a block in which a new engine may start."""
         return contextlib.nullcontext()
 
@@ -75,7 +75,7 @@ class Disaggregated(PushLoop):
         ):
             await super().bring_up(name)
 
-    async def wait_room_for_trainer(self) -> None:
+    async def wait_devices_free(self) -> None:
         """Return at once."""
 
     def status(self) -> dict[str, object]:
@@ -153,7 +153,7 @@ class Colocated(ColocatedPush):
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer. Raises ComponentError with the failed phase."""
         # Before the lock is taken: an engine that evaluates may have to restart, and
-        # room_for_engine() needs the lock for that.
+        # device_for_engine() needs the lock for that.
         await self.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
@@ -174,7 +174,7 @@ class Colocated(ColocatedPush):
                     await self.announce()
 
     @contextlib.asynccontextmanager
-    async def room_for_engine(self, name: str) -> AsyncIterator[None]:
+    async def device_for_engine(self, name: str) -> AsyncIterator[None]:
         """Extend the engines' turn until the block ends."""
         while True:
             async with self._handover:
@@ -216,11 +216,11 @@ class Colocated(ColocatedPush):
         # The new process may die here, which cancels this call. Between the two
         # handovers all engines sleep, and the train loop would wait for their batch
         # forever.
-        _, cancelled = await uncut(empty_turn())
+        _, cancelled = await shielded(empty_turn())
         if cancelled is not None:
             raise cancelled
 
-    async def wait_room_for_trainer(self) -> None:
+    async def wait_devices_free(self) -> None:
         """Return when the engines have no turn, or a handover waits."""
         with waiting(
             "the engines to leave the devices, to start the trainer",
@@ -283,7 +283,7 @@ class Colocated(ColocatedPush):
 
     async def _needing(self, call: Awaitable[T]) -> T:
         # Also within a handover, whose answer the trainer may owe: it must be allowed
-        # to restart (wait_room_for_trainer), or the handover would run into its limit.
+        # to restart (wait_devices_free), or the handover would run into its limit.
         self._num_needing += 1
         self._changed.notify()
         try:

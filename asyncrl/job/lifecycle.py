@@ -35,7 +35,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.user_code import message_of, place_of
-from asyncrl.base.waits import uncut
+from asyncrl.base.waits import shielded
 from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, Supervision, first_death
@@ -374,7 +374,7 @@ async def close_within(
     closing = asyncio.ensure_future(close())
     # A signal during the shutdown must not leave a half-closed resource, such as a
     # process, behind. The limit bounds the delay.
-    _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
+    _, cancelled = await shielded(asyncio.wait({closing}, timeout=timeout_s))
     if not closing.done():
         closing.cancel()
         logger.warning(

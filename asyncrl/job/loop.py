@@ -35,7 +35,7 @@ from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.base.waits import computed, span
+from asyncrl.base.waits import run_in_thread, span
 from asyncrl.config import RunConfig, SftConfig, run_config_yaml
 from asyncrl.job.build import build
 from asyncrl.job.components import Components
@@ -109,7 +109,7 @@ def run_job(
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(
-                config, folder, name, callbacks, goes_on=not point.is_new
+                config, folder, name, callbacks, is_resume=not point.is_new
             )
             lifecycle = reported_lifecycle(reporter, launcher)
             lifecycle.sent_signals = signals or lifecycle.sent_signals
@@ -235,7 +235,7 @@ class Job:
             way_out=f"read the stacks in {log_path} and the other logs; resume with `{command}`.",
             ask_children=lambda: ask_children(processes(run)),
             restart=restart_engines,
-            note=run.journal.event_nowait,
+            note=run.journal.add_event_nowait,
         )
 
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
@@ -279,7 +279,7 @@ class Job:
         # The run's own engines start with version 0, so nothing announces it to the
         # evaluation.
         if on_rollout_engines is not None and version == 0:
-            on_rollout_engines.served_nowait(version)
+            on_rollout_engines.on_served_nowait(version)
         self.lifecycle.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
@@ -335,7 +335,7 @@ class Job:
         # before, a resume finds the groups in the buffer, and no trace of the step. If it
         # dies later, a resume trains on the same groups as the same version. So no group
         # is in two batches.
-        durable = asyncio.ensure_future(run.journal.batch_taken(batch))
+        durable = asyncio.ensure_future(run.journal.add_batch(batch))
         try:
             with span("trainer", "to trainer", batch.version):
                 await run.scheduler.to_trainer()
@@ -347,7 +347,7 @@ class Job:
             await asyncio.gather(durable, return_exceptions=True)
         # Not awaited: if this record is lost, the resume trains on the batch again, as
         # it does with every batch since the checkpoint.
-        run.journal.trained_nowait(batch.version, report.metrics)
+        run.journal.add_training_nowait(batch.version, report.metrics)
         return report
 
     async def _record(
@@ -358,7 +358,7 @@ class Job:
         counted: Mapping[str, float],
         ended: StepEnd,
     ) -> None:
-        found = await computed(batch_metrics, batch, run.special_tokens)
+        found = await run_in_thread(batch_metrics, batch, run.special_tokens)
         self.reporter.step(run, batch, report, {**counted, **found}, ended)
 
     async def _next_batch(self, run: Components) -> Batch | None:

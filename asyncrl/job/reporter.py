@@ -93,7 +93,7 @@ class StepEnd(NamedTuple):
 
 class Reporter:
     """Reports of a run. Life: start() -> step() and status() -> finish(). A resumed run
-    (`goes_on`) keeps the killed run's files until resume_at().
+    (`is_resume`) keeps the killed run's files until resume_at().
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Reporter:
         name: str,
         callbacks: Callbacks | None = None,
         *,
-        goes_on: bool = False,
+        is_resume: bool = False,
         command: str = "run",
     ) -> None:
         self.config = config
@@ -140,7 +140,7 @@ class Reporter:
         """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
-        self._is_to_resume = goes_on
+        self._is_to_resume = is_resume
         self._spent_s = defaultdict[str, float](float)
         """Seconds of the train loop by kind of span, since the last step ended."""
 
@@ -342,7 +342,7 @@ class Reporter:
         index = failed.sample_index
         self._trace(group_id, prompt, index, rollout, failed.failure)
         self._show_samples(
-            self._samples.failed(group_id, prompt, failed, tokenizer.decode)
+            self._samples.add_failed(group_id, prompt, failed, tokenizer.decode)
         )
 
     def on_group_finished(self, group: Group) -> None:
@@ -441,13 +441,13 @@ class Reporter:
             text = f"{STATUS_FILE} is out of date: {error.strerror}"
             self.log.warn_once("status", text)
 
-    def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
+    def finish(self, state: str, why: str = "", is_resumable: bool = True) -> None:
         """Write verdict and summary.json. `state`: done, interrupted or failed. Raises
         OSError.
         """
         try:
             self._finish(state, why)
-            if state != "done" and can_go_on:
+            if state != "done" and is_resumable:
                 again = run_again(self.run_dir, command=self._command)
                 self._console.say(f"resume with: {again}")
         finally:

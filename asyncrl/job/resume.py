@@ -22,7 +22,7 @@ from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoints, Whole, set_aside
+from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints, set_aside
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
@@ -46,7 +46,7 @@ class ResumePoint:
     differ; `is_new`: nothing is resumed.
     """
 
-    checkpoint: Whole | None = None
+    checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
@@ -135,7 +135,7 @@ def find_resume(
     accepted = _refuse_changes(before, config, allow_change, run_dir)
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
-    checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
+    checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_valid()
     point = ResumePoint(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
@@ -304,12 +304,12 @@ async def restore(
     @functools.cache
     def note_restored() -> None:
         journal.note_nowait("order", feed.order)
-        journal.event_nowait("restored", {"version": point.version, "who": "run"})
+        journal.add_event_nowait("restored", {"version": point.version, "who": "run"})
         reporter.resume_at(point.version, state.counted)
 
     def report_again(batch: Batch, report: TrainResponse) -> None:
         note_restored()
-        journal.trained_nowait(batch.version, report.metrics)
+        journal.add_training_nowait(batch.version, report.metrics)
         found = batch_metrics(batch, run.special_tokens)
         reporter.step(run, batch, report, found, reporter.end_step())
 
@@ -324,7 +324,7 @@ async def restore(
             name = f"g{group_id}/r{index}"
             run.late.await_nowait(name, digest, lambda _: None)
             run.late.withdraw_nowait(name, f"its group was requeued ({why})")
-        journal.group_ended_nowait(
+        journal.end_group_nowait(
             group_id, "requeued", why, requeued=prompt.num_requeued
         )
     return unfinished

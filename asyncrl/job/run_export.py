@@ -15,7 +15,7 @@ from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
 from asyncrl.config.sft_config import MEAN_NLL
-from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
+from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.observe.run_dir import (
     SUMMARY_FILE,
@@ -149,7 +149,7 @@ def find_weights(
         )
     if folders[version].name != FINAL:
         try:
-            read_whole(folders[version], version)
+            read_checkpoint(folders[version], version)
         except CheckpointDamaged as error:
             error.way_out = f"export another step ({available}), or restore the folder."
             raise

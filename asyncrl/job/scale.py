@@ -100,7 +100,7 @@ class EngineSupervisor(Supervisor):
         self._disconnect_nowait()
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        return self._scheduler.room_for_engine(self.name)
+        return self._scheduler.device_for_engine(self.name)
 
     async def _before_start(self) -> None:
         self._client.reset_nowait()

@@ -456,8 +456,8 @@ def first_ranks(
 class DeviceTurns(Protocol):
     """When a new process may take its device (job/colocate.py)."""
 
-    async def wait_room_for_trainer(self) -> None: ...
-    def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]: ...
+    async def wait_devices_free(self) -> None: ...
+    def device_for_engine(self, name: str) -> AbstractAsyncContextManager[None]: ...
 
 
 class Fleet:
@@ -480,7 +480,7 @@ class Fleet:
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
-        self.supervision = lifecycle.supervision(journal.event_nowait)
+        self.supervision = lifecycle.supervision(journal.add_event_nowait)
         self.ranks = servers.trainers(staging_dir)
 
         def forget_ranks() -> None:
@@ -494,7 +494,7 @@ class Fleet:
             self.supervision,
             timeout_s=config.trainer.timeout_s,
             on_start=forget_ranks,
-            before_start=lambda: scheduler().wait_room_for_trainer(),
+            before_start=lambda: scheduler().wait_devices_free(),
             bring_back=partial(
                 recover_trainer,
                 checkpoints=checkpoints,
@@ -542,7 +542,7 @@ class Fleet:
             def room() -> AbstractAsyncContextManager[None]:
                 # Only in the engines' turn: a new process has its model in memory.
                 if self.placement.leaves(name):
-                    return self._scheduler().room_for_engine(name)
+                    return self._scheduler().device_for_engine(name)
                 return contextlib.nullcontext()
 
             extra.supervisor = self.supervisors[name] = Supervisor(

@@ -97,7 +97,7 @@ def run_sft(
             for text in resolved:
                 logger.info("%s", text)
             reporter = Reporter(
-                run, folder, name, goes_on=not point.is_new, command="sft"
+                run, folder, name, is_resume=not point.is_new, command="sft"
             )
             lifecycle = reported_lifecycle(reporter, launcher)
             job = SftJob(config, lifecycle, reporter, plan.placement, point)

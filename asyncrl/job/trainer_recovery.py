@@ -53,8 +53,8 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         TrainerClient.__init__(
             self, ranks[0].caller, timeout_s=timeout_s, demonstrations=demonstrations
         )
-        self._catches_up = bring_back
-        self._may_start = before_start
+        self._catch_up = bring_back
+        self._wait_devices_free = before_start
         self._over: ComponentError | None = None
         self._up_changed = Signal()
         self._offloaded = frozenset[TrainerPart]()
@@ -125,7 +125,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             )
 
     async def _before_start(self) -> None:
-        await self._may_start()
+        await self._wait_devices_free()
         await super()._before_start()
 
     async def _bring_back(self) -> None:
@@ -138,7 +138,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             timeout_s=self._timeout_s,
             demonstrations=self._demonstrations,
         )
-        await self._catches_up(client, self.policy_version)
+        await self._catch_up(client, self.policy_version)
         self._reached(client.policy_version)
         # A new process has everything on the devices. Before it counts as up, it must
         # give back what the engines' turn expects to be free.
@@ -165,7 +165,7 @@ async def recover_trainer(
         # keep_unfinished: this process may be writing a checkpoint at this moment. Only
         # a new process can know that unfinished folders are leftovers.
         whole, damaged = await asyncio.to_thread(
-            checkpoints.newest_whole, keep_unfinished=True
+            checkpoints.newest_valid, keep_unfinished=True
         )
         start = 0 if whole is None else whole.version
         # `version` is still 0 if the trainer dies while a resume catches up. Then only
@@ -185,7 +185,7 @@ async def journaled_batches(
 ) -> AsyncIterator[Batch]:
     """Yield the batches for a trainer that a checkpoint has brought to `start`."""
     state = await journal.read_resume(start)
-    journal.event_nowait("restored", {"version": start, "who": "trainer"})
+    journal.add_event_nowait("restored", {"version": start, "who": "trainer"})
     async for batch in load_batches(state, start, stop):
         yield batch
 

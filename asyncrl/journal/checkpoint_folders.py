@@ -42,7 +42,7 @@ class Manifest(BaseModel, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Checkpoint:
     """`controller`: argument of finish()."""
 
     version: int
@@ -73,7 +73,7 @@ class Checkpoints:
 
     Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and
         renames; or abandon().
-    Waits: hold `in_use` around finish() and while using newest_whole(); never while a
+    Waits: hold `in_use` around finish() and while using newest_valid(); never while a
         trainer writes.
     Invariant: a folder was whole when it was named step_N.
     """
@@ -86,7 +86,7 @@ class Checkpoints:
         self.in_use = asyncio.Lock()
         self._rewards: dict[int, float] = {}
 
-    def evaluated(self, version: int, reward_mean: float) -> None:
+    def on_evaluation(self, version: int, reward_mean: float) -> None:
         self._rewards[version] = reward_mean
 
     def versions(self) -> list[int]:
@@ -126,9 +126,9 @@ class Checkpoints:
     def abandon(self, pending: Path) -> None:
         shutil.rmtree(pending, ignore_errors=True)
 
-    def newest_whole(
+    def newest_valid(
         self, *, keep_unfinished: bool = False
-    ) -> tuple[Whole | None, list[CheckpointDamaged]]:
+    ) -> tuple[Checkpoint | None, list[CheckpointDamaged]]:
         """Return the newest whole checkpoint and newer damaged ones. Raises OSError for
         unreadable files.
         """
@@ -141,7 +141,9 @@ class Checkpoints:
             settle_folder(self.root / left.name.split(".")[1])
         for version in reversed(_versions_in(self.root.iterdir())):
             try:
-                return read_whole(self.root / f"step_{version}", version), passed_over
+                return read_checkpoint(
+                    self.root / f"step_{version}", version
+                ), passed_over
             except CheckpointDamaged as error:
                 passed_over.append(error)
         return None, passed_over
@@ -211,7 +213,7 @@ def write_manifest(folder: Path, version: int) -> None:
     sync(folder)
 
 
-def read_whole(folder: Path, version: int) -> Whole:
+def read_checkpoint(folder: Path, version: int) -> Checkpoint:
     """Compare every file with the manifest. Raises CheckpointDamaged; OSError for
     unreadable files.
     """
@@ -237,7 +239,7 @@ def read_whole(folder: Path, version: int) -> Whole:
         raise _damaged(folder, f"{', '.join(wrong)} differ from {MANIFEST}")
     if manifest.version != version:
         raise _damaged(folder, f"{MANIFEST} has version {manifest.version}")
-    return Whole(version, folder, controller)
+    return Checkpoint(version, folder, controller)
 
 
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -64,7 +64,7 @@ class _Job(NamedTuple):
 
 # Each decision is a module function that takes the connection, so that it cannot touch
 # a journal's queue or thread. `_later` makes it a method: calling
-# `journal.admitted_nowait(ticket, prompt)` only queues `_admitted(connection, ticket,
+# `journal.add_admission_nowait(ticket, prompt)` only queues `_add_admission(connection, ticket,
 # prompt)`.
 def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
@@ -80,7 +80,9 @@ def _text(given: object) -> str:
     return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
+def _add_admission(
+    connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt
+) -> None:
     connection.execute(
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, num_requeued, messages, state, admitted_s)"
@@ -102,14 +104,14 @@ def _note(connection: sqlite3.Connection, key: str, value: object) -> None:
     )
 
 
-def _epoch(
+def _add_epoch(
     connection: sqlite3.Connection, task: str, number: int, prompts: str
 ) -> None:
     """Record an epoch of a task sampled by difficulty. Repeatable."""
     _note(connection, f"{EPOCH}{number}/{task}", prompts)
 
 
-def _segment(
+def _add_segment(
     connection: sqlite3.Connection,
     group_id: GroupId,
     sample_index: int,
@@ -121,14 +123,14 @@ def _segment(
     if _rollout(connection, group_id, sample_index) == ("running", False):
         blob = encode_partial(group_id, sample_index, partial)
         # `partial` is the whole completion so far, so the newest row replaces the older
-        # ones. Tokens that a new attempt discards are counted by _tokens_lost.
+        # ones. Tokens that a new attempt discards are counted by _add_lost_tokens.
         connection.execute(
             "INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)",
             (group_id, sample_index, attempt, partial.tokens.num_sampled, blob),
         )
 
 
-def _rollout_finished(
+def _add_rollout(
     connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout
 ) -> None:
     sample_index = rollout[0].sample_index
@@ -168,7 +170,7 @@ def _rollout_finished(
     )
 
 
-def _rollout_failed(
+def _add_failure(
     connection: sqlite3.Connection,
     group_id: GroupId,
     sample_index: int,
@@ -187,7 +189,7 @@ def _rollout_failed(
     _lose(connection, group_id, sample_index)
 
 
-def _group_scored(
+def _add_scores(
     connection: sqlite3.Connection,
     group_id: GroupId,
     rollouts: Sequence[Rollout],
@@ -229,10 +231,10 @@ def _group_scored(
             " lost_tokens = lost_tokens + :num WHERE group_id = :group",
             {"num": num_sampled, "group": group_id},
         )
-        _rollout_failed(connection, group_id, sample_index, 1, why)
+        _add_failure(connection, group_id, sample_index, 1, why)
 
 
-def _tokens_lost(
+def _add_lost_tokens(
     connection: sqlite3.Connection,
     group_id: GroupId,
     num_tokens: int,
@@ -249,7 +251,7 @@ def _tokens_lost(
         _lose(connection, group_id, sample_index)
 
 
-def _group_ended(
+def _end_group(
     connection: sqlite3.Connection,
     group_id: GroupId,
     state: Ended,
@@ -270,7 +272,7 @@ def _group_ended(
     _lose(connection, group_id)
 
 
-def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
+def _add_batch(connection: sqlite3.Connection, batch: Batch) -> None:
     version = batch.version
     group_ids = [group.group_id for group in batch.groups]
     # Read before the INSERT below, which makes `version` the newest.
@@ -306,7 +308,7 @@ def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
         )
 
 
-def _trained(
+def _add_training(
     connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]
 ) -> None:
     """Record that the batch became policy_version version + 1. Repeatable."""
@@ -320,7 +322,7 @@ def _trained(
     assert changed, f"a step of batch {version}, which was never taken"
 
 
-def _published(connection: sqlite3.Connection, version: int, digest: str) -> None:
+def _add_push(connection: sqlite3.Connection, version: int, digest: str) -> None:
     # A resumed run may publish a version again.
     connection.execute(
         "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)",
@@ -328,7 +330,7 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
     )
 
 
-def _event(
+def _add_event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, object]
 ) -> None:
     """Record an event for `inspect`."""
@@ -405,7 +407,7 @@ class Journal:
 
     Life: of a group: admitted -> rollouts finished or failed -> ready -> taken by one
     batch; or failed, filtered, requeued.
-    Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed
+    Waits: add_batch, flush, compact and read_resume wait for the commit; wait_failed
         for a failure.
     Invariant: a group has one state and at most one batch. Decisions become durable in
     order. Only the process with the run lock writes. The first error is final.
@@ -442,27 +444,27 @@ class Journal:
         """
         return cls(path, open_to_write(path, run_id))
 
-    admitted_nowait = _later(_admitted)
-    segment_nowait = _later(_segment)
-    rollout_finished_nowait = _later(_rollout_finished)
-    rollout_failed_nowait = _later(_rollout_failed)
-    group_scored_nowait = _later(_group_scored)
-    tokens_lost_nowait = _later(_tokens_lost)
-    group_ended_nowait = _later(_group_ended)
-    trained_nowait = _later(_trained)
-    published_nowait = _later(_published)
+    add_admission_nowait = _later(_add_admission)
+    add_segment_nowait = _later(_add_segment)
+    add_rollout_nowait = _later(_add_rollout)
+    add_failure_nowait = _later(_add_failure)
+    add_scores_nowait = _later(_add_scores)
+    add_lost_tokens_nowait = _later(_add_lost_tokens)
+    end_group_nowait = _later(_end_group)
+    add_training_nowait = _later(_add_training)
+    add_push_nowait = _later(_add_push)
     note_nowait = _later(_note)
-    epoch_nowait = _later(_epoch)
-    event_nowait = _later(_event)
+    add_epoch_nowait = _later(_add_epoch)
+    add_event_nowait = _later(_add_event)
 
-    async def batch_taken(self, batch: Batch) -> None:
+    async def add_batch(self, batch: Batch) -> None:
         """Assign the groups to this batch for good; train only after this returns.
 
         Raises JournalError for groups that are not ready, or a version that is not
         next.
         """
         await self._durable(
-            partial(_batch_taken, batch=batch),
+            partial(_add_batch, batch=batch),
             f"the batch of step {batch.version + 1} to be durable in the journal",
         )
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from asyncrl.base.errors import without_train
 from asyncrl.base.http import SECRETS
-from asyncrl.base.waits import uncut
+from asyncrl.base.waits import shielded
 
 PRELOADED = (
     "asyncrl.trainer.random_init",
@@ -163,7 +163,7 @@ class ForkServer(forkserver.ForkServer):
             # death of a hung server ends the wait for its answer.
             loop = asyncio.get_running_loop()
             killing = loop.call_later(CANCELLED_S, self._kill)
-            await uncut(asyncio.wait({starting}))
+            await shielded(asyncio.wait({starting}))
             killing.cancel()
             if starting.exception() is None:
                 ForkedProcess(*starting.result()).kill()

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, ComponentError
-from asyncrl.base.waits import note_span, uncut, waiting
+from asyncrl.base.waits import note_span, shielded, waiting
 from asyncrl.engines.role_client import CALL_TIMEOUT_S
 from asyncrl.messages.engine_api import TransferStats
 
@@ -264,7 +264,7 @@ class Lease:
         phase = self.phase
         # Half undone, nobody could use the devices. Each of its calls has a limit, so
         # that a Ctrl-C waits for a bounded time.
-        _, cancelled = await uncut(self._bring_back(why))
+        _, cancelled = await shielded(self._bring_back(why))
         self._on_change()
         outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if self.broken:

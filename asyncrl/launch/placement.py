@@ -258,11 +258,11 @@ def place(
     # With max_staleness=0 the trainer waits for the whole batch and the engines for its
     # weights: working at once would gain nothing.
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
-    takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
+    is_colocated = not is_split and (is_shared or config.placement.rollout == "trainer")
     served = _served_devices(extra_servers or {}, nodes)
     _refuse_sides(config, trainer, rollout, served)
     _refuse_sharing(
-        config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns
+        config, rollout[0].name, is_shared=is_shared, is_colocated=is_colocated
     )
     _refuse_counts(config, trainer, rollout)
     _refuse_critic(config, critic, trainer, rollout)
@@ -282,10 +282,10 @@ def place(
         nodes=tuple(nodes),
         trainer=_spread(trainer, config.trainer.world_size),
         engines=engines,
-        is_colocated=takes_turns,
+        is_colocated=is_colocated,
         critic=critic,
         memory_fraction=fraction,
-        resident=takes_turns and fraction is not None,
+        resident=is_colocated and fraction is not None,
     )
     extra = dict[str, NodeDevice]()
     for name, server in (extra_servers or {}).items():
@@ -299,7 +299,10 @@ def place(
     _refuse_offload(config, moves=placement.moves)
     _refuse_server_offload(placement)
     refuse_transport(
-        config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes
+        config,
+        *placement.names,
+        is_colocated=is_colocated,
+        num_nodes=placement.num_nodes,
     )
     return placement
 
@@ -404,11 +407,11 @@ def _written(config: RunConfig) -> str:
 
 
 def _refuse_sharing(
-    config: RunConfig, device: str, *, is_shared: bool, takes_turns: bool
+    config: RunConfig, device: str, *, is_shared: bool, is_colocated: bool
 ) -> None:
     rollout = config.rollout
     share = config.placement.share
-    if takes_turns and (config.buffer.max_staleness > 0 or rollout.is_scaled):
+    if is_colocated and (config.buffer.max_staleness > 0 or rollout.is_scaled):
         raise ConfigError(
             f"{_written(config)} are the same devices, and "
             f"buffer.max_staleness={config.buffer.max_staleness}, rollout.num_engines={rollout.num_engines}",
@@ -416,7 +419,7 @@ def _refuse_sharing(
             way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
             "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
         )
-    if takes_turns and (
+    if is_colocated and (
         rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)
     ):
         raise ConfigError(

@@ -230,7 +230,7 @@ def lay_out(
     leaving = leaving_parts(config, moves=placement.moves)
     for rank, device in enumerate(placement.trainer):
         held = 0
-        if rank == 0 and sync.holds_exports(is_turns=placement.is_colocated):
+        if rank == 0 and sync.holds_exports(is_colocated=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
         parts = rank_memory(config, shape, device.name)
         memory = parts.peak(rules)
@@ -715,7 +715,7 @@ def resolve_auto(
         chosen = choose_transport(
             config,
             *placement.names,
-            is_turns=placement.is_colocated,
+            is_colocated=placement.is_colocated,
             num_nodes=placement.num_nodes,
         )
         sync = config.weight_sync.model_copy(update={"transport": chosen[0]})

@@ -22,7 +22,7 @@ import psutil
 from asyncrl.base.errors import ComponentError, find_fatal
 from asyncrl.base.files import keep_private
 from asyncrl.base.http import SECRET_ENV, SECRETS
-from asyncrl.base.waits import uncut
+from asyncrl.base.waits import shielded
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
 from asyncrl.messages.engine_api import FileRequest
@@ -414,7 +414,7 @@ async def run_module(
         finally:
             if process.returncode is None:
                 process.kill()
-                await uncut(process.wait())
+                await shielded(process.wait())
         output.seek(0)
         return process.returncode, output.read().decode(errors="replace")
 

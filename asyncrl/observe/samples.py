@@ -353,7 +353,7 @@ class SampleWriter:
             )
         return self._append(samples)
 
-    def failed(
+    def add_failed(
         self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decode: Decode
     ) -> list[ShownRollout]:
         """Write a failed rollout, if few were written since the last step."""

@@ -301,7 +301,7 @@ class Evaluation:
     def is_last(self, version: int) -> bool:
         return all(version >= each.last for each in self.held_out)
 
-    def served_nowait(self, version: int) -> None:
+    def on_served_nowait(self, version: int) -> None:
         if due := self._due_nowait(version):
             self._keep(DueVersion(version, None, due))
 
@@ -312,7 +312,7 @@ class Evaluation:
             else [each for each in self.held_out if each.is_due_nowait(version)]
         )
 
-    def published_nowait(self, manifest: ExportResponse) -> None:
+    def on_published_nowait(self, manifest: ExportResponse) -> None:
         """Keep a due version's weights as a hard link, before the next export deletes
         them.
         """
@@ -347,7 +347,7 @@ class Evaluation:
     async def run(self) -> None:
         try:
             if self.target is not None:  # it starts with the initial weights
-                self.served_nowait(0)
+                self.on_served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
                     await self._changed.wait_for(lambda: self._pending is not None)

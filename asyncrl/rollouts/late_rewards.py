@@ -99,7 +99,7 @@ class LateRewards:
             self._forget(digest)
         return expected.outcome
 
-    def ended_nowait(self, digest: str, check: Callable[[Outcome], object]) -> None:
+    def note_end_nowait(self, digest: str, check: Callable[[Outcome], object]) -> None:
         """Note the completions of a rollout that has ended. Raises RolloutFailure if
         an earlier post does not fit them.
         """

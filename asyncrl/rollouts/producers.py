@@ -73,7 +73,7 @@ class RunningGroup:
         self.to_run = {*range(self.size)} - self.rollouts.keys() - self.failures.keys()
         self.sampling = set(self.to_run)
 
-    def ended(self, index: int) -> None:
+    def end(self, index: int) -> None:
         self.to_run.discard(index)
         self.sampling.discard(index)
 
@@ -216,7 +216,9 @@ class Producers:
                 entry for entry in self._returning if entry[0] >= ticket.start_version
             ]
             prompt = self.source.next_nowait(ticket.start_version)
-            self.journal.admitted_nowait(ticket, prompt)  # before any token is sampled
+            self.journal.add_admission_nowait(
+                ticket, prompt
+            )  # before any token is sampled
             self.resume_nowait(UnfinishedGroup(ticket, prompt))
             await asyncio.sleep(0)  # a new version may admit thousands
 
@@ -267,7 +269,7 @@ class Producers:
             group.cancel()
         self._groups.clear()
 
-    def requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
+    def on_requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
         """`group` is None while it runs. The prompt is repeated up to max_requeues
         times.
         """
@@ -324,10 +326,10 @@ class Producers:
         # must not count.
         if self._groups.get(group_id) is not group:
             return
-        group.ended(index)
+        group.end(index)
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome)
-            self.journal.rollout_failed_nowait(
+            self.journal.add_failure_nowait(
                 group_id, index, outcome.num_attempts, self.last_failure
             )
         else:
@@ -335,10 +337,10 @@ class Producers:
             early = None if digest is None else self.late.early_nowait(digest)
             if early is not None:
                 outcome = with_outcome(outcome, early)
-                self.runner.failures.ended_nowait(None, group.prompt.prompt_id)
+                self.runner.failures.note_end_nowait(None, group.prompt.prompt_id)
             self._counts["finished"] += outcome[0].is_scored
             group.rollouts[index] = outcome
-            self.journal.rollout_finished_nowait(group_id, outcome)
+            self.journal.add_rollout_nowait(group_id, outcome)
             if digest is not None and early is None:
                 self._await_nowait(group, index, digest)
         if not group.to_run:
@@ -424,16 +426,16 @@ class Producers:
         self._counts["finished"] += len(scored)
         prompt_id = group.prompt.prompt_id
         for _ in scored:
-            self.runner.failures.ended_nowait(None, prompt_id)
+            self.runner.failures.note_end_nowait(None, prompt_id)
         # One call scored the group, so it has failed once.
         for failure in [*failed.values()][:1]:
-            self.runner.failures.ended_nowait(failure, prompt_id)
+            self.runner.failures.note_end_nowait(failure, prompt_id)
         for index, failure in failed.items():
             seen = functools.partial(tuple, rollouts.pop(index))
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         group_id = group.ticket.group_id
-        self.journal.group_scored_nowait(group_id, [*scored.values()], whys)
+        self.journal.add_scores_nowait(group_id, [*scored.values()], whys)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id
@@ -450,12 +452,12 @@ class Producers:
             self._set_aside.clear()
             self.on_finished(group)
             state = self.sink.finish_nowait(group)
-            if state != "requeued":  # requeued() journals revoked groups
-                self.journal.group_ended_nowait(group_id, state, "")
+            if state != "requeued":  # on_requeued() journals revoked groups
+                self.journal.end_group_nowait(group_id, state, "")
                 rewards = {
                     branch.sample_index: branch.reward for branch in group.trajectories
                 }.values()
-                self.source.observed_nowait(
+                self.source.observe_nowait(
                     prompt.prompt_id, fmean(rewards), start_version
                 )
             return
@@ -505,5 +507,5 @@ class Producers:
         else:
             self._counts["given_up"] += 1
             log.warning("prompt %s is given up: %s", prompt.prompt_id, reason)
-        self.journal.group_ended_nowait(group_id, state, reason, requeued=num_requeued)
+        self.journal.end_group_nowait(group_id, state, reason, requeued=num_requeued)
         return again

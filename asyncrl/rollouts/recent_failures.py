@@ -30,7 +30,7 @@ class RecentFailures:
         """Kind and prompt of each; None: the attempt succeeded."""
         self._newest: dict[FailureKind, RolloutFailure] = {}
 
-    def ended_nowait(self, failure: RolloutFailure | None, prompt_id: str) -> None:
+    def note_end_nowait(self, failure: RolloutFailure | None, prompt_id: str) -> None:
         self._ends.append((None if failure is None else failure.kind, prompt_id))
         if failure is not None:
             self._newest[failure.kind] = failure

@@ -235,7 +235,7 @@ class RolloutAttempt:
 
     def keep_segment(self, partial: Completion) -> None:
         if self.journal is not None:
-            self.journal.segment_nowait(
+            self.journal.add_segment_nowait(
                 self.group_id, self.sample_index, self.attempt, partial
             )
             self.num_kept = partial.tokens.num_sampled
@@ -260,7 +260,7 @@ class RolloutAttempt:
         is_failed = isinstance(outcome, RolloutFailure)
         if self.journal is not None and (num_lost > 0 or is_failed):
             index = self.sample_index if is_failed else None
-            self.journal.tokens_lost_nowait(self.group_id, max(0, num_lost), index)
+            self.journal.add_lost_tokens_nowait(self.group_id, max(0, num_lost), index)
 
 
 class Generator(Protocol):
@@ -342,12 +342,12 @@ class RolloutRunner:
                 if not isinstance(outcome, RolloutFailure):
                     # Producers count it once its group has its rewards.
                     if outcome[0].is_scored:
-                        self.failures.ended_nowait(None, attempt.prompt.prompt_id)
+                        self.failures.note_end_nowait(None, attempt.prompt.prompt_id)
                     return outcome
                 attempt.clock.note_left()
                 if attempt.has_asked():
                     outcome.kind = outcome.kind.after_answer
-                self.failures.ended_nowait(outcome, attempt.prompt.prompt_id)
+                self.failures.note_end_nowait(outcome, attempt.prompt.prompt_id)
                 num_attempts = attempt.attempt + 1
                 # An evaluation measures the policy, and its failures too.
                 may_retry = self.retries_policy or outcome.kind.is_infrastructure
@@ -623,7 +623,7 @@ class HarnessGenerator:
             first = replace(bare[0], awaits=digest, untrained=session.untrained)
             unpaid = (first, *bare[1:])
             # Rewards that do not fit fail the attempt, also of an earlier post.
-            self.late.ended_nowait(digest, functools.partial(with_outcome, unpaid))
+            self.late.note_end_nowait(digest, functools.partial(with_outcome, unpaid))
             if not is_cut:
                 return unpaid
             # Its harness has failed at a limit, so nobody may know that it has ended.

@@ -23,7 +23,7 @@ from asyncrl.base.waits import (
     SHORTEST_S,
     Signal,
     note_span,
-    uncut,
+    shielded,
     waiting,
     within,
 )
@@ -606,7 +606,7 @@ class PushLoop(Publisher):
         try:
             # To its end, also when this engine is lost again or parked. Otherwise some
             # engines may have the version, which is not announced: step 3 above.
-            _, cancelled = await uncut(self._publish(manifest, 0.0, note))
+            _, cancelled = await shielded(self._publish(manifest, 0.0, note))
         finally:
             if self.version < manifest.version:
                 # run() pushes the version to the other engines.

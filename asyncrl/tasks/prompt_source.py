@@ -227,7 +227,7 @@ class PromptSource:
         self.num_drawn += 1
         return task.make(*task.epochs.place(number))
 
-    def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
+    def observe_nowait(self, prompt_id: str, reward: float, version: int) -> None:
         _, index, name = _place_of(prompt_id)
         self._tasks[name].epochs.observe_nowait(index, reward, version)
 
@@ -283,7 +283,7 @@ class PromptSource:
         for name, epoch, text in epochs:
             self._tasks[name].epochs.load_epoch(epoch, text)
         for group in observed:
-            self.observed_nowait(*group)
+            self.observe_nowait(*group)
 
     def epochs(self) -> list[tuple[str, int, str]]:
         """Return (task, number, prompts) of each epoch sampled by difficulty."""

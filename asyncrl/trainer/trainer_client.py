@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.waits import Signal, computed, span, waiting
+from asyncrl.base.waits import Signal, run_in_thread, span, waiting
 from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
@@ -145,7 +145,7 @@ class TrainerClient:
 
     async def evaluate(self, batch: Batch) -> api.TrainResponse:
         """Measure the loss of a batch of the current version, without training."""
-        body = await computed(lambda: api.pack_batch(*pack_groups(batch)))
+        body = await run_in_thread(lambda: api.pack_batch(*pack_groups(batch)))
         return await self._call("/evaluate", body, api.TrainResponse)
 
     async def wait_version_above(self, version: int) -> int:
@@ -318,7 +318,7 @@ class TrainerClient:
     async def _train(self, batch: Batch) -> api.TrainResponse:
         # In a thread: packing a large batch would hold up every rollout on the event
         # loop.
-        body = await computed(lambda: self._pack(batch))
+        body = await run_in_thread(lambda: self._pack(batch))
         report = await self._post("/train", body, api.TrainResponse)
         # Version v + 1 is batch v, trained once. Anything else would break staleness
         # and resume silently.

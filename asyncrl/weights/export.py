@@ -294,7 +294,9 @@ class Exported:
     adapters: Callable[[], Mapping[str, Tensor]] | None = None
 
 
-def done(version: int, answer: ExportResponse | None = None) -> Future[ExportResponse]:
+def finished_export(
+    version: int, answer: ExportResponse | None = None
+) -> Future[ExportResponse]:
     """Return a finished export; without an answer, of a rank that only gathered."""
     future: Future[ExportResponse] = Future()
     none = ExportResponse(
@@ -328,11 +330,13 @@ class Transport:
         if not self.end.is_first:
             # Only rank 0 writes, but its full_tensor() calls need every rank.
             gather_along(weights, dtype)
-            return done(version)
+            return finished_export(version)
         if not weights.are_plain:
             # Collective calls stay on this thread. From another one, they could mix
             # with those of the forward pass in a different order on each rank.
-            return done(version, export_weights(weights, path, version, dtype))
+            return finished_export(
+                version, export_weights(weights, path, version, dtype)
+            )
         reading = after_queued_work(self.end.device)
 
         def read_and_write() -> ExportResponse:
@@ -359,12 +363,12 @@ class HeldTransport(Transport, ABC):
         weights = exported.merged()
         if not end.is_first:
             gather_along(weights, end.dtype)
-            return done(version)
+            return finished_export(version)
         with gathered(weights, end.dtype, end.device) as tensors:
             digests, place = self._hold(version, weights, tensors, path.parent)
         answer = manifest_of(weights, end.dtype, version, digests, "")
         place["path"] = "" if written is None else written.path
-        return done(version, answer.model_copy(update=place))
+        return finished_export(version, answer.model_copy(update=place))
 
     @abstractmethod
     def _hold(
@@ -382,9 +386,11 @@ class AdapterTransport(Transport):
         assert exported.adapters is not None, "transport lora needs adapters"
         tensors = exported.adapters()
         if not self.end.is_first:
-            return done(exported.version)
+            return finished_export(exported.version)
         answer = export_weights(tensors, path, exported.version)
-        return done(exported.version, answer.model_copy(update={"kind": "lora"}))
+        return finished_export(
+            exported.version, answer.model_copy(update={"kind": "lora"})
+        )
 
 
 def routers_of(model: nn.Module) -> list[Any]:

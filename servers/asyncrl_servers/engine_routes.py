@@ -55,8 +55,8 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
 
 
 class Listener(Protocol):
-    def sampled(self, rows: Sequence[Sampled]) -> None: ...
-    def refused(self, number: int, refusal: Refused) -> None: ...
+    def on_sampled(self, rows: Sequence[Sampled]) -> None: ...
+    def on_refused(self, number: int, refusal: Refused) -> None: ...
 
 
 class Run:
@@ -103,7 +103,7 @@ class RunQueue(Generic[AnyRun]):
     def hand_over(self) -> None:
         results, self._results = self._results, {}
         for listener, sampled in results.items():
-            listener.sampled(sampled)
+            listener.on_sampled(sampled)
 
 
 class ServedEngine(Protocol[AnyRun]):
@@ -188,7 +188,7 @@ class ServedLink(Generic[AnyRun]):
         self._unsent: list[bytes] = []
         self._is_behind = False
 
-    def sampled(self, rows: Sequence[Sampled]) -> None:
+    def on_sampled(self, rows: Sequence[Sampled]) -> None:
         known = [row for row in rows if row.number in self._runs]
         for row in known:
             if row.then not in ("more", "interrupted"):
@@ -196,7 +196,7 @@ class ServedLink(Generic[AnyRun]):
         for first in range(0, len(known), FRAME_ROWS):
             self._send(codec.sampled_frame(known[first : first + FRAME_ROWS]))
 
-    def refused(self, number: int, refusal: Refused) -> None:
+    def on_refused(self, number: int, refusal: Refused) -> None:
         if self._runs.pop(number, None) is not None:
             self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
@@ -206,7 +206,7 @@ class ServedLink(Generic[AnyRun]):
                 self._take(codec.read_frame(message.data))
         finally:
             self._engine.abort(list(self._runs.values()))
-            # The engine still reports the aborted runs. sampled() drops tokens of runs
+            # The engine still reports the aborted runs. on_sampled() drops tokens of runs
             # that it does not know.
             self._runs.clear()
             with self._sending:

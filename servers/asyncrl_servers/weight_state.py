@@ -122,7 +122,7 @@ class Staged:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
+def require_staged(staged: Staged | None, version: int, digest: str) -> Staged:
     """Return the staged set. Raise Refused (409) for another version or digest."""
     if staged is None or (staged.request.version, staged.request.digest) != (
         version,
@@ -239,7 +239,7 @@ class WeightState:
             self.push.take(version, digest, self.names)
             self.settle(version, digest)
         elif not (is_same and self.has_content):
-            self.swapping = request, the_staged(self.staged, version, digest)
+            self.swapping = request, require_staged(self.staged, version, digest)
             return None
         return api.CommitResponse(
             version=version, digest=digest, pause_s=0.0, num_interrupted=0

@@ -236,7 +236,7 @@ class MessageWriter(Writer):
         last = {"type": "message_delta", "delta": _ending(answer), "usage": usage}
         yield encoded(last, {"type": "message_stop"})
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         return encoded(anthropic_error(error))
 
 

@@ -40,7 +40,7 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def failed(self, error: ApiError) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
 
 
 Read: TypeAlias = "tuple[AnyRequest, Writer]"

@@ -260,7 +260,7 @@ class Gateway:
             return await response(request.scope, request.receive, reply.send)
         told = self._counted(error)
         if told.status != CLIENT_GONE:
-            await reply.write(reply.failed(told), is_last=True)
+            await reply.write(reply.failure(told), is_last=True)
 
     async def _complete(
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
@@ -310,7 +310,7 @@ class Gateway:
         """
         route = self._route_of(session)
         asked, writer = await route.read(session, dialect, body)
-        reply.failed = writer.failed
+        reply.failure = writer.failure
         call = await route.plan(session, agent, dialect, asked, len(body))
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
@@ -369,7 +369,7 @@ class _CallEndpoint:
 class _Reply:
     """Response to a call, written in pieces."""
 
-    failed: Callable[[ApiError], bytes]
+    failure: Callable[[ApiError], bytes]
     place: AsyncExitStack
     """Among the session's open requests."""
 

@@ -84,7 +84,7 @@ class ChatWriter(Writer):
             yield encoded(self._head(call, self.chunk) | usage)
         yield b"data: [DONE]\n\n"
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         return encoded({"error": error.error})
 
     def _choice(self, answer: Answer) -> dict[str, object]:
@@ -449,7 +449,7 @@ class ResponseWriter(Writer):
             steps += event("response.content_part.done", **place, part=part)
         return steps + event("response.output_item.done", output_index=index, item=item)
 
-    def failed(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """OpenAI's clients read only the `error` event."""
         return self._event(
             "error",

@@ -697,7 +697,7 @@ class RequestReader:
         try:
             return shape.model_validate(given, context=reading)
         except ValidationError as error:
-            raise refused(error) from None
+            raise refusal_of(error) from None
 
     def _check_unread(self, name: str, value: object) -> None:
         """Raise ApiError for a parameter with an effect. A falsy value can have one,
@@ -763,7 +763,7 @@ def parse_json(body: bytes) -> dict[str, object]:
     return value
 
 
-def refused(error: ValidationError) -> ApiError:
+def refusal_of(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     # "str": a member of a union
     place = ".".join(str(part) for part in first["loc"] if part != "str")

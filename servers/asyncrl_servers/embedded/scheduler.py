@@ -597,7 +597,7 @@ class Scheduler(RunQueue[Sequence]):
             sequence = rows.sequences[row]
             if row in failed:
                 self.hand_over()  # results precede the refusal
-                sequence.listener.refused(
+                sequence.listener.on_refused(
                     sequence.number, grammar_refusal(sequence.request, failed[row])
                 )
             else:

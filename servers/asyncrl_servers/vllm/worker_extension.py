@@ -62,8 +62,8 @@ from asyncrl_servers.weight_state import (
     ChunkedPush,
     Staged,
     check_arrived,
+    require_staged,
     take_announced,
-    the_staged,
 )
 
 patch_penalties()
@@ -199,7 +199,7 @@ class Loader:
 
     def load(self, version: int, digest: str) -> None:
         # Before the update is opened: a refusal here leaves the old weights in place.
-        the_staged(self._staged, version, digest)
+        require_staged(self._staged, version, digest)
         # Done: the client commits only what every worker has reported as staged.
         _, tensors, expected = self._checked.result()
         self._begin(version)
