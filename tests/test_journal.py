@@ -63,7 +63,7 @@ def test_loop_continues_while_the_disk_is_slow(tmp_path: Path) -> None:
 
         journal._put(slow_disk)
         await asyncio.to_thread(is_slow.wait)
-        taking = asyncio.create_task(journal.batch_taken(make_batch(0, 0)))
+        taking = asyncio.create_task(journal.add_batch(make_batch(0, 0)))
         for turn in range(1000):
             journal.add_segment_nowait(GroupId(1), 0, 0, make_partial(turn % 7))
             await asyncio.sleep(0)
@@ -108,7 +108,7 @@ def test_first_error_is_final_for_every_caller(
                 other.execute("BEGIN IMMEDIATE")
             journal.end_group_nowait(GroupId(0), "failed", "")
             refused = (
-                journal.batch_taken(make_batch(0, 0)),
+                journal.add_batch(make_batch(0, 0)),
                 watching,
                 journal.flush(),
                 journal.aclose(),
@@ -133,7 +133,7 @@ def test_full_disk_leaves_the_written_whole(tmp_path: Path) -> None:
     async def fill(journal: Journal) -> None:
         for version in itertools.count():
             tell_ready(journal, version, num_tokens=300)
-            await journal.batch_taken(make_batch(version, version, num_tokens=300))
+            await journal.add_batch(make_batch(version, version, num_tokens=300))
             taken.append(version)
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, hard))
@@ -266,11 +266,11 @@ class Histories(RuleBasedStateMachine):
         batch = replace(make_batch(version), groups=tuple(map(self.group, groups)))
         self.runner.run(self.journal.flush())
         if is_next and all(self.states.get(group) == "ready" for group in groups):
-            self.runner.run(self.journal.batch_taken(batch))
+            self.runner.run(self.journal.add_batch(batch))
             self.batches.append(tuple(groups))
             self.states.update(dict.fromkeys(groups, "taken"))
             return
-        for refused in (self.journal.batch_taken(batch), self.journal.aclose()):
+        for refused in (self.journal.add_batch(batch), self.journal.aclose()):
             with pytest.raises(JournalError):
                 self.runner.run(refused)
         self.journal = open_journal(self.path)

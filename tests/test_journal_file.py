@@ -73,7 +73,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tell_ready(journal, *range(NUM_GROUPS), num_tokens=300)
         for version in range(3):
             groups = range(4 * version, 4 * version + 4)
-            await journal.batch_taken(make_batch(version, *groups, num_tokens=300))
+            await journal.add_batch(make_batch(version, *groups, num_tokens=300))
         for group_id in range(NUM_GROUPS, NUM_GROUPS + 4):
             admit(journal, group_id)
             journal.add_segment_nowait(GroupId(group_id), 0, 0, make_partial(100))
@@ -192,7 +192,7 @@ def test_no_reader_takes_the_lock_of_the_writer(tmp_path: Path) -> None:
 
     async def story(journal: Journal) -> None:
         tell_ready(journal, 0, 1)
-        await journal.batch_taken(make_batch(0, 0, 1))
+        await journal.add_batch(make_batch(0, 0, 1))
         (await journal.read_resume(0)).load_batch(0)
         assert None not in (
             asked(path, group_story, 0),
