@@ -322,25 +322,24 @@ class AnswerReader:
 class TrialReader(AnswerReader):
     """Tries whether a text is nothing but calls of offered tools. Feed it once."""
 
+    begun_at = 0
+    """Where the head of the last call ends."""
+
     def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
         super().__init__(tool_format, tools)
-        self.begun_at = 0
-        """Where the head of the last call ends."""
         self._steps = tool_format.read_only_calls(self)
 
     def begin(self, name: str, own_id: str | None = None) -> None:
         self.begun_at = self.at
-        if name not in self.schemas:
-            raise ValueError(f"{name} is not offered")
+        self.schemas[name]  # KeyError: the tool is not offered
         super().begin(name, own_id)
 
     def has_failed(self) -> bool:
-        try:
+        with contextlib.suppress(ValueError):
             # Brackets alone would wait for the end of anything that follows a brace.
             from_json(self.call.text or "{}", allow_inf_nan=False, allow_partial=True)
-        except ValueError:
-            return True
-        return self.is_malformed
+            return self.is_malformed
+        return True
 
 
 Steps: TypeAlias = Generator[None, None, Value]
