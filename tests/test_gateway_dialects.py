@@ -31,6 +31,7 @@ from openai.types.completion_create_params import (
     CompletionCreateParamsStreaming as TextParams,
 )
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import ValidationError
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
 from asyncrl.agents.endpoint.calls import KeptAnswers
@@ -602,6 +603,49 @@ async def test_calls_are_trained_with_their_bias_and_penalties() -> None:
             assert world.engine.requests[-1].parameters == wanted
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)
         assert sum(branch.num_sampled for branch in rollout) == 13 * len(cases)
+
+
+MANY = {f"key {number}": "x" for number in range(2000)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((path, base | MANY) for path, base in BASES.items()),
+        (CHAT, BASES[CHAT] | {"logit_bias": MANY}),
+        (CHAT, BASES[CHAT] | {"chat_template_kwargs": dict.fromkeys(MANY, [])}),
+        (CHAT, BASES[CHAT] | {"response_format": {"type": "json_object"} | MANY}),
+        (CHAT, said({"role": "user", "content": [MANY]})),
+        (RESPONSES, {"input": [MANY]}),
+        (MESSAGES, user(**MANY)),
+        (MESSAGES, BASES[MESSAGES] | {"tools": [MANY]}),
+    ],
+)
+def test_many_unknown_keys_cost_one_error_and_no_log(
+    path: str, body: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (dialect,) = (each for each in DIALECTS if path == f"/v1/{each.path}")
+    with pytest.raises(ApiError) as refusal:
+        dialect.read(RequestReader(RULES), body, KeptAnswers(9))
+    assert len(str(refusal.value)) < 300
+    invalid = refusal.value.__context__
+    assert not isinstance(invalid, ValidationError) or invalid.error_count() < 5
+    assert not caplog.records
+
+
+@in_loop
+async def test_200_tools_with_names_of_mcp_servers_are_offered_and_called() -> None:
+    names = [f"a/b:{number}" for number in range(200)]
+    call = f'<tool_call>{{"name": "{names[-1]}", "arguments": {{}}}}</tool_call>'
+    async with talking(call, max_prompt_tokens=2**15, max_length=2**16) as talk:
+        tools = [{"name": name, "input_schema": {"type": "object"}} for name in names]
+        (block,) = (await talk.message(tools=tools)).content
+        functions = [{"type": "function", "name": name} for name in names]
+        (item,) = (await talk.respond(tools=functions)).output
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        (chosen,) = (await talk.chat(tools=tools)).choices[0].message.tool_calls
+        assert {block.name, item.name, chosen.function.name} == {names[-1]}
+        assert all(text.count("a/b:") == 200 for text in talk.prompts())
 
 
 @in_loop

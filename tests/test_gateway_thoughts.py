@@ -9,7 +9,6 @@ from gateway_cases import (
     HI,
     ByteTokenizer,
     ScriptedEngine,
-    gateway_world,
     in_loop,
     talking,
 )
@@ -78,28 +77,46 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
         assert talk.is_one_branch_of(*[text] * 2)
 
 
+OPEN = f"<think>\nI could {CALL}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 @pytest.mark.parametrize(
     ("text", "thoughts", "content", "num_calls"),
     [
         ("<think>Hm.</think>Yes.", "content", "<think>Hm.</think>Yes.", 0),
-        (f"<think>\nI could {CALL}", "reasoning_content", "", 0),
+        (f"{OPEN} or not", "reasoning_content", "", 0),
         (f"<think>{CALL}</think>No.", "reasoning_content", "No.", 0),
         (f"<think>Yes.</think>{CALL}", "reasoning_content", None, 1),
+        (OPEN, "reasoning_content", None, 1),
+        (OPEN, "content", "<think>\nI could", 1),
     ],
 )
 @in_loop
-async def test_unclosed_thought_hides_answer_and_calls(
+async def test_unclosed_thought_hides_all_but_calls_at_its_end(
     text: str, thoughts: str, content: str | None, num_calls: int
 ) -> None:
-    async with gateway_world(
-        ScriptedEngine(lambda _: text), thoughts_field=thoughts
-    ) as world:
-        _, answer = await world.ask(
-            tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-        message = answer["choices"][0]["message"]
-        assert (message["content"], len(message.get("tool_calls", []))) == (
-            content,
-            num_calls,
-        )
-        assert ("reasoning_content" in message) == (thoughts == "reasoning_content")
+    async with talking(text, thoughts_field=thoughts) as talk:
+        message = (await talk.chat(tools=TOOLS)).choices[0].message
+        assert (message.content, len(message.tool_calls or ())) == (content, num_calls)
+        assert hasattr(message, "reasoning_content") == (thoughts != "content")
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        streamed = await talk.message(streamed=True, tools=tools)
+        kinds = [block.type for block in streamed.content]
+        assert kinds.count("tool_use") == num_calls
+        unasked = (await talk.chat(tools=TOOLS, tool_choice="none")).choices[0].message
+        assert not unasked.tool_calls
+
+
+@pytest.mark.parametrize("thoughts", ["content", "reasoning_content"])
+@in_loop
+async def test_call_of_an_open_thought_returns_to_one_branch(thoughts: str) -> None:
+    async with talking(OPEN, thoughts_field=thoughts) as talk:
+        messages: list[Any] = list(HI)
+        for _ in range(2):
+            choice = (await talk.chat(messages, tools=TOOLS)).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            (call,) = choice.message.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+            messages += [choice.message.model_dump(exclude_none=True), result]
+        assert talk.is_one_branch_of(OPEN, OPEN)

@@ -27,6 +27,7 @@ from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.tool_formats import (
     FAMILIES,
     MINIMAX,
+    MOST_TRIALS,
     AnswerReader,
     ToolFormat,
     find_tool_format,
@@ -214,6 +215,58 @@ def test_call_inside_a_thought_does_not_count(name: str) -> None:
     )
 
 
+MARKED = {
+    "gpt_oss": f"<|start|>assistant{RAW['gpt_oss']}",
+    "llama": f"<|python_tag|>{RAW['llama']}",
+    "muse_glimmer": f"<|start|>assistant{RAW['muse_glimmer']}",
+    "pythonic": dict(PUBLISHED)["pythonic"],
+}
+"""Texts of calls with a mark, for formats that need none at the beginning."""
+OTHERS = [{"type": "function", "function": {"name": "h"}}]
+QUOTES = MOST_TRIALS // 2
+
+
+@pytest.mark.parametrize("splits_thought", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_count_only_at_the_end_of_an_open_thought(
+    name: str, splits_thought: bool
+) -> None:
+    tool_format = find_tool_format(name, "")
+    opens, closes = tool_format.thinking
+    text = MARKED.get(name, RAW[name])
+    cut = text[: text.index("a b") + 1]
+    quoted = f"I could write {text} here."
+    for said, end, tools, num_calls in (
+        ("Hm.", text, TOOLS, 2),
+        ("Hm.", f"{text} \n", TOOLS, 2),
+        ("", text, TOOLS, 2),
+        (quoted, text, TOOLS, 2),
+        (quoted * QUOTES, text, TOOLS, 2),
+        ("Hm.", f"{text}{' ' * 99}No.", TOOLS, 0),
+        ("Hm.", cut, TOOLS, 0),
+        ("Hm.", text, OTHERS, 0),
+        ("Hm.", text, [], 0),
+        ("Hm.", f"{text}\n{closes}", TOOLS, 0),
+        ("Hm.", f"{cut}{closes}", TOOLS, 0),
+    ):
+        if name == "gpt_oss" and not splits_thought:
+            continue  # each channel is a message
+        answer = f"{opens}\n{said}{end}"
+        options = {"splits_thought": splits_thought}
+        whole = tool_format.parse(answer, tools, **options)
+        streamed = AnswerReader(tool_format, tools, **options)
+        for character in answer:
+            streamed.feed(character)
+            assert not streamed.calls, "they may become a part of the thought"
+        streamed.feed("", is_last=True)
+        assert shown(streamed) == shown(whole)
+        assert calls_of(whole) == BOTH[:num_calls]
+        if not num_calls:
+            said += end.partition(closes)[0]
+        text_of = whole.thought if splits_thought else whole.content
+        assert text_of.removeprefix(opens).removesuffix(closes).strip() == said.strip()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_cut_call_never_becomes_another(name: str) -> None:
     tool_format = find_tool_format(name, "")
@@ -372,6 +425,8 @@ def test_long_answer_costs_as_much_per_character(
 @pytest.mark.parametrize("name", NAMES)
 def test_long_nonsense_is_read_in_time(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), RAW[name]
+    thought = tool_format.thinking[0] + MARKED.get(name, raw)[:-1] * 10**3
+    tool_format.parse(thought, TOOLS, splits_thought=True)
     for filler in (
         "{" * 10**5,
         "[" * 10**5,

@@ -354,9 +354,19 @@ class _SchemaFormat(TypedDict):
     json_schema: _JsonSchema
 
 
+MOST_KEYS = 1024
+
+
+def _few_keys(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MOST_KEYS:  # each would be an error
+        raise wrong(f"{len(value)} keys are more than {MOST_KEYS}")
+    return value
+
+
 ResponseFormat = Annotated[
     Annotated[_AnyObject | _SchemaFormat, Field(discriminator="type")] | None,
     BeforeValidator(lambda value: None if value == {"type": "text"} else value),
+    BeforeValidator(_few_keys),
 ]
 """None: any text."""
 
@@ -500,7 +510,7 @@ class CallParameters(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1 and 0: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: Annotated[LogitBias | None, BeforeValidator(_few_keys)] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None

@@ -130,6 +130,10 @@ def split_thought(message: Mapping[str, object], marks: Marks) -> tuple[str, str
 
 _CONTEXT = 32
 """Characters kept before the place of reading, for patterns that look behind."""
+MOST_TRIALS = 32
+"""Calls in an open thought that may begin the calls at its end. A model that repeats a
+broken call would otherwise cost quadratic time.
+"""
 
 
 class AnswerReader:
@@ -155,6 +159,7 @@ class AnswerReader:
         content has it. `most_calls`: others stay hidden.
         """
         self._name = name
+        self.tools = tools
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.is_thinking = is_thinking
@@ -312,6 +317,29 @@ class AnswerReader:
     def _forget(self, length: int) -> None:
         self.text = self.text[length:]
         self.at -= length
+
+
+class TrialReader(AnswerReader):
+    """Tries whether a text is nothing but calls of offered tools. Feed it once."""
+
+    begun_at = 0
+    """Where the head of the last call ends."""
+
+    def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
+        super().__init__(tool_format, tools)
+        self._steps = tool_format.read_only_calls(self)
+
+    def begin(self, name: str, own_id: str | None = None) -> None:
+        self.begun_at = self.at
+        self.schemas[name]  # KeyError: the tool is not offered
+        super().begin(name, own_id)
+
+    def has_failed(self) -> bool:
+        with contextlib.suppress(ValueError):
+            # Brackets alone would wait for the end of anything that follows a brace.
+            from_json(self.call.text or "{}", allow_inf_nan=False, allow_partial=True)
+            return self.is_malformed
+        return True
 
 
 Steps: TypeAlias = Generator[None, None, Value]
@@ -537,14 +565,58 @@ class ToolFormat:
         into: Part = "thought"
         if not reader.splits_thought:  # the content has its marks
             head, close, into = f"(?={head})", f"(?<={end})", "text"
-        opened = yield from reader.read(head)
-        if opened is not None:
+        if (yield from reader.read(head)) is None:
+            return
+        # Calls without a mark are recognized only at the beginning of a text.
+        opening = self._opening.replace(r"\A", "(?!)")
+        either = f"(?P<closing>{close})|{opening}"
+        for _ in range(MOST_TRIALS):
+            found = yield from reader.read(either, into)
+            if found is None or found["closing"] is not None:
+                break
+            reader.at = found.start()
+            num_thought = yield from self._try_calls(reader)
+            if not num_thought:
+                break
+            reader.add(into, reader.text[reader.at :][:num_thought])
+            reader.at += num_thought
+        else:
             yield from reader.read(close, into)
-            reader.restart(into)
+        reader.restart(into)
+
+    def _try_calls(self, reader: AnswerReader) -> Steps[int]:
+        """Wait until the answer ends or cannot end with the calls that begin here in an
+        open thought. Return the number of characters that belong to the thought, 0 if
+        the calls count.
+        """
+        while True:
+            text = reader.text[reader.at :]
+            before, is_closed, _ = text.partition(self.thinking[1])
+            if is_closed:
+                return len(before)
+            trial = TrialReader(self, reader.tools)
+            trial.feed(text, is_last=reader.is_last)
+            if trial.has_failed():
+                return trial.begun_at
+            if reader.is_last:
+                return 0
+            yield
+
+    def read_only_calls(self, reader: AnswerReader) -> Steps[None]:
+        """Read calls to the end of the answer. Raises ValueError if text follows."""
+        # noise of channels has thoughts in it
+        noise = f"|{self.noise}" if self.noise and not self.has_channels else ""
+        head = rf"(?:\s{noise})*?(?:{self._opening}|\Z)"
+        while (found := (yield from reader.need(head)))["tool"]:
+            yield from self._read_calls(reader, found)
+
+    @property
+    def _opening(self) -> str:
+        return f"(?:{self.open})(?:{self.entry})"
 
     def read_text(self, reader: AnswerReader) -> Steps[None]:
         noise = f"|(?P<noise>{self.noise})" if self.noise else ""
-        opening = f"(?:{self.open})(?:{self.entry}){noise}"
+        opening = f"{self._opening}{noise}"
         while found := (yield from reader.read(opening, "text")):
             if found.groupdict().get("noise"):
                 reader.cut()
