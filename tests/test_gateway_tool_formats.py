@@ -123,7 +123,7 @@ CASES: dict[str, Calls] = {
             "f",
             {
                 "o": {"a": [1, {"b": None}, True], "k": "v, w)"},
-                "list": ["x", "it's", "]", 2.5],
+                "list": ["x", "it's", "]", "k: v", 2.5],
             },
         )
     ],
@@ -438,6 +438,11 @@ def test_long_nonsense_is_read_in_time(name: str) -> None:
         text = raw[: len(raw) // 2] + filler
         content, calls = parsed(tool_format, text)
         assert calls or content
+
+
+def test_nonsense_of_nested_keys_is_read_in_time() -> None:
+    text = "<|tool_call>call:f{" + '<|"|>k<|"|>:[' * 10**4
+    assert parsed(find_tool_format("gemma4", ""), text) == (text, [])
 
 
 def test_channels_show_only_the_text_for_the_user() -> None:

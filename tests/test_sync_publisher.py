@@ -110,6 +110,24 @@ async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) 
 
 
 @virtual
+async def test_no_engine_gets_a_step_before_its_batch_is_durable() -> None:
+    class Ahead(FakeTrainer):
+        """Has trained version 2, whose batch becomes durable after 30 s."""
+
+        async def begin_export(self) -> int:
+            self._begun = 2
+            return 2
+
+    async with publishing(0.5, make_trainer=Ahead) as sync:
+        sync.trainer.step()
+        await asyncio.sleep(30.0)
+        assert (sync.versions(), sync.served) == ([0], [])
+        sync.trainer.step()
+        await asyncio.sleep(30.0)
+        assert (sync.versions(), sync.publisher.num_skipped) == ([2], 1)
+
+
+@virtual
 async def test_other_digest_is_an_error_before_any_swap() -> None:
     def corrupt(sync: Sync) -> None:
         sync.fakes[1].corrupt_digest = True

@@ -458,7 +458,7 @@ class Journal:
     add_event_nowait = _later(_add_event)
 
     async def add_batch(self, batch: Batch) -> None:
-        """Assign the groups to this batch for good; train only after this returns.
+        """Assign the groups to this batch for good; its step counts after this returns.
 
         Raises JournalError for groups that are not ready, or a version that is not
         next.

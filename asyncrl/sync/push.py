@@ -671,6 +671,9 @@ class PushLoop(Publisher):
     ) -> None:
         # Read before the push, because the trainer may be restarted during it.
         num_restarts = self.trainer.num_restarts
+        # The trainer exports a step as soon as it has trained it. If its batch is not
+        # durable yet, a resume may train another one as this version.
+        await self.trainer.wait_version_above(manifest.version - 1)
         push = self._push(
             manifest.version,
             self._live,
