@@ -50,6 +50,8 @@ run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=
 run configs/quickstart.yaml --batch_size 3 -> 2: write trainer.num_groups=3
 run configs/quickstart.yaml --resume -> 2: --resume takes auto, never or must
 check configs/quickstart.yaml --devices 3 --cores x -> 2: Invalid value for '--cores'
+check configs/quickstart.yaml learning_rate=1 -> 2: did you mean ... trainer.learning_rate
+check configs/quickstart.yaml temperature=1 -> 2: did you mean ... rollout.temperature
 train configs/quickstart.yaml -> 2: write `asyncrl run ...`
 check configs/quickstart.yaml seed=1 trainer.num_steps = 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps= 3 -> 2: write trainer.num_steps=3, without spaces

@@ -233,7 +233,10 @@ def read_files(
 
 def _read_json(path: Path) -> dict[str, Mapping[str, object]]:
     """Read an object per line, or one array of objects. Raises ValueError."""
-    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise ValueError("it has a zero byte; JSON is UTF-8 here, not UTF-16 or UTF-32")
+    content = content.removeprefix(codecs.BOM_UTF8)
     is_array = content.lstrip().startswith(b"[")
     unit = "item" if is_array else "line"
     found: dict[str, Mapping[str, object]] = {}
