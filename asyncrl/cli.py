@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from asyncrl import __version__
-from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 from asyncrl.config import load_any, load_config, load_sft
 from asyncrl.config.load import name_of_config, usage_hint
 
@@ -72,6 +72,11 @@ def _root(
         bool, typer.Option("--version", help="Print the version.")
     ] = False,
 ) -> None:
+    # An empty path would be the working directory.
+    if "" in sys.argv[1:]:
+        raise ConfigError(
+            "an argument is empty", way_out="set the shell variable that it came from."
+        )
     if version:
         typer.echo(f"asyncrl {__version__}")
         raise typer.Exit

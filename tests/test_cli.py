@@ -16,12 +16,12 @@ from asyncrl.cli import app
 
 ROOT = Path(__file__).parent.parent
 RUN_LINES = """
-import contextlib, io, json, sys
+import contextlib, io, json, shlex, sys
 sys.modules["torch"] = None
 from asyncrl.cli import main
 answers = []
 for line in json.load(sys.stdin):
-    sys.argv = ["asyncrl", *line.split()]
+    sys.argv = ["asyncrl", *shlex.split(line)]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             main()
@@ -50,6 +50,9 @@ run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=
 run configs/quickstart.yaml --batch_size 3 -> 2: write trainer.num_groups=3
 run configs/quickstart.yaml --resume -> 2: --resume takes auto, never or must
 check configs/quickstart.yaml --devices 3 --cores x -> 2: Invalid value for '--cores'
+check configs/quickstart.yaml learning_rate=1 -> 2: did you mean ... trainer.learning_rate
+check configs/quickstart.yaml temperature=1 -> 2: did you mean ... rollout.temperature
+run configs/quickstart.yaml --run-dir "" -> 2: an argument is empty ... shell variable
 train configs/quickstart.yaml -> 2: write `asyncrl run ...`
 check configs/quickstart.yaml seed=1 trainer.num_steps = 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps= 3 -> 2: write trainer.num_steps=3, without spaces

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import os
 import re
@@ -83,6 +84,23 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
         raise error
 
     return fail
+
+
+@pytest.mark.asyncio
+async def test_errors_that_nothing_awaits_are_named_once(tmp_path: Path) -> None:
+    life = make_job(tmp_path).lifecycle
+
+    async def live() -> int:
+        for number in range(2):
+            task = asyncio.ensure_future(raising(ValueError(f"left {number}"))())
+            await asyncio.sleep(0)
+            del task
+            gc.collect()
+        return 0
+
+    assert await life.run(live) == 0
+    (warning,) = life.log.warnings
+    assert "in a task that nothing awaits: ValueError: left 0" in warning
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ async def test_group_without_its_rewards_does_not_wait_for_teachers() -> None:
 
 FAILS = [
     (lambda texts: [1.0], 3, "returned 1 rewards for 3 completions"),
+    (lambda texts: texts.clear() or texts, 3, "returned 0 rewards for 3 completions"),
     (lambda texts: {}["no"], 3, "raised KeyError"),
     (lambda texts: [float("inf"), 1.0, 2.0], 1, "returned inf"),
     (lambda texts: [1.0, None, "x"], 2, "returned 'x'"),

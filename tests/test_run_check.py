@@ -29,7 +29,7 @@ from asyncrl.models.support import find_support
 from asyncrl.trainer import model_folder
 
 MODULE = """
-    import threading
+    import json, os, threading
     def few(tokens): return tokens
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
@@ -39,6 +39,8 @@ MODULE = """
     def none(prompt, completion, answer): print(completion)
     def same(prompt, completion, answer): return 0.5
     def fails(prompt, completion, answer): return 1 / len(completion)
+    def ends(prompt, completion, answer): os._exit(0)
+    def changes(prompt, completion, answer): json.dumps = None; return len(completion)
     async def blocks(prompt, completion, answer): threading.Event().wait()
     class Broken:
         def __init__(self, size, seed): pass
@@ -49,6 +51,7 @@ MODULE = """
 FOLDER = {
     "mine_here.py": MODULE,
     "exits_here.py": "import sys\nsys.exit(0)",
+    "skips_here.py": "import pytest\npytest.skip('old', allow_module_level=True)",
     "odd_type/config.json": '{"model_type": "qwen33"}',
     "odd_type/model.safetensors": "",
     "cut/config.json": '{"model_type": "qwen3"}',
@@ -75,6 +78,9 @@ model.scratch.architecture.hidden_act=nonesuch -> cannot load the model model.sc
 trainer.lora={targets: [nonesuch]} -> has no layer nonesuch
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here:text returned '1.0'
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its process (exit code 0)
+task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
+task.answer_column=prompt -> is the prompt column, too
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
@@ -224,6 +230,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
             "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell",
         ),
         ("mine_here:fails", "ZeroDivisionError"),
+        ("mine_here:changes", "{'a': 1.0, '': 0.0}\n"),
         (
             "mine_here:blocks",
             "warning: task: the reward mine_here:blocks takes more than",

@@ -68,7 +68,7 @@ def test_each_command_refuses_the_config_of_the_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for supervised fine-tuning") as refused:
         load_config(path)
     assert f"asyncrl sft {path}" in refused.value.way_out
-    with pytest.raises(ConfigError, match="data is missing"):
+    with pytest.raises(ConfigError, match="for reinforcement learning"):
         load_sft(ROOT / "configs/quickstart.yaml")
 
 

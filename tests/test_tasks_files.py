@@ -101,6 +101,7 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             b' {"role": "assistant", "content": "4"}], "answer": "4"}',
             "line 1, column prompt ends with the assistant's message '4'",
         ),
+        ("a.jsonl", QUESTION.decode().encode("utf-16-le"), "cannot be read: .*UTF-16"),
         ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
         ("a.rows", QUESTION, "a.rows is not a file with rows"),
         ("a.parquet", b"not at all", "a.parquet cannot be read: .*not a parquet file"),
@@ -310,7 +311,12 @@ def test_digest_sees_undecoded_media(tmp_path: Path, kind: str) -> None:
 def test_changed_code_is_recorded_with_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_code.py").write_text("from code_helpers import half")
+    (tmp_path / "my_code.py").write_text(
+        "import inner_code\nfrom code_helpers import half"
+    )
+    (tmp_path / "inner_code").mkdir()
+    (tmp_path / "inner_code/__init__.py").write_text("from inner_code.halves import *")
+    (tmp_path / "inner_code/halves.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     config = RunConfig.model_validate(
         {
@@ -324,8 +330,10 @@ def test_changed_code_is_recorded_with_its_step(
         (8, "code_helpers.py"),
         (9, "unrelated.py"),
         (11, "chat.jinja"),
+        (12, "inner_code/halves.py"),
     ]
-    expected = [[], [named], [], [f"chat.jinja of {tmp_path}/chat.jinja"]]
+    template = f"chat.jinja of {tmp_path}/chat.jinja"
+    expected = [[], [named], [], [template], ["inner_code/halves.py of my_code:half"]]
     for (step, file), changed in zip(steps, expected, strict=True):
         (tmp_path / file).write_text(f"half = {step}")
         load_object("my_code:half", "task.reward")
@@ -335,6 +343,7 @@ def test_changed_code_is_recorded_with_its_step(
         (1, []),
         (8, expected[1]),
         (11, expected[3]),
+        (12, expected[4]),
     ]
 
 

@@ -45,7 +45,9 @@ def load_object(spec: str, setting: str) -> Any:
         target: Any = importlib.import_module(module_name)
         for name in attribute.split("."):
             target = getattr(target, name)
-    except (Exception, SystemExit) as error:  # user code may raise anything
+    except KeyboardInterrupt:  # Ctrl-C during a check
+        raise
+    except BaseException as error:  # user code may raise anything
         raise ConfigError(
             f"{setting}={spec} cannot be loaded: {message_of(error)}",
             rule=f"modules are imported from the working directory ({here}) and installed packages",

@@ -23,7 +23,7 @@ from asyncrl.config.sft_config import DataConfig, SftConfig
 Config = TypeVar("Config", bound=BaseModel)
 
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")
-SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
+SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=.][^\s=]*)")
 """A setting with spaces: a.b = 3, a.b =3, a.b= 3, a.b: 3, a.b 3."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
@@ -74,7 +74,13 @@ def load_any(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     """Read a config of `asyncrl sft`. Raises ConfigError."""
-    return checked(SftConfig, _read_yaml(path), overrides, str(path))
+    values = _read_yaml(path)
+    if isinstance(values, Mapping) and "task" in values:
+        raise ConfigError(
+            f"{path} has a section task, so it is for reinforcement learning",
+            way_out=f"run `asyncrl run {path}`.",
+        )
+    return checked(SftConfig, values, overrides, str(path))
 
 
 def is_sft(values: object) -> bool:
@@ -190,7 +196,7 @@ def _with(values: object, override: str, around: Sequence[str]) -> object:
         "write it like buffer.max_staleness=4, and quote texts that YAML does not read."
     )
     try:
-        if not (separator and all(names)):
+        if not (separator and all(names) and key.split() == [key]):
             if spaced := SPACED.search(" ".join(around)):
                 way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
             raise ValueError("it is no key=value")
@@ -253,7 +259,7 @@ def _explain(
 
 
 def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str | None:
-    """Return the key of another library's name, the only key with the same last part,
+    """Return the key of another library's name, the few keys with the same last part,
     or a similar one.
     """
     known = all_keys(form)
@@ -262,12 +268,10 @@ def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str | None:
     # First another library's name, which resembles no key here; then the right key in
     # the wrong section; a spelling mistake last, since it is a guess.
     same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    close = (
-        same
-        if len(same) == 1
-        else difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
-    )
-    return next(iter(close), None)
+    if len(same) == 1:
+        return same[0]
+    close = difflib.get_close_matches(wrong, same or known, n=1, cutoff=0.85)
+    return " or ".join(close or sorted(same, key=len)[:3]) or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,8 @@ class TaskConfig(FrozenConfig):
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
             yield f"give exactly one of {', '.join(names)} (given: {given})"
+        if self.answer_column == self.prompt_column:
+            yield f"task.answer_column={self.answer_column} is the prompt column, too; name another, or none"
         # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
             yield "task.digest is of the data of task.files or task.dataset; remove it"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import multiprocessing
 import shutil
+import signal
 import tempfile
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -191,18 +197,25 @@ def _try_prompt(
     if settings.judge or settings.reward_model:
         return
     answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
-    texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
+    texts = [""]
+    with suppress(ValueError):  # of an integer with more than 4,300 digits
+        if isinstance(answer, str | int | float | Decimal):
+            texts = [str(answer), ""]
     rewards = try_reward(found.tasks[name], prompt, texts)
     source = f"{key}: the reward {settings.reward or settings.called}"
-    shown = {text[:60]: reward for text, reward in zip(texts, rewards, strict=False)}
+    shown = {
+        text[:60]: str(reward) if isinstance(reward, UserCodeFailed) else reward
+        for text, reward in zip(texts, rewards, strict=False)
+    }
     yield f"{key}: rewards of the reference answer, if it is a text or number, and of an empty one: {shown}"
     faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
     if len(rewards) < len(texts):
         yield f"warning: {source} takes more than {TRIAL_S:g} s; it is not checked"
-    # Only a wrong return value is surely a fault. An exception may be meant: it fails
-    # the rollout, for example without an answer.
+    # Only a wrong return value is surely a fault, and the end of the process, which may
+    # be the run's. An exception may be meant: it fails the rollout, for example without
+    # an answer.
     elif len(faults) == len(texts) and all(
-        fault.startswith("returned") for fault in faults
+        fault.startswith(("returned", "ended")) for fault in faults
     ):
         what = f"{source} {faults[0]}"
         raise ConfigError(
@@ -215,11 +228,12 @@ def _try_prompt(
 def try_reward(
     task: PromptTask, prompt: Prompt, texts: Sequence[str]
 ) -> list[float | UserCodeFailed]:
-    """Return the reward of each text, or its failure; fewer after TRIAL_S."""
-    rewards = list[float | UserCodeFailed]()
+    """Return the reward of each text, or its failure; [] after TRIAL_S."""
     function, takes_group = score_of(task)
+    receiving, sending = multiprocessing.Pipe(duplex=False)
 
     def score() -> None:
+        rewards = list[float | UserCodeFailed]()
         for given in [texts] if takes_group else texts:
             asked = {} if takes_group else optional(function, NO_COMPLETION)
             try:
@@ -233,13 +247,35 @@ def try_reward(
                 rewards.extend(result)
             else:  # a list has one for each token, of which there are none here
                 rewards.append(sum(result) if isinstance(result, list) else result)
+        sending.send(rewards)
 
-    # A reward that never returns cannot be stopped. A daemon thread does not keep the
-    # command from ending.
-    thread = threading.Thread(target=score, daemon=True)
-    thread.start()
-    thread.join(TRIAL_S)
-    return [*rewards]
+    def score_in_thread() -> None:
+        """Score in a thread, as a run does: a function may need the main thread."""
+        # Only of tasks that the function started.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        thread = threading.Thread(target=score)
+        thread.start()
+        thread.join()
+
+    # A reward may end or change its process, or never return. The process is a fork:
+    # what a task keeps in memory need not be picklable.
+    child = multiprocessing.get_context("fork").Process(target=score_in_thread)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads that hold locks: then the trial meets its limit.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sending.close()
+    try:
+        rewards = receiving.recv() if receiving.poll(TRIAL_S) else []
+        child.join(1.0)  # it prints what the function printed
+    except EOFError:
+        child.join()
+        failure = UserCodeFailed(f"ended its process (exit code {child.exitcode})")
+        rewards = [failure] * len(texts)
+    finally:
+        child.kill()
+    return rewards
 
 
 def _try_model(config: RunConfig) -> Iterator[str]:

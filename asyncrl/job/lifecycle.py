@@ -141,6 +141,7 @@ class Lifecycle:
         self._main = asyncio.current_task()
         assert self._main is not None
         self._main.set_name("train loop")
+        asyncio.get_running_loop().set_exception_handler(self._on_lost)
         self.sent_signals.follow(self.interrupt_nowait)
         earlier_handlers = self._listen()
         try:
@@ -277,6 +278,17 @@ class Lifecycle:
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
+
+    def _on_lost(self, loop: asyncio.AbstractEventLoop, lost: dict[str, Any]) -> None:
+        """Name the first error that nothing awaits, usually of a task that an async
+        reward started; the log has all.
+        """
+        error = lost.get("exception")
+        logger.warning("%s", lost["message"], exc_info=error)
+        what = lost["message"] if error is None else message_of(error)
+        self.log.warn_once(
+            "lost", f"an error in a task that nothing awaits: {what}; the log has more"
+        )
 
     def interrupt_nowait(self, number: int) -> None:
         assert self._main is not None

@@ -152,7 +152,7 @@ class TaskPrompts:
         if len(task) == 0:
             raise ConfigError(
                 f"the task {self._name} has no prompts",
-                way_out="give it data, or task.size >= 1.",
+                way_out="give it data with one prompt or more.",
             )
         self._task = task
         self._system_prompt = system_prompt

@@ -165,7 +165,9 @@ def call(
     awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed.
     """
     with user_code():
-        value = score(prompt, given, **asked)
+        # A copy: the function may change its list.
+        shown = given if isinstance(given, str) else [*given]
+        value = score(prompt, shown, **asked)
         if type(value) is float and isinstance(given, str):
             return as_reward(value)  # without the questions of the other types
         return value if isinstance(value, Awaitable) else _result(value, given)

@@ -233,7 +233,10 @@ def read_files(
 
 def _read_json(path: Path) -> dict[str, Mapping[str, object]]:
     """Read an object per line, or one array of objects. Raises ValueError."""
-    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise ValueError("it has a zero byte; JSON is UTF-8 here, not UTF-16 or UTF-32")
+    content = content.removeprefix(codecs.BOM_UTF8)
     is_array = content.lstrip().startswith(b"[")
     unit = "item" if is_array else "line"
     found: dict[str, Mapping[str, object]] = {}
@@ -368,9 +371,12 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
     path = run_dir / CODE_PIN
     records = json.loads(path.read_bytes()) if path.exists() else []
     files = {
-        f"{file.name} of {name}": xxhash.xxh3_128_hexdigest(file.read_bytes())
+        f"{os.path.relpath(file, code[0].parent)} of {name}": xxhash.xxh3_128_hexdigest(
+            file.read_bytes()
+        )
         for name in NAMES_OF_CODE.findall(config.model_dump_json())
-        for file in _files_of(name)
+        for code in [_files_of(name)]
+        for file in code
     }
     # The first record of a run counts nothing as changed.
     before = records[-1]["files"] if records else files
@@ -382,20 +388,31 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Return the file of a loaded `module:function` or of a path, and those of its
-    folder that it imports.
+    """Return the file of a loaded `module:function` or of a path, and the files that it
+    imports, directly or through others: those next to the importing file, and those in
+    the folder of its topmost package.
     """
     module = sys.modules.get(name.partition(":")[0])
     path = Path(getattr(module, "__file__", None) or name)
     if not path.is_file():
         return []
-    imports = re.findall(
-        r"^\s*(?:from|import)\s.*", path.read_text(errors="replace"), re.MULTILINE
-    )
-    near = {
-        path.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))
-    }
-    return [path, *sorted(filter(Path.is_file, near - {path}))]
+    depth = getattr(module, "__name__", "").count(".") + (path.stem == "__init__")
+    found = [path]
+    for file in found:  # grows
+        for line in re.findall(
+            r"^\s*(?:from|import)\s.*", file.read_text(errors="replace"), re.MULTILINE
+        ):
+            words = re.findall(r"\w+(?:\.\w+)*", line)
+            package = "".join(words[1:2])
+            if package.partition(".")[0] == "asyncrl":
+                continue
+            for word in (*words, *(f"{package}.{word}" for word in words)):
+                for folder in (file.parent, path.parents[depth]):
+                    stem = folder.joinpath(*word.split("."))
+                    for near in (stem.with_suffix(".py"), stem / "__init__.py"):
+                        if near not in found and near.is_file():
+                            found.append(near)
+    return found
 
 
 # ---- libraries

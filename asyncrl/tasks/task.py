@@ -178,7 +178,7 @@ class RowTask:
         except Exception as error:  # of many kinds, as a dataset decodes its row
             raise ConfigError(
                 f"{place} cannot be used: {message_of(error)}",
-                way_out="correct it, or remove its column.",
+                way_out="correct it, name another column, or remove a column that is not used.",
             ) from error
         self.digest = f"xxh3:{digest.hexdigest()}"
 

@@ -361,7 +361,8 @@ def _cannot_write(name: str, error: Exception) -> Refused:
     return Refused(
         507,
         f"/{name} cannot write: {error}",
-        way_out="free space on the disk of the run directory (exports: /dev/shm), then start again.",
+        way_out="restore the run directory, its permissions or space on its disk (exports: /dev/shm), then "
+        "start again.",
     )
 
 
