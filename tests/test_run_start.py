@@ -45,7 +45,7 @@ def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> S
     return Servers(config, placement, folder / "model", NO_TOKENS, folder, launcher)
 
 
-def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
+def test_vllm_spec_holds_adapters_offload_and_devices() -> None:
     def spec(*overrides: str, role: str = ENGINE, mode: str = "apart") -> VllmSpec:
         nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
         placement: Any = SimpleNamespace(

@@ -31,7 +31,7 @@ class RoleClient(ServerClient):
     Waits: call() sleeps until the server is up and awake, for one of `places`, then for
         the answer, at most CALL_TIMEOUT_S. sleep() sleeps until sent calls are answered.
     Invariant: nothing is sent to a server that sleeps. A new process is awake: it starts
-        in the engines' turn only.
+        in the engines' time slice only.
 
     `on_lost` gets every EngineLost and must take the client down; without it the error
     reaches the caller.
@@ -55,8 +55,8 @@ class RoleClient(ServerClient):
         self._awake.set()
         self._num_sent = 0
         self._has_answer = Signal()
-        self._turn = list[float]()
-        """First and last second of this turn's calls."""
+        self._span = list[float]()
+        """First and last second of this time slice's calls."""
         self.num_calls = 0
         """Open calls, also while they wait for a place or a restart."""
         self.wait_s = 0.0
@@ -94,9 +94,9 @@ class RoleClient(ServerClient):
         self._awake.clear()
         with waiting("answers to sent calls", on=self.name, who="handover"):
             await self._has_answer.wait_for(lambda: not self._num_sent)
-        if self._turn:
-            note_span(self.name, "score", self._turn[0], self._turn[-1])
-            self._turn = []
+        if self._span:
+            note_span(self.name, "score", self._span[0], self._span[-1])
+            self._span = []
         return await self._move("/sleep", None)
 
     async def wake(self) -> TransferStats:
@@ -158,7 +158,7 @@ class RoleClient(ServerClient):
             with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
                 await self._up.wait()
             with waiting(
-                f"the engines' turn, to call {self.name}",
+                f"the engines' time slice, to call {self.name}",
                 on="the train loop",
                 who="rollouts",
             ):
@@ -166,7 +166,7 @@ class RoleClient(ServerClient):
             try:
                 with waiting(what, on=self.name, who="rollouts"):
                     async with self._places:
-                        # A wait for a place may have outlived the turn.
+                        # A wait for a place may have outlived the time slice.
                         if not self.is_asleep:
                             return await self._sent(send)
             except EngineLost as lost:
@@ -188,12 +188,12 @@ class RoleClient(ServerClient):
     async def _sent(self, send: Callable[[], Awaitable[T]]) -> T:
         clock = asyncio.get_running_loop().time
         self._num_sent += 1
-        self._turn = self._turn[:1] or [clock()]
+        self._span = self._span[:1] or [clock()]
         try:
             return await send()
         finally:
             self._num_sent -= 1
-            self._turn = [self._turn[0], clock()]
+            self._span = [self._span[0], clock()]
             self._has_answer.notify()
 
 

@@ -192,7 +192,7 @@ class Servers:
         placement = self.placement
         side, number = self._side_of(rank)
         node = side[number].node
-        # A critic on its own devices shares none, and a trainer that takes turns has
+        # A critic on its own devices shares none, and a trainer that time-shares has
         # the device to itself in its own.
         has_device = side is placement.critic or placement.moves
         fraction = None if has_device else placement.memory_fraction
@@ -540,7 +540,7 @@ class Fleet:
         else:
 
             def room() -> AbstractAsyncContextManager[None]:
-                # Only in the engines' turn: a new process has its model in memory.
+                # Only in the engines' time slice: a new process has its model in memory.
                 if self.placement.leaves(name):
                     return self._scheduler().device_for_engine(name)
                 return contextlib.nullcontext()
@@ -569,7 +569,7 @@ class Fleet:
 
     @property
     def leaving(self) -> list[RoleClient]:
-        """Return the clients of servers that leave their device in the trainer's turn."""
+        """Return the clients of servers that leave their device in the trainer's time slice."""
         found = list[RoleClient]()
         for name, extra in self.extra.items():
             if self.placement.leaves(name):

@@ -101,13 +101,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process, or what a node holds besides. `side`: whose turn it works in; loading
-    ends before saving begins. turn: an extra server that leaves in the trainer's turn.
+    """A process, or what a node holds besides. `side`: whose time slice it works in; loading
+    ends before saving begins. slice: an extra server that leaves in the trainer's time slice.
     """
 
     name: str
     side: (
-        HostSide | Literal["controller", "trainer", "critic", "engine", "extra", "turn"]
+        HostSide
+        | Literal["controller", "trainer", "critic", "engine", "extra", "slice"]
     )
     device: str
     threads: int
@@ -152,7 +153,7 @@ class Plan:
         if not self.placement.moves:
             return sizes.total()
         trainer = sizes.pop("trainer", 0)
-        engines = sizes.pop("engine", 0) + sizes.pop("turn", 0) + stays
+        engines = sizes.pop("engine", 0) + sizes.pop("slice", 0) + stays
         return sizes.total() + max(trainer, engines, pushed)
 
 
@@ -213,7 +214,7 @@ def lay_out(
 
     def add(
         name: str,
-        side: Literal["trainer", "critic", "engine", "extra", "turn"],
+        side: Literal["trainer", "critic", "engine", "extra", "slice"],
         devices: Side,
         memory: Memory,
     ) -> None:
@@ -881,7 +882,7 @@ def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
     for one in plan.processes:
         if one.side == "trainer" and one.stays:
             taken[one.device] += int(TRAINER_FACTOR * one.stays) + OWN_BYTES
-        elif one.side in ("extra", "turn"):
+        elif one.side in ("extra", "slice"):
             taken[one.device] += int(ENGINE_FACTOR * one.memory.total) + OWN_BYTES
     for device in map(placement.label, placement.engine_devices):
         free, total = plan.memory.get(device, (None, None))
