@@ -364,7 +364,7 @@ def _refuse_sides(
             rule="without engines or a server that leaves it, a device of the trainer would be idle in the "
             "engines' time slice",
             way_out="give both sides the same devices (placement.rollout=trainer), or none in common, or "
-            "place a reward model, judge or teacher on the trainer's other devices.",
+            "place a server that leaves its device on the trainer's other devices.",
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]

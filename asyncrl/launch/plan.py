@@ -65,7 +65,7 @@ EXPORT_FILES = 3
 oldest is removed.
 """
 JOURNAL_BYTES = 16
-"""Per token of a batch, at most, without a teacher's likeliest ids."""
+"""Per token of a batch, at most, without algorithm.distill_top_k."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -394,7 +394,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
         * config.rollout.group_size
         * config.rollout.max_length
     )
-    # What a teacher's likeliest ids take does not compress.
+    # Ids and logprobs of algorithm.distill_top_k do not compress.
     token_bytes = JOURNAL_BYTES + 8 * config.algorithm.num_distill_ids
     return {
         f"{num_kept} checkpoints": num_kept * checkpoint_bytes,

@@ -48,7 +48,7 @@ KINDS = {
     "to trainer": "colocated: the devices go to the trainer",
     "to engines": "the new weights are copied; colocated: the devices go to the engines",
     "generate": "colocated: the engines' time slice, from their wake to their sleep",
-    "score": "colocated: a reward model, judge or teacher answers calls, from its first to its last one",
+    "score": "colocated: another server on these devices answers calls, from its first to its last one",
     "sleep": "colocated: it frees its memory for the trainer",
     "wake": "colocated: it takes its memory again",
     "journal": "the batch is committed to the journal",
