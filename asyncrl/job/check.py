@@ -424,19 +424,21 @@ def _embedded_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig, int]
     longest = config.rollout.max_length
     if config.rollout.engine == "embedded":  # an own eval engine is of this kind
         yield "rollout.engine", config.model, longest
-    for server in extra_servers(config).values():
-        own = server.model
-        if own is not None and server.engine == "embedded" and not server.is_remote:
-            engine = own.key.rpartition(".")[0] + ".engine"
-            yield engine, own.model, server.max_length or longest
+    for teacher in config.teachers:
+        if teacher.is_embedded:
+            own = ModelConfig(path=teacher.path, revision=teacher.revision)
+            yield "teacher.engine", own, longest
+    for judge in config.served_judges:
+        if judge.engine == "embedded":
+            own = ModelConfig(path=judge.model, revision=judge.revision)
+            yield "task.reward.judge.engine", own, judge.max_length
 
 
 def _try_engines(config: RunConfig, found: Found) -> None:
     """Raise ConfigError if an embedded engine would refuse a model of a type outside of
     docs/models.csv. Blocks.
     """
-    # Copies of a server have equal models.
-    for key, model, longest in dict.fromkeys(_embedded_models(config)):
+    for key, model, longest in _embedded_models(config):
         architecture = read_architecture(model)
         if not architecture or find_support(architecture.get("model_type", "")):
             continue
