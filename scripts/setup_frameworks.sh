@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs agent frameworks, as they come, into .venv-frameworks (VENV_FRAMEWORKS=DIR for another place), for tests/test_frameworks.py.
-# A Python of their own: some need openai 3, verifiers in .venv needs openai 2. CrewAI and OpenHands have venvs of their own inside, because
+# A separate Python: some need openai 3, verifiers in .venv needs openai 2. CrewAI and OpenHands have separate venvs inside, because
 # they need openai 2 and two versions of pydantic. Coding agents and the AI SDK come from npm. About 2.5 GB, no torch; seconds when nothing changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ frameworks=(
     'openai>=3.54,<4' 'anthropic>=2.13,<3' 'litellm>=1.110,<2' 'openai-agents>=0.24,<0.25' 'langchain>=1.5,<2' 'langchain-openai>=1.7,<2'
     'pydantic-ai-slim[openai,anthropic]>=2.68,<3' 'smolagents[openai]>=1.26,<2' 'inspect-ai>=0.3.285,<0.4'
 )
-alone=('mini-swe-agent>=2.4,<3') # without what it requires beside litellm: `datasets`, for its benchmarks
+alone=('mini-swe-agent>=2.4,<3') # installed without dependencies: it requires `datasets`, for its benchmarks
 # mini-swe-agent needs them; examples/ need uvloop, for asyncrl
 needed=('uvloop' 'prompt_toolkit' 'platformdirs' 'textual' 'typer' 'tenacity' 'python-dotenv')
 crewai=('crewai>=1.15.30,<2')
@@ -36,7 +36,7 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.setup-stamp" 2>/dev/null)" = "$
 fi
 
 started=$(date +%s)
-rm -f "$venv/.setup-stamp" # what is broken off half-way is not taken for whole
+rm -f "$venv/.setup-stamp" # an interrupted installation must not count as complete
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo '*' >"$venv/.gitignore"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }

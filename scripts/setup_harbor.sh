@@ -16,7 +16,7 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.setup-stamp" 2>/dev/null)" = "$
     exit 0
 fi
 
-rm -f "$venv/.setup-stamp" # what is broken off half-way is not taken for whole
+rm -f "$venv/.setup-stamp" # an interrupted installation must not count as complete
 for each in "$venv" "$venv/tools"; do
     [ -x "$each/bin/pip" ] || "$python" -m venv --clear "$each"
 done

@@ -43,16 +43,16 @@ class HeldGroups(Letters):
 
 
 def held_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Advantages that wait within the trainer's turn while a test holds it."""
+    """Advantages that wait within the trainer's time slice while a test holds it."""
     run_dir = os.environ.get(RUN_DIR)
-    while run_dir and held_turn(Path(run_dir)).exists():
+    while run_dir and held_slice(Path(run_dir)).exists():
         time.sleep(0.02)
     return rloo(reward_B, group_B)
 
 
-def held_turn(run_dir: Path) -> Path:
-    """Return the file that holds a run in the trainer's turn while it exists."""
-    return run_dir.with_name(f"{run_dir.name}.turn")
+def held_slice(run_dir: Path) -> Path:
+    """Return the file that holds a run in the trainer's time slice while it exists."""
+    return run_dir.with_name(f"{run_dir.name}.slice")
 
 
 def hold(run_dir: Path, num_steps: int) -> None:

@@ -20,7 +20,7 @@ EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompt
 OWN = "eval.engine=own"
 RAY = "launcher=ray"
 TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]
-TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
+COLOCATED = ["placement.rollout=trainer", "buffer.max_staleness=0"]
 VLLM = "rollout.engine=vllm"
 ZERO = "buffer.max_staleness=0"
 SIZES = [

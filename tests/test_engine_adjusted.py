@@ -13,7 +13,7 @@ import torch
 from engine_in_process import make_qwen3, make_request, make_spec
 from engine_replies import ask
 from logit_oracle import ADJUSTED, adjusted_logits
-from test_engine_resumed import SMALL, turn_until
+from test_engine_resumed import SMALL, iterate_until
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.base.http import Refused
@@ -45,7 +45,7 @@ def model(folder: Any) -> Qwen3ForCausalLM:
 
 def answers(engine: Engine, requests: list[SamplingRequest]) -> list[SegmentPart]:
     replies = ask(engine, requests)
-    turn_until(engine, *replies)
+    iterate_until(engine, *replies)
     return [reply.result() for reply in replies]
 
 

@@ -90,12 +90,12 @@ def answers(
             engine,
             [make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=end)],
         )
-    for turn in range(2000):
+    for iteration in range(2000):
         if all(future.done() for future in futures):
             return [future.result(timeout=0) for future in futures]
-        if turn == 20:
+        if iteration == 20:
             halfway()
-        engine.turn()
+        engine.iterate()
     raise AssertionError("the requests have not ended in 2000 steps")
 
 

@@ -124,12 +124,12 @@ def test_interrupted_texts_are_exact_under_new_weights(
 
     futures = ask(engine, requests)
     for _ in range(9):
-        engine.turn()
+        engine.iterate()
     staged = stage_file(dict(weights_of(models[1])), 1, tmp_path)
     engine.weights.prepare(staged)
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
     while not all(future.done() for future in futures):
-        engine.turn()
+        engine.iterate()
     for request, future in zip(requests, futures, strict=True):
         answer = future.result()
         assert answer.version_spans[-1].version == 1

@@ -207,7 +207,7 @@ def test_one_compilation_serves_all_layers_and_numbers_of_rows(folder: Path) -> 
 
 def after(engine: Engine, asked: Future[Any]) -> Any:
     """Return the answer to a call, after a turn of the engine's loop."""
-    engine.turn()
+    engine.iterate()
     return asked.result(timeout=0)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLParserLimits
-from test_engine_resumed import SMALL, turn_until
+from test_engine_resumed import SMALL, iterate_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def asking(schema: dict[str, Any], seed: int = 7, **fields: Any) -> SamplingRequ
 
 def answers(engine: Engine, *requests: SamplingRequest) -> list[SegmentPart]:
     replies = ask(engine, requests)
-    turn_until(engine, *replies)
+    iterate_until(engine, *replies)
     return [reply.result() for reply in replies]
 
 
@@ -184,7 +184,7 @@ def test_bad_grammar_is_refused_and_others_go_on(
     monkeypatch.setattr(token_grammars, "grammar_limits", lambda: few)
     many = {"enum": [f"{a}{b}{a}{b}{a}" for a in "abcdefgh" for b in "stuvwxyz"]}
     begun, beside = ask(engine, [asking(many), free])
-    turn_until(engine, begun, beside)
+    iterate_until(engine, begun, beside)
     monkeypatch.undo()
     assert drawn(beside.result()) == drawn(alone)
     with pytest.raises(

@@ -32,7 +32,7 @@ SLOTS = 3
 
 
 class Weights:
-    """Two sets, which take turns: version v is set v % 2. `fresh` are engines of each
+    """Two sets, one after the other: version v is set v % 2. `fresh` are engines of each
     that share nothing.
     """
 
@@ -66,7 +66,7 @@ class Weights:
             )
             engine = self._fresh[span.version % 2]
             (fresh,) = ask(engine, [rest])
-            turn_until(engine, fresh)
+            iterate_until(engine, fresh)
             got = (
                 answer.token_ids[span.start : span.end],
                 answer.logprobs[span.start : span.end],
@@ -81,13 +81,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
         return Weights(tmp_path_factory.mktemp("resumed"))
 
 
-def turn_until(engine: Engine, *futures: Any) -> None:
+def iterate_until(engine: Engine, *futures: Any) -> None:
     """Fail instead of hanging."""
     for _ in range(1000):
         if all(future.done() for future in futures):
             return
-        engine.turn()
-    raise AssertionError(f"not over after 1000 turns: {engine.health()}")
+        engine.iterate()
+    raise AssertionError(f"not over after 1000 iterations: {engine.health()}")
 
 
 def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
@@ -95,18 +95,18 @@ def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
     digest = engine.weights.prepare(weights.staged(version)).digest
     request = {"version": version, "digest": digest, "interrupt": interrupt}
     committed = engine.commit(CommitRequest.model_validate(request))
-    turn_until(engine, committed)
+    iterate_until(engine, committed)
     return committed.result().num_interrupted
 
 
 def sleep_and_wake(engine: Engine, weights: Weights) -> None:
     """The served weights serve again: weights that slept are pushed once more."""
-    turn_until(
+    iterate_until(
         engine, engine.sleep(), engine.wake(WakeRequest(parts=["kv", "weights"]))
     )
     version = engine.weights.version
     digest = engine.weights.prepare(weights.staged(version)).digest
-    turn_until(engine, engine.commit(CommitRequest(version=version, digest=digest)))
+    iterate_until(engine, engine.commit(CommitRequest(version=version, digest=digest)))
 
 
 def test_turn_reads_only_new_tokens_until_weights_change(
@@ -127,7 +127,7 @@ def test_turn_reads_only_new_tokens_until_weights_change(
         text.extend((7, 8, 9))
         request = make_request(prompt_ids=tuple(text), max_tokens=10)
         (reply,) = ask(engine, [request])
-        turn_until(engine, reply)
+        iterate_until(engine, reply)
         weights.check(request, reply.result())
         text.extend(reply.result().token_ids)
 
@@ -148,7 +148,7 @@ ASKS = st.tuples(
 )
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.lists(ASKS, min_size=1, max_size=4)),
-    st.tuples(st.just("turns"), st.integers(1, 30)),
+    st.tuples(st.just("iterations"), st.integers(1, 30)),
     st.tuples(st.just("commit"), st.sampled_from(["abort", "abort", "keep", "wait"])),
     st.tuples(st.sampled_from(["resume", "abort"]), st.integers(0, 9)),
     st.tuples(st.just("sleep"), st.none()),
@@ -187,9 +187,9 @@ def test_random_pasts_change_no_bit(
                     given |= [{}, *ADJUSTED][seed % 4]
                     requests.append(make_request("r", tuple(prompt), **given))
                 asked += zip(requests, ask(engine, requests, ends=False), strict=True)
-            elif what == "turns":
+            elif what == "iterations":
                 for _ in range(how):
-                    engine.turn()
+                    engine.iterate()
             elif what == "commit":
                 commit(engine, weights, how)
             elif what == "sleep":
@@ -198,9 +198,9 @@ def test_random_pasts_change_no_bit(
                 reply = asked[-how % len(asked)][1]
                 reply.resume() if what == "resume" else reply.abort()
             assert engine.health().num_running <= SLOTS
-        engine.turn()
+        engine.iterate()
         for _, reply in asked:
             reply.resume()
-        turn_until(engine, *(reply for _, reply in asked))
+        iterate_until(engine, *(reply for _, reply in asked))
         for request, reply in asked:
             weights.check(request, reply.result())

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ErrorBody, find_fatal
 from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan
@@ -87,11 +87,11 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     config = load(*of_model, *overrides, name=of)
     plan = make_plan(config, single_node(machine(0)), extra_servers(config))
-    servers = Servers(
+    factory = ServerFactory(
         config, plan.placement, folder, NO_TOKENS, folder, LocalLauncher()
     )
     role = ROLES.get(name, ROLES[ENGINE])
-    order = servers.order(role, name, plan.placement.engines[0][0])
+    order = factory.order(role, name, plan.placement.engines[0][0])
     spec = EmbeddedSpec(**{**role.launch(order).spec, "deterministic": False})
     engine = build_engine(spec)
     counted = next(process.memory for process in plan.processes if process.name == name)

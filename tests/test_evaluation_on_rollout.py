@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from colocated_cases import EngineRooms, play
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import make_held_out, single_turn
-from turn_cases import EngineRooms, play
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated

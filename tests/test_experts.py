@@ -237,10 +237,10 @@ def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     sequence = engine.run(Asked(0, make_request(max_tokens=80), False), heard)
     engine.submit([sequence])
     for _ in range(at):
-        engine.turn()
+        engine.iterate()
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt=interrupt))
     while not heard.rows or heard.rows[-1].then != "length":
-        engine.turn()
+        engine.iterate()
         if heard.rows and heard.rows[-1].then == "interrupted":
             engine.resume([sequence])
     join = SegmentJoin(make_request(max_tokens=80))

@@ -34,7 +34,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from pydantic import ValidationError
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
-from asyncrl.agents.endpoint.calls import KeptAnswers
+from asyncrl.agents.endpoint.calls import ChatsByAnswer
 from asyncrl.agents.endpoint.dialects import Dialect, anthropic_error
 from asyncrl.agents.endpoint.requests import (
     ApiError,
@@ -383,10 +383,10 @@ def test_known_parameters_are_read_refused_or_documented(
         ):
             body = BASES[f"/v1/{dialect.path}"] | {name: json.loads(odd)}
             if name in ignored or body[name] == json.loads(known.get(name, "null")):
-                dialect.read(reader, body, KeptAnswers(9))
+                dialect.read(reader, body, ChatsByAnswer(9))
                 continue
             with pytest.raises(ApiError, match="is refused") as refusal:
-                dialect.read(reader, body, KeptAnswers(9))
+                dialect.read(reader, body, ChatsByAnswer(9))
             assert refusal.value.error["param"] == name
             # A later release may have new fields; these are refused as unknown.
             if is_reviewed:
@@ -419,7 +419,7 @@ def test_any_json_is_a_call_or_an_api_error(
             outcome: CallRequest | ApiError = dialect.read(
                 RequestReader(RULES),
                 json.loads(json.dumps({**body, **more})),
-                KeptAnswers(9),
+                ChatsByAnswer(9),
             )[0]
         except ApiError as error:
             outcome = error
@@ -718,7 +718,7 @@ def test_anthropic_turns_become_chat_messages() -> None:
     ]
     reader = RequestReader(RULES)
     asked: Any = anthropic_dialect.MESSAGES.read(
-        reader, said(*turns) | {"tools": tools}, KeptAnswers(9)
+        reader, said(*turns) | {"tools": tools}, ChatsByAnswer(9)
     )[0]
     found = [f'<function>{{"name": "{name}"}}</function>' for name in "gf"]
     lines = (

@@ -15,9 +15,9 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
+from gpu.colocated import config_text
 from gpu.jobs import CASES, ON_ONE_DEVICE, REPO, job_config, on_one_device
 from gpu.rows import MARK, ROWS, Bench, Row
-from gpu.turns import config_text
 from vllm_process import vllm_python
 
 from asyncrl.config import RunConfig

@@ -182,8 +182,8 @@ class FakeEngine:
         return await self._world.call(parts, self.awake.add)
 
 
-class Turns(RuleBasedStateMachine):
-    """Turns with faults at any call, also of the undo; a broken lease is the end."""
+class Handovers(RuleBasedStateMachine):
+    """Handovers with faults at any call, also of the undo; a broken lease is the end."""
 
     @initialize(
         num_engines=st.integers(1, 3),
@@ -218,7 +218,7 @@ class Turns(RuleBasedStateMachine):
         faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3)
     )
     @precondition(lambda self: self.world.lease.state != "broken")
-    def take_a_turn(self, faults: dict[int, Fault]) -> None:
+    def hand_over(self, faults: dict[int, Fault]) -> None:
         world, lease = self.world, self.world.lease
         before, to = lease.owner, "trainer" if lease.owner == "engines" else "engines"
         error = world.run(to, faults)
@@ -263,8 +263,10 @@ class Turns(RuleBasedStateMachine):
             )
 
 
-TestTurns = Turns.TestCase
-TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
+TestHandovers = Handovers.TestCase
+TestHandovers.settings = settings(
+    max_examples=120, stateful_step_count=12, deadline=None
+)
 
 
 def test_error_names_phase_cause_and_owner() -> None:

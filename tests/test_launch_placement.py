@@ -16,7 +16,18 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, VLLM, ZERO, load, nodes, placed
+from launch_cases import (
+    COLOCATED,
+    EVAL,
+    OWN,
+    RAY,
+    TAUGHT,
+    VLLM,
+    ZERO,
+    load,
+    nodes,
+    placed,
+)
 
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
@@ -134,10 +145,10 @@ def test_critic_has_the_devices_that_are_written(
         ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
          "placement.rollout=trainer"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
-        ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
-        ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
-        ((1,), [EVAL, OWN, *TURNS], "placement.eval=cpu"),
-        ((0,), [SHARE, *TURNS], "placement.share=auto"),
+        ((0,), [VLLM, *COLOCATED], "rollout.engine=embedded"),
+        ((1,), [VLLM, "weight_sync.transport=nccl", *COLOCATED], "weight_sync.transport=ipc"),
+        ((1,), [EVAL, OWN, *COLOCATED], "placement.eval=cpu"),
+        ((0,), [SHARE, *COLOCATED], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
         # a critic
@@ -206,12 +217,12 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     with pytest.raises(ConfigError, match="which the trainer uses(.|\n)*never: then"):
         placed(4, *APART, *both)
     stays = placed(4, *APART, *both, "teacher.offload=never")
-    turns = placed(4, "placement.trainer=0", "placement.rollout=0", ZERO, *both)
-    leaving = [placement.leaves("teacher-1") for placement in (stays, turns)]
+    shared_device = placed(4, "placement.trainer=0", "placement.rollout=0", ZERO, *both)
+    leaving = [placement.leaves("teacher-1") for placement in (stays, shared_device)]
     assert leaving == [False, True]
-    assert not turns.leaves("teacher-0"), "it has its own device"
+    assert not shared_device.leaves("teacher-0"), "it has its own device"
     shared = {0: ["cuda:0", "cuda:0", "cuda:2", "cuda:0"]}
-    assert turns.parts(has_engines=True) == shared
+    assert shared_device.parts(has_engines=True) == shared
     remote = placed(4, *APART, *TAUGHT, "teacher.base_url=http://t:1")
     started = {0: ["cuda:1", "cuda:0"]}
     assert remote.parts(has_engines=True) == started, "a place for a teacher elsewhere"
@@ -231,7 +242,9 @@ def test_servers_may_have_the_trainers_other_devices() -> None:
     assert where(placement.extra.values()) == "0: 23"
     assert all(map(placement.leaves, placement.extra))
     for idle in ([], [*TAUGHT, "placement.teacher=2"], [EVAL, OWN, "placement.eval=2"]):
-        with pytest.raises(ConfigError, match="would be idle in the engines' turn"):
+        with pytest.raises(
+            ConfigError, match="would be idle in the engines' time slice"
+        ):
             placed(4, *four, *idle)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from launch_cases import (
+    COLOCATED,
     RAY,
     TAUGHT,
-    TURNS,
     URLS,
     VLLM,
     ZERO,
@@ -67,18 +67,18 @@ def test_model_of_unknown_size_is_not_refused() -> None:
 
 
 def test_time_sharing_needs_the_larger_side() -> None:
-    apart, turns = (
+    apart, shared = (
         planned(0, *ON_CPU, ZERO),
-        planned(0, "placement.trainer=cpu", *TURNS),
+        planned(0, "placement.trainer=cpu", *COLOCATED),
     )
-    trainer, engine = memory(turns, "trainer-0"), memory(turns, "engine-0")
+    trainer, engine = memory(shared, "trainer-0"), memory(shared, "engine-0")
     assert engine.copies == 0, "the next weights replace the current ones"
     held = (
         max(trainer.total, engine.total)
-        + memory(turns, "python").total
-        + memory(turns, "saving").total
+        + memory(shared, "python").total
+        + memory(shared, "saving").total
     )
-    assert turns.needed_bytes("cpu") == held
+    assert shared.needed_bytes("cpu") == held
     apart_held = trainer.total + engine.total + memory(apart, "engine-0").copies
     besides = memory(apart, "python").total + memory(apart, "saving").total
     assert apart.needed_bytes("cpu") == apart_held + besides
@@ -129,8 +129,8 @@ SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9
 @pytest.mark.parametrize(
     ("num_cuda", "free", "overrides", "stays"),
     [
-        (0, 2**36, TURNS, True),
-        (0, 2**36, [*TURNS, "placement.share=none"], False),
+        (0, 2**36, COLOCATED, True),
+        (0, 2**36, [*COLOCATED, "placement.share=none"], False),
         (1, 2**34, [ZERO], True),
         (1, 2**30, [ZERO], False),
         (1, 2**34, [ZERO, VLLM, SIZED], False),
@@ -179,7 +179,9 @@ ALL_LEAVE = "{weights: always, gradients: always, optimizer: always}"
         (["critic", "trainer"], 24),
     ],
 )
-def test_models_that_take_turns_need_the_largest(models: list[str], saved: int) -> None:
+def test_models_that_share_by_time_need_the_largest(
+    models: list[str], saved: int
+) -> None:
     rules = [f"{model}.offload={ALL_LEAVE}" for model in models]
     plain, gone = (
         memory(planned(2, *GAE, *more), "trainer-0").total for more in ([], rules)
@@ -206,7 +208,7 @@ def test_part_that_never_leaves_is_beside_the_engines(
     num = plan.shape.num_parameters
     held = plan.needed_bytes("cuda:0") - apart.needed_bytes("cuda:0")
     assert held == stays * num
-    # vLLM gets the rest of the device; the trainer keeps all of it in its turn.
+    # vLLM gets the rest of the device; the trainer keeps all of it in its time slice.
     vllm = [VLLM, "placement.share=none", ZERO, *rules]
     placement = plan_run(load(*vllm), single_node(machine(1)))[0].placement
     assert (placement.memory_fraction is None) == (not rules)
@@ -217,7 +219,7 @@ def test_part_that_never_leaves_is_beside_the_engines(
     [
         (["trainer.offload.optimizer=never"], "no engines take its device"),
         ([ZERO, "trainer.offload.gradients=never"], "a gradient is dropped"),
-        (["trainer.offload.weights=always"], "nothing else takes turns"),
+        (["trainer.offload.weights=always"], "nothing else time-shares"),
         ([ZERO, "trainer.offload.gradients=always"], "no other model works between"),
         ([ZERO, "trainer.offload.reference=always"], "holds no reference model"),
         ([*GAE, "critic.offload.weights=never"], "no engines take its device"),
@@ -225,7 +227,7 @@ def test_part_that_never_leaves_is_beside_the_engines(
         ([*ON_CPU, *TAUGHT, "teacher.offload=never"], "nothing asks it to leave"),
         (
             [ZERO, *TAUGHT, "placement.share=0.4", "teacher.offload=always"],
-            "take no turns",
+            "have no time slices",
         ),
     ],
 )
@@ -444,7 +446,7 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
     ("num_cuda", "overrides", "transport"),
     [
         ((0,), [VLLM], "shm"),
-        ((1,), TURNS, "ipc"),
+        ((1,), COLOCATED, "ipc"),
         ((2,), [], "nccl"),
         ((2,), ["rollout.engine=simulated"], "shm"),
         ((2,), [VLLM, "weight_sync.disk_dir=/shared"], "disk"),
@@ -458,7 +460,11 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
             ],
             "stream",
         ),
-        ((0, 1), [*SPREAD, "placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
+        (
+            (0, 1),
+            [*SPREAD, "placement.trainer={nodes: 1, gpus: 1}", *COLOCATED],
+            "stream",
+        ),
     ],
 )
 def test_auto_transport_fits_the_devices_of_both_sides(
@@ -481,11 +487,11 @@ SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
     "one device at once": (1, AT_ONCE, "ipc", [*FILES, "lora", "ipc"], ["ipc"]),
     "two devices at once": (2, [*AT_ONCE, "trainer.world_size=2", "rollout.num_engines=2"], "shm",
                             [*FILES, "lora"], []),
-    "one device time-shared": (1, TURNS, "ipc", [*FILES, "ipc"], []),
-    "two devices time-shared": (2, [*TURNS, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
+    "one device time-shared": (1, COLOCATED, "ipc", [*FILES, "ipc"], []),
+    "two devices time-shared": (2, [*COLOCATED, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
                              [*FILES, "ipc"], []),
     "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
-    "the CPU time-shared": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
+    "the CPU time-shared": (0, ["placement.trainer=cpu", *COLOCATED], "shm", [*FILES, "ipc"], []),
 }  # fmt: skip
 """CUDA devices, settings, what auto is, transports that work, and those that hold a
 version on the device.

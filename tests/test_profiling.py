@@ -16,7 +16,7 @@ from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.observe.report_page import profiles_of
-from asyncrl_servers.embedded.embedded_engine import PROFILED_TURNS
+from asyncrl_servers.embedded.embedded_engine import PROFILED_ITERATIONS
 
 CPU = torch.device("cpu")
 
@@ -57,14 +57,14 @@ def test_step_that_fails_leaves_no_profile_and_the_next_one_gets_its_own(
     assert len(profiles_of(tmp_path)) == 1
 
 
-def test_engine_profiles_its_first_turns_with_the_weights_of_a_step(
+def test_engine_profiles_its_first_iterations_with_the_weights_of_a_step(
     tmp_path: Path,
 ) -> None:
     folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
     chosen = {"profile_steps": (1, 2), "profile_dir": tmp_path / "profile"}
     with running_engine(folder, **chosen) as engine:
-        answered(engine, max_tokens=PROFILED_TURNS + 50)
-        (first,) = profiles_of(tmp_path)  # ended by its number of turns
+        answered(engine, max_tokens=PROFILED_ITERATIONS + 50)
+        (first,) = profiles_of(tmp_path)  # ended by its number of iterations
         publish(engine, stage_file(folder, 1, tmp_path))
         answered(engine, max_tokens=5)
         publish(engine, stage_file(folder, 2, tmp_path))
@@ -75,7 +75,7 @@ def test_engine_profiles_its_first_turns_with_the_weights_of_a_step(
         sum(name == "aten::embedding" for name in operators(trace))
         for trace in (first, second)
     )
-    assert (num_first, num_second) == (PROFILED_TURNS, 5)
+    assert (num_first, num_second) == (PROFILED_ITERATIONS, 5)
 
 
 def test_engine_that_stops_writes_its_open_profile(tmp_path: Path) -> None:

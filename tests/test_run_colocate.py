@@ -1,4 +1,4 @@
-"""Turns of trainer and engines: memory, announcements and deaths."""
+"""Time slices of trainer and engines: memory, announcements and deaths."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from turn_cases import (
+from colocated_cases import (
     MOVE_S,
     NUM_CHUNKS,
     START_S,
+    ColocatedServer,
     House,
-    TurnServer,
     make_request,
     play,
     play_to_its_error,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.base.errors import PublishError
 from asyncrl.engines.role_client import RoleClient, least_busy
@@ -85,7 +85,7 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("dies_again", [False, True])
-def test_failed_turn_for_a_new_engine_ends_the_run(dies_again: bool) -> None:
+def test_failed_slice_for_a_new_engine_ends_the_run(dies_again: bool) -> None:
     async def story(house: House) -> None:
         await house.step()
         house.worker.refuse["/offload"] = "a bug: once"
@@ -211,7 +211,7 @@ def test_deaths_leave_steps_and_tokens_unchanged(
 
 
 @pytest.mark.parametrize("dies", ["never", "asleep", "awake"])
-def test_server_of_the_trainers_device_works_in_the_engines_turn(dies: str) -> None:
+def test_server_of_the_trainers_device_works_in_the_engines_slice(dies: str) -> None:
     async def story(house: House) -> None:
         await house.step()
         if dies == "awake":
@@ -224,7 +224,7 @@ def test_server_of_the_trainers_device_works_in_the_engines_turn(dies: str) -> N
             house.scorer.die()
         await asyncio.sleep(4 * START_S)
         assert (house.scorer.num_scored, early.done()) == (1, False)
-        assert house.scorer.held == set(), "it starts in the engines' turn only"
+        assert house.scorer.held == set(), "it starts in the engines' time slice only"
         await house.step()
         await early
         assert house.scorer.num_scored == 2
@@ -236,10 +236,10 @@ def test_server_of_the_trainers_device_works_in_the_engines_turn(dies: str) -> N
     assert spans == {"sleep", "wake", "score"}
     of_engine = [span for span in house.spans if span.lane == "engine-0"]
     assert {span.kind for span in of_engine} == {"sleep", "wake", "generate"}
-    turns = [span for span in of_engine if span.kind == "generate"]
+    slices = [span for span in of_engine if span.kind == "generate"]
     begun_s = min(span.start_s for span in of_engine if span.kind == "wake")
-    assert [span.number for span in turns] == [0, 1]
-    assert all(begun_s < span.start_s <= span.end_s for span in turns)
+    assert [span.number for span in slices] == [0, 1]
+    assert all(begun_s < span.start_s <= span.end_s for span in slices)
 
 
 def test_sleep_has_time_for_slow_answers() -> None:
@@ -265,12 +265,12 @@ def test_sleep_has_time_for_slow_answers() -> None:
 
 def test_call_goes_to_a_copy_that_sleeps_before_one_that_is_gone() -> None:
     async def story(house: House) -> None:
-        asleep, gone = (RoleClient(TurnServer()) for _ in range(2))
+        asleep, gone = (RoleClient(ColocatedServer()) for _ in range(2))
         await asleep.sleep()
         await gone.sleep()
         gone.disconnect_nowait()
         assert least_busy([gone, asleep]) is asleep
-        assert least_busy([asleep, RoleClient(TurnServer())]) is not asleep
+        assert least_busy([asleep, RoleClient(ColocatedServer())]) is not asleep
 
     live(story)
 

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngineServer
-from fakes import FakeTrainer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from job_runs import write_config
-from turn_cases import (
+from colocated_cases import (
     DECODE_S,
     START_S,
     EngineRooms,
@@ -25,6 +20,11 @@ from turn_cases import (
     play,
     play_to_its_error,
 )
+from fake_engine import FakeEngineServer
+from fakes import FakeTrainer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job_runs import write_config
 
 from asyncrl.base.errors import ConfigError, EngineLost
 from asyncrl.config import SupervisionConfig, load_config

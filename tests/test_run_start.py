@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.mps import Mps
@@ -36,23 +36,27 @@ def load(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 
 
-def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> Servers:
+def maker(
+    folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()
+) -> ServerFactory:
     config = load(*overrides)
     nodes = single_node(Machine(cuda, 8, 2**34, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
     launcher = LocalLauncher()
     launcher.nodes = nodes
-    return Servers(config, placement, folder / "model", NO_TOKENS, folder, launcher)
+    return ServerFactory(
+        config, placement, folder / "model", NO_TOKENS, folder, launcher
+    )
 
 
-def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
+def test_vllm_spec_holds_adapters_offload_and_devices() -> None:
     def spec(*overrides: str, role: str = ENGINE, mode: str = "apart") -> VllmSpec:
         nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
         placement: Any = SimpleNamespace(
             moves=mode == "colocated", resident=False, nodes=nodes
         )
         folder = Path("/model")
-        servers = Servers(
+        factory = ServerFactory(
             load(VLLM, *overrides),
             placement,
             folder,
@@ -60,7 +64,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
             folder,
             LocalLauncher(),
         )
-        order = servers.order(ROLES[role], "engine-0", NodeDevice(0, "cuda:0"))
+        order = factory.order(ROLES[role], "engine-0", NodeDevice(0, "cuda:0"))
         return VllmSpec.model_validate(ROLES[role].launch(order).spec)
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
@@ -184,7 +188,7 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     launcher.process = lambda node, spec: SimpleNamespace(
         name=spec.name, node=node, spec=spec
     )
-    made = Servers(
+    made = ServerFactory(
         config, place(config, nodes), tmp_path, NO_TOKENS, tmp_path, launcher
     )
     for name in ("config.json", "run.id"):

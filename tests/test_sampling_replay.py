@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from logit_oracle import ADJUSTED, adjusted_logits
-from test_engine_resumed import SMALL, turn_until
+from test_engine_resumed import SMALL, iterate_until
 from text_tokenizers import byte_level, save
 from token_cases import masked_tokens
 from trainer_cases import changed
@@ -98,12 +98,12 @@ class World:
         join = SegmentJoin(request)
         if 0 < cut < request.max_tokens:
             (begun,) = ask(self.engine, [replace(request, max_tokens=cut)])
-            turn_until(self.engine, begun)
+            iterate_until(self.engine, begun)
             join.add(begun.result()._replace(finish_reason="abort"))
             partial = decode_partial(encode_partial(0, 0, join.completion()), 0, 0)
             join = SegmentJoin(request, partial)
         (rest,) = ask(self.engine, [join.next_request()])
-        turn_until(self.engine, rest)
+        iterate_until(self.engine, rest)
         join.add(rest.result())
         return join.completion()
 
@@ -335,7 +335,7 @@ def test_first_token_has_nothing_to_penalise(world: World) -> None:
     penalty = {"frequency_penalty": 0.5, "top_k": 3, "max_tokens": 1}
     join = SegmentJoin(make_request("one", (5, 6), **penalty))
     (reply,) = ask(world.engine, [join.next_request()])
-    turn_until(world.engine, reply)
+    iterate_until(world.engine, reply)
     join.add(reply.result())
     group = Group(
         GroupId(0), Prompt("0/0", ()), (make_trajectory(0, join.completion(), 1.0),)

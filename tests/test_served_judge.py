@@ -147,7 +147,7 @@ def test_grades_do_not_depend_on_the_order(
 
         texts = list("abcdef")
         found = await grades(texts)
-        # As on a device of the trainer, in the trainer's turn.
+        # As on a device of the trainer, in the trainer's time slice.
         assert (await served.sleep()).num_bytes > 0
         reversed_ = asyncio.ensure_future(grades(texts[::-1]))
         assert (await served.health()).asleep == ["kv", "weights"]

@@ -1,4 +1,4 @@
-"""Servers on a device of the trainer: they leave it in the trainer's turn, and come back
+"""Servers on a device of the trainer: they leave it in the trainer's time slice, and come back
 with the same bits.
 """
 
@@ -16,7 +16,7 @@ import job_runs
 import pytest
 import yaml
 from engine_processes import SECRET, EngineProcess, engine_process
-from held_task import held_turn
+from held_task import held_slice
 from test_reward_model import PAIRS, make_decoder, spec_of
 from tiny_model import make_tiny_model
 
@@ -113,8 +113,8 @@ def test_memory_of_a_server_leaves_and_comes_back(kind: str, tmp_path: Path) -> 
 # ---- runs
 
 
-def write_turns(folder: Path, kind: str, offload: str) -> Path:
-    """Write a config whose trainer, engine and server take turns on one CPU."""
+def write_colocated(folder: Path, kind: str, offload: str) -> Path:
+    """Write a config whose trainer, engine and server time-share one CPU."""
     model = folder / "model"
     sections: dict[str, Any] = {
         "placement": {"trainer": "cpu", "rollout": "trainer", "share": None},
@@ -153,18 +153,18 @@ def write_turns(folder: Path, kind: str, offload: str) -> Path:
 
 
 def state_of(run_dir: Path, kind: str) -> tuple[str, str]:
-    """Return the state of a server and of the turns."""
+    """Return the state of a server and of the lease."""
     try:
         status = json.loads((run_dir / "status.json").read_text())
-        return status["servers"][kind], status["turns"]["state"]
+        return status["servers"][kind], status["lease"]["state"]
     except (FileNotFoundError, KeyError, TypeError):
         return "", ""
 
 
-def kill_in_both_turns(
+def kill_in_both_slices(
     process: subprocess.Popen[str], run_dir: Path, kind: str
 ) -> None:
-    """Kill a server while it sleeps in the trainer's turn, and once at its work."""
+    """Kill a server while it sleeps in the trainer's time slice, and once at its work."""
 
     def lost(num: int) -> bool:
         names = [what for what, _ in job_runs.events(run_dir)]
@@ -176,11 +176,13 @@ def kill_in_both_turns(
     (server,) = job_runs.children_of(process, kind)
     server.kill()
     job_runs.wait_until(lambda: lost(1), process)
-    assert not job_runs.children_of(process, kind), "it waits for the engines' turn"
-    held_turn(run_dir).unlink()
+    assert not job_runs.children_of(process, kind), (
+        "it waits for the engines' time slice"
+    )
+    held_slice(run_dir).unlink()
     job_runs.wait_for_steps(run_dir, 2, process)
     (server,) = job_runs.children_of(process, kind)
-    # Frozen, it lets its turn end no more.
+    # Frozen, it lets its time slice end no more.
     server.send_signal(signal.SIGSTOP)
     job_runs.wait_until(
         lambda: state_of(run_dir, kind) == ("up", "generating") or lost(2), process
@@ -191,17 +193,15 @@ def kill_in_both_turns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["teacher", "reward"])
-def test_run_with_turns_trains_the_same_despite_kills(
-    kind: str, tmp_path: Path
-) -> None:
-    quiet, run_dir = tmp_path / "quiet" / "run", tmp_path / "turns" / "run"
-    stays = write_turns(tmp_path / "quiet", kind, "never")
+def test_colocated_run_trains_the_same_despite_kills(kind: str, tmp_path: Path) -> None:
+    quiet, run_dir = tmp_path / "quiet" / "run", tmp_path / "colocated" / "run"
+    stays = write_colocated(tmp_path / "quiet", kind, "never")
     ended = job_runs.run(stays, quiet)
     assert ended.returncode == 0, ended.stderr
-    path = write_turns(tmp_path / "turns", kind, "always")
-    held_turn(run_dir).touch()
+    path = write_colocated(tmp_path / "colocated", kind, "always")
+    held_slice(run_dir).touch()
     process = job_runs.start(path, run_dir)
-    kill_in_both_turns(process, run_dir, kind)
+    kill_in_both_slices(process, run_dir, kind)
     ended = job_runs.ended(process, 240)
     assert ended.returncode == 0, ended.stderr
     names = ("reward/mean", "policy/kl_teacher", "policy/loss")
@@ -229,5 +229,5 @@ def test_run_with_turns_trains_the_same_despite_kills(
         spans.add((event.get("cat", ""), event["name"]))
     assert {(kind, "sleep"), (kind, "wake"), (kind, "score")} <= spans
     assert {("engine-0", "generate"), ("trainer", "to engines")} <= spans
-    turns = [event for event in trace if event["name"] == "score"]
-    assert len(turns) <= 2 * 7, "one span for each turn"
+    slices = [event for event in trace if event["name"] == "score"]
+    assert len(slices) <= 2 * 7, "one span for each time slice"

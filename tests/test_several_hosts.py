@@ -28,7 +28,7 @@ from job_runs import (
 from launcher_contract import OTHER, SECRET
 from ray_cluster import FRUGAL, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
-from test_servers_asleep import write_turns
+from test_servers_asleep import write_colocated
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0
@@ -85,12 +85,12 @@ def test_two_hosts_equal_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> No
     )
 
 
-def test_servers_take_turns_on_ray_and_a_critic_has_another_host(
+def test_servers_share_by_time_on_ray_and_a_critic_has_another_host(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """Trainer, engine and two copies of a reward model share the first host's CPU."""
     config = variant(
-        write_turns(tmp_path, "reward", "always"),
+        write_colocated(tmp_path, "reward", "always"),
         tmp_path,
         trainer={"num_steps": 3},
         algorithm={"advantage": "gae"},

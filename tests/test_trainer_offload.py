@@ -42,7 +42,7 @@ PPO: dict[str, Any] = {
     "critic": {"learning_rate": 1e-2},
 }
 GONE = "always"
-TURNS: dict[str, Any] = {
+ALWAYS: dict[str, Any] = {
     "policy": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
     "reference": {"reference": GONE},
     "critic": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
@@ -128,15 +128,15 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "leaving", [("policy",), ("critic", "reference"), ("policy", "critic", "reference")]
 )
-def test_models_that_take_turns_take_the_same_steps(
+def test_models_that_share_by_time_take_the_same_steps(
     make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
 ) -> None:
     trainer: dict[str, Any] = {"mini_batches": 2, "offload": {}}
     for model in {"policy", "reference"} & {*leaving}:
-        trainer["offload"] |= TURNS[model]
+        trainer["offload"] |= ALWAYS[model]
     critic = PPO["critic"]
     if "critic" in leaving:
-        critic = critic | {"offload": TURNS["critic"]}
+        critic = critic | {"offload": ALWAYS["critic"]}
     plain = make_step(**PPO, dtype=dtype, trainer={"mini_batches": 2})
     step = make_step(**PPO | {"critic": critic}, dtype=dtype, trainer=trainer)
     assert step.critic is not None
@@ -151,15 +151,15 @@ def test_models_that_take_turns_take_the_same_steps(
     step.load_state(tmp_path / "state")
     assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
     assert step.weights_digest() == plain.weights_digest()
-    assert seen == {model: {model in leaving} for model in TURNS}
+    assert seen == {model: {model in leaving} for model in ALWAYS}
 
 
-def test_shards_that_take_turns_take_the_same_steps(
+def test_shards_that_share_by_time_take_the_same_steps(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:
     """As on CUDA, where weights are shards also on a single device."""
-    trainer = {"mini_batches": 2, "offload": TURNS["policy"] | TURNS["reference"]}
-    critic = PPO["critic"] | {"offload": TURNS["critic"]}
+    trainer = {"mini_batches": 2, "offload": ALWAYS["policy"] | ALWAYS["reference"]}
+    critic = PPO["critic"] | {"offload": ALWAYS["critic"]}
     values = {**PPO, "dtype": "bfloat16"}
     with mesh_of_one(tmp_path) as ranks:
         specs = [
@@ -201,7 +201,7 @@ def watch(
     working.register_forward_pre_hook(note)
 
 
-def test_engines_turn_leaves_parts_that_never_leave(
+def test_engines_slice_leaves_parts_that_never_leave(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     rules = {"optimizer": "never", "weights": "always"}

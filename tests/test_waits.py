@@ -23,17 +23,17 @@ async def test_limit_raises_its_own_error_and_passes_others() -> None:
 async def test_innermost_wait_of_a_task_is_listed() -> None:
     async def outer() -> None:
         now = asyncio.get_running_loop().time
-        with waiting("the turn", on="both"):
+        with waiting("the handover", on="both"):
             await asyncio.sleep(5.0)
             with waiting(
-                lambda: f"memory at {now():.0f} s", on="engine-0", who="turns"
+                lambda: f"memory at {now():.0f} s", on="engine-0", who="lease"
             ):
                 await asyncio.sleep(100.0)
 
     task = asyncio.create_task(outer(), name="train loop")
     seen = (
-        [("train loop", "the turn", "both", 0.0)],
-        [("turns", "memory at 8 s", "engine-0", 5.0)],
+        [("train loop", "the handover", "both", 0.0)],
+        [("lease", "memory at 8 s", "engine-0", 5.0)],
     )
     for seconds, expected in zip((1.0, 7.0), seen, strict=True):
         await asyncio.sleep(seconds)

@@ -243,15 +243,15 @@ async def run_in_thread(func: Callable[..., T], *args: object) -> T:
     )
 
 
-_TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
+_ITERATIONS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 
 @contextlib.asynccontextmanager
-async def loop_turn() -> AsyncIterator[None]:
+async def loop_iteration() -> AsyncIterator[None]:
     """Run a block that wakes many tasks in its own loop iteration."""
     # The lock is held until the next iteration of the loop. So blocks of several links
     # share no iteration, and timers and other connections run between them.
-    lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    lock = _ITERATIONS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         yield
         await asyncio.sleep(0)

@@ -40,7 +40,7 @@ class EngineCapabilities:
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
     keeps_asleep: bool = False
-    """A judge or teacher of this kind keeps its weights while it sleeps."""
+    """A server of another role, of this kind, keeps its weights while it sleeps."""
     pins_length: bool = False
     """Its maximum length decides length-dependent rotary frequencies, not each
     sequence's.

@@ -46,7 +46,7 @@ class JudgeConfig(FrozenConfig):
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""
     offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's turn, without base_url:
+    """Whether it leaves a device of the trainer in the trainer's time slice, without base_url:
     auto, always or never (docs/colocation.md).
     """
     prompt: str

@@ -142,7 +142,7 @@ class PlacementConfig(FrozenConfig):
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
     """Fraction of a shared CUDA device's memory for the engines. When colocated with
     auto, both sides stay in memory if they fit; else, and with none, each is offloaded
-    during the other's turn.
+    during the other's time slice.
     """
     mps: Literal["auto", "never"] = "auto"
     """auto = start CUDA MPS for trainer and engines that work at once on a CUDA device,

@@ -34,7 +34,7 @@ class RewardModelConfig(FrozenConfig):
     std: PositiveFloat = 1.0
     """Divisor of the reward."""
     offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's turn: auto, always or
+    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
     never (docs/colocation.md).
     """
 

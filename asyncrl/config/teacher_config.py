@@ -41,7 +41,7 @@ class TeacherConfig(FrozenConfig):
     tasks: Annotated[list[Name], Field(min_length=1)] | None = None
     """Names of the tasks whose rollouts it scores (none = all)."""
     offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's turn: auto, always or
+    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
     never (docs/colocation.md).
     """
 

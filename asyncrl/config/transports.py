@@ -51,10 +51,10 @@ def choose_transport(
     if is_colocated and num_nodes > 1:
         return (
             "stream",
-            f"trainer and engines take turns on CUDA devices of a run on {num_nodes} nodes",
+            f"trainer and engines time-share CUDA devices of a run on {num_nodes} nodes",
         )
     if is_colocated:
-        return "ipc", "trainer and engines take turns on CUDA devices"
+        return "ipc", "trainer and engines time-share CUDA devices"
     if shared := sorted({*ranks} & {*engines}):
         if num_nodes == 1 and _share_one(ranks, engines):
             return "ipc", f"both sides are on {shared[0]} at once"

@@ -106,10 +106,10 @@ class BroadcastGroup:
     def leave_nowait(self, name: str) -> None:
         """Expect this lost or restarted engine no more. Idempotent."""
         self._expected.pop(name, None)
-        turn = self._here.pop(name, None)
-        if turn is not None and not turn.done():
+        begun = self._here.pop(name, None)
+        if begun is not None and not begun.done():
             what = f"left before policy_version {self._version} was sent"
-            turn.set_exception(
+            begun.set_exception(
                 EngineError(
                     name, what, rule="weights go only to engines that take part"
                 )
@@ -135,20 +135,20 @@ class BroadcastGroup:
             raise EngineError(
                 name, what, rule="an engine prepares a version before it receives it"
             )
-        turn = self._here[name] = asyncio.get_running_loop().create_future()
+        begins = self._here[name] = asyncio.get_running_loop().create_future()
         self._begin_nowait()
         try:
-            await self._take_part(await turn, name, take)
+            await self._take_part(await begins, name, take)
         except BaseException as error:
-            if turn.cancelled():
+            if begins.cancelled():
                 # Cancelled before the round began, by a limit or a lost process. The
                 # others must not wait for it.
                 self.leave_nowait(name)
             # The round had begun: all members are in one sequence of collective calls,
-            # which no member can finish by itself. An exception in `turn` means that it
+            # which no member can finish by itself. An exception in `begins` means that it
             # had not.
-            elif turn.exception() is None:
-                begun = turn.result()
+            elif begins.exception() is None:
+                begun = begins.result()
                 # After a failed call the group's members may be at different calls.
                 if self._last is begun:
                     self._last = None
@@ -192,8 +192,8 @@ class BroadcastGroup:
         }
         outcome = asyncio.get_running_loop().create_future()
         self._last = Broadcast(self._version, ranks, sender, outcome)
-        for turn in self._here.values():
-            turn.set_result(self._last)
+        for begins in self._here.values():
+            begins.set_result(self._last)
         # Who comes now is in another round: members are fixed from here on.
         self._expected, self._here = {}, {}
 

@@ -47,9 +47,9 @@ class ServerOrder:
     serves_policy: bool = True
     """False: a model of its own, so settings of `rollout` and pushes do not apply."""
     resident: bool = False
-    """Colocated, and it keeps its memory during the trainer's turn."""
+    """Colocated, and it keeps its memory during the trainer's time slice."""
     moves: bool = False
-    """Colocated, and engines free their memory for the trainer's turn."""
+    """Colocated, and engines free their memory for the trainer's time slice."""
     share: float | None = None
     """Fraction of its device's memory; None: no limit."""
     group: BroadcastGroup | None = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
-from asyncrl.base.waits import loop_turn
+from asyncrl.base.waits import loop_iteration
 from asyncrl.messages import codec
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import BEHAVIOUR, SUPPORT, Ragged, SegmentPart, Tokens
@@ -26,7 +26,7 @@ OnInterrupted = Callable[[SegmentPart], bool] | None
 PATH = "/link"
 FRAME_REQUESTS = 256
 """Maximum requests per frame; the event loop runs other tasks between frames."""
-TURN_ROWS = 32
+ITERATION_ROWS = 32
 """Maximum rows, over all links, per iteration of the event loop."""
 
 
@@ -298,11 +298,11 @@ class Link:
                     # checks.
                     has_fine_values = are_sampled(tokens.ids, tokens.behaviour_logprobs)
                     rows = iter(codec.read_sampled(frame, tokens))
-                    # Each row may wake a rollout. A turn ends the iteration, so timers
+                    # Each row may wake a rollout. A block ends the iteration, so timers
                     # and other sockets are served between 32 rows.
-                    while turn := [*itertools.islice(rows, TURN_ROWS)]:
-                        async with loop_turn():
-                            for row in turn:
+                    while block := [*itertools.islice(rows, ITERATION_ROWS)]:
+                        async with loop_iteration():
+                            for row in block:
                                 self._take(row, has_fine_values=has_fine_values)
                 elif frame.kind == "refused":
                     self._refused(frame)
@@ -330,7 +330,7 @@ class Link:
             elif row.then != "interrupted":
                 self._end(opened, part)
             elif opened.on_interrupted is not None and opened.on_interrupted(part):
-                # Resumes of all rows of this turn leave as one frame, and the server
+                # Resumes of all rows of this block leave as one frame, and the server
                 # continues them in their slots.
                 self._resumed.append(row.number)
                 self._has_news.set()

@@ -31,7 +31,7 @@ class RoleClient(ServerClient):
     Waits: call() sleeps until the server is up and awake, for one of `places`, then for
         the answer, at most CALL_TIMEOUT_S. sleep() sleeps until sent calls are answered.
     Invariant: nothing is sent to a server that sleeps. A new process is awake: it starts
-        in the engines' turn only.
+        in the engines' time slice only.
 
     `on_lost` gets every EngineLost and must take the client down; without it the error
     reaches the caller.
@@ -49,14 +49,13 @@ class RoleClient(ServerClient):
         self._on_lost = on_lost
         self._places = asyncio.Semaphore(places)
         self._scope = self._open_scope()
-        self._up = asyncio.Event()
-        self._up.set()
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self.is_up = True
+        self.is_asleep = False
         self._num_sent = 0
-        self._has_answer = Signal()
-        self._turn = list[float]()
-        """First and last second of this turn's calls."""
+        self._changed = Signal()
+        """Of the three values above."""
+        self._span = list[float]()
+        """First and last second of this time slice's calls."""
         self.num_calls = 0
         """Open calls, also while they wait for a place or a restart."""
         self.wait_s = 0.0
@@ -65,16 +64,8 @@ class RoleClient(ServerClient):
     def _open_scope(self) -> CallScope:
         return CallScope(self._caller)
 
-    @property
-    def is_up(self) -> bool:
-        return self._up.is_set()
-
-    @property
-    def is_asleep(self) -> bool:
-        return not self._awake.is_set()
-
     def disconnect_nowait(self) -> None:
-        self._up.clear()
+        self.is_up = False
         self._scope.disconnect_nowait()
 
     def reset_nowait(self) -> None:
@@ -82,7 +73,8 @@ class RoleClient(ServerClient):
         self._scope = self._open_scope()
 
     def up_nowait(self) -> None:
-        self._up.set()
+        self.is_up = True
+        self._changed.notify()
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
@@ -91,12 +83,12 @@ class RoleClient(ServerClient):
         """Hold new calls, and free the server's memory once sent calls are answered.
         Idempotent. Raises EngineError.
         """
-        self._awake.clear()
+        self.is_asleep = True
         with waiting("answers to sent calls", on=self.name, who="handover"):
-            await self._has_answer.wait_for(lambda: not self._num_sent)
-        if self._turn:
-            note_span(self.name, "score", self._turn[0], self._turn[-1])
-            self._turn = []
+            await self._changed.wait_for(lambda: not self._num_sent)
+        if self._span:
+            note_span(self.name, "score", self._span[0], self._span[-1])
+            self._span = []
         return await self._move("/sleep", None)
 
     async def wake(self) -> TransferStats:
@@ -104,12 +96,13 @@ class RoleClient(ServerClient):
         EngineError.
         """
         moved = await self._move("/wake", WakeRequest(parts=["weights", "kv"]))
-        self._awake.set()
+        self.is_asleep = False
+        self._changed.notify()
         return moved
 
     async def _move(self, path: str, body: BaseModel | None) -> TransferStats:
         # A lost process holds no memory, and the next one starts awake.
-        if self._up.is_set():
+        if self.is_up:
             try:
                 async with self._scope.calls():
                     return await self._caller.post(
@@ -156,23 +149,23 @@ class RoleClient(ServerClient):
     async def _until_answered(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
         while True:
             with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
-                await self._up.wait()
+                await self._changed.wait_for(lambda: self.is_up)
             with waiting(
-                f"the engines' turn, to call {self.name}",
+                f"the engines' time slice, to call {self.name}",
                 on="the train loop",
                 who="rollouts",
             ):
-                await self._awake.wait()
+                await self._changed.wait_for(lambda: not self.is_asleep)
             try:
                 with waiting(what, on=self.name, who="rollouts"):
                     async with self._places:
-                        # A wait for a place may have outlived the turn.
+                        # A wait for a place may have outlived the time slice.
                         if not self.is_asleep:
                             return await self._sent(send)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
-                # It clears `_up`, so the next round waits for a new process. Repeating
+                # It clears `is_up`, so the next round waits for a new process. Repeating
                 # is safe, because these servers keep nothing between calls.
                 self._on_lost(lost)
             except EngineError as error:
@@ -188,13 +181,13 @@ class RoleClient(ServerClient):
     async def _sent(self, send: Callable[[], Awaitable[T]]) -> T:
         clock = asyncio.get_running_loop().time
         self._num_sent += 1
-        self._turn = self._turn[:1] or [clock()]
+        self._span = self._span[:1] or [clock()]
         try:
             return await send()
         finally:
             self._num_sent -= 1
-            self._turn = [self._turn[0], clock()]
-            self._has_answer.notify()
+            self._span = [self._span[0], clock()]
+            self._changed.notify()
 
 
 def least_busy(copies: Sequence[Copy]) -> Copy:

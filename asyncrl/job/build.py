@@ -33,7 +33,7 @@ from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
-from asyncrl.job.servers import Fleet, Servers, start_mps
+from asyncrl.job.servers import Fleet, ServerFactory, start_mps
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
@@ -106,7 +106,7 @@ async def build(
     check_bias(config, tokenizer)
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(lifecycle, placement)
-    servers = Servers(
+    factory = ServerFactory(
         config,
         placement,
         model_path,
@@ -117,15 +117,15 @@ async def build(
         mps=mps,
     )
     # Before the fleet, whose specs contain the addresses that this reserves.
-    await servers.hold(staging_dir)
+    await factory.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
     fleet = Fleet(
         lifecycle,
-        servers,
+        factory,
         staging_dir,
         journal,
         checkpoints,
-        # A closure, because scheduler and servers need each other. It is called only
+        # A closure, because scheduler and fleet need each other. It is called only
         # when a running server restarts, long after both exist.
         lambda: scheduler,
         demonstrate,

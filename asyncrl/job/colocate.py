@@ -87,17 +87,17 @@ class Colocated(ColocatedPush):
     """Trainer and engines time-share devices. Same methods as Disaggregated.
 
     Life: start() -> to_trainer() and to_engines() alternate; the trainer keeps the
-        devices after the last step. A dead engine restarts in the engines' turn, then
+        devices after the last step. A dead engine restarts in the engines' time slice, then
         all get the served weights again; a dead trainer restarts once the engines
         sleep.
     Waits: to_trainer for evaluations and a restarting trainer; each side for the end of
-        the other's turn.
+        the other's time slice.
     Invariant: a version is announced after the handover that brought it. Between
         handovers only the lease holder uses the devices, unless both are resident. A
         dead engine takes no part.
 
-    `servers` score rollouts on the trainer's devices, in the engines' turn. The trainer
-    never waits for a server: a batch is complete, and so scored, before its turn begins.
+    `servers` score rollouts on the trainer's devices, in the engines' time slice. The trainer
+    never waits for a server: a batch is complete, and so scored, before its time slice begins.
     `resident`: both sides stay in memory. `wait_released` waits for evaluations.
     """
 
@@ -135,14 +135,14 @@ class Colocated(ColocatedPush):
     def gauges(self) -> dict[str, float]:
         seconds = {side: report.seconds for side, report in self._last.items()}
         return super().gauges() | {
-            "turns/phases": self.lease.num_phases,
+            "handover/phases": self.lease.num_phases,
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
             "perf/to_engines_s": seconds.get("engines", 0.0),
         }
 
     async def start(self, version: int) -> None:
-        """Begin with the engines' turn."""
+        """Begin with the engines' time slice."""
         async with self._handover:
             # A resumed run goes by way of the trainer, because only to_engines()
             # announces the version. Version 0 is never announced.
@@ -155,7 +155,7 @@ class Colocated(ColocatedPush):
         # Before the lock is taken: an engine that evaluates may have to restart, and
         # device_for_engine() needs the lock for that.
         await self.wait_released()
-        with waiting("the trainer's turn", on="trainer and engines"):
+        with waiting("the trainer's time slice", on="trainer and engines"):
             async with self._handover:
                 if self.lease.owner != "trainer":
                     self._last = {"trainer": await self._hand_to_trainer()}
@@ -164,7 +164,7 @@ class Colocated(ColocatedPush):
         self, version: int, *, is_for_evaluation: bool = False
     ) -> None:
         """Hand the devices to the engines and announce the weights."""
-        with waiting("the engines' turn", on="trainer and engines"):
+        with waiting("the engines' time slice", on="trainer and engines"):
             async with self._handover:
                 # Before the handover, which may take the weights off the devices. The
                 # eval engine reads them from a file.
@@ -175,11 +175,11 @@ class Colocated(ColocatedPush):
 
     @contextlib.asynccontextmanager
     async def device_for_engine(self, name: str) -> AsyncIterator[None]:
-        """Extend the engines' turn until the block ends."""
+        """Extend the engines' time slice until the block ends."""
         while True:
             async with self._handover:
                 # The trainer owns the devices although the train loop waits for the
-                # engines: a batch, and so the engines' turn, would never come.
+                # engines: a batch, and so the engines' time slice, would never come.
                 if self.lease.failed and self.lease.owner != "engines":
                     why = self.lease.failed
                     if self.lease.broken:
@@ -197,7 +197,7 @@ class Colocated(ColocatedPush):
                     yield
                     return
             with waiting(
-                f"the engines' turn, to start {name}",
+                f"the engines' time slice, to start {name}",
                 on="the train loop",
                 who="supervisor",
             ):
@@ -209,19 +209,19 @@ class Colocated(ColocatedPush):
 
         # Chunks go to all engines at once, into weights that sleeping has emptied. So
         # the others give up theirs too, and get the same version back.
-        async def empty_turn() -> None:
+        async def empty_slice() -> None:
             await self._hand_to_trainer()
             await self.lease.hand_to("engines")
 
         # The new process may die here, which cancels this call. Between the two
         # handovers all engines sleep, and the train loop would wait for their batch
         # forever.
-        _, cancelled = await shielded(empty_turn())
+        _, cancelled = await shielded(empty_slice())
         if cancelled is not None:
             raise cancelled
 
     async def wait_devices_free(self) -> None:
-        """Return when the engines have no turn, or a handover waits."""
+        """Return when the engines have no time slice, or a handover waits."""
         with waiting(
             "the engines to leave the devices, to start the trainer",
             on="the train loop",
@@ -270,7 +270,7 @@ class Colocated(ColocatedPush):
 
     async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
         """Call an engine; a lost one is skipped."""
-        # The turn continues with the other engines. The supervisor of a lost one starts
+        # The time slice continues with the other engines. The supervisor of a lost one starts
         # it again, and bring_up() gives it the weights.
         try:
             if not self.is_down(engine.name):

@@ -702,7 +702,7 @@ def status_of(run: Components, now: Mapping[str, object]) -> dict[str, object]:
         "servers": {name: extra.state for name, extra in run.fleet.extra.items()}
         or None,
         "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
-        "turns": run.scheduler.status() or None,
+        "lease": run.scheduler.status() or None,
         "evaluation": run.evaluation and asdict(run.evaluation.stats),
         "oldest_rollouts": [list(entry) for entry in run.producers.oldest()],
         "last_failure": run.producers.last_failure,

@@ -189,8 +189,8 @@ def _keys(config: RunConfig | SftConfig) -> dict[str, object]:
     for key, section in sections.items():
         if isinstance(section, dict) and section:
             found |= {f"{key}.{name}": value for name, value in section.items()}
-        elif key == "teacher" and isinstance(section, list):
-            # Each of their keys is free or not.
+        elif isinstance(section, list):
+            # Of servers, whose keys are each free or not.
             for number, one in enumerate(section):
                 found |= {f"{key}.{number}.{name}": one[name] for name in one}
         else:

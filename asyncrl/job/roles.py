@@ -9,7 +9,7 @@ A server is always in one of these states:
     starting    FirstStart waits for the first answer, and the run waits for FirstStart.
     up          Rollouts, pushes and evaluations call it. Its supervisor waits for a loss: the process ends,
                 is silent for observe.heartbeat_s, or breaks a call. A server on a device of the trainer is
-                asleep in the trainer's turn (job/colocate.py): its calls wait for the engines' turn.
+                asleep in the trainer's time slice (job/colocate.py): its calls wait until the slice ends.
     ill         Calls end with EngineLost. Rollouts wait for another engine, or until this server is up.
     restarting  Its supervisor waits for the backoff, for free devices, for the start, and for the state of
                 the old process, such as the served weights.

@@ -36,7 +36,7 @@ from asyncrl.job.lifecycle import (
     num_rollouts,
     refuse_few_files,
 )
-from asyncrl.job.servers import Servers, as_engine
+from asyncrl.job.servers import ServerFactory, as_engine
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
@@ -129,15 +129,15 @@ def _opened_lifecycle(
 
 async def _start_engines(
     lifecycle: Lifecycle, num_engines: int | None = None
-) -> tuple[Servers, list[EngineClient], HFChatTokenizer]:
+) -> tuple[ServerFactory, list[EngineClient], HFChatTokenizer]:
     config = lifecycle.config
     model_path, tokenizer = await prepare_model(lifecycle)
     placement = place(config, lifecycle.launcher.nodes)
-    servers = Servers(
+    factory = ServerFactory(
         config, placement, model_path, tokenizer, lifecycle.run_dir, lifecycle.launcher
     )
-    await servers.hold()
-    made = servers.engines()[:num_engines]
+    await factory.hold()
+    made = factory.engines()[:num_engines]
     engines = [engine.server for engine in made]
     clients = [as_engine(engine.client) for engine in made]
     lifecycle.log.activity(
@@ -151,16 +151,16 @@ async def _start_engines(
         lifecycle.spawn(
             engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}"
         )
-    return servers, clients, tokenizer
+    return factory, clients, tokenizer
 
 
 async def _live_engine(lifecycle: Lifecycle) -> int:
-    servers, _, _ = await _start_engines(lifecycle, 1)
+    factory, _, _ = await _start_engines(lifecycle, 1)
     (engine,) = lifecycle.servers
     url = engine.child.url
     for line in (
         f"{engine.name} ready; logs in {lifecycle.run_dir / 'logs'}",
-        f"  export ENGINE_URL={url} ENGINE_KEY={servers.secret}",
+        f"  export ENGINE_URL={url} ENGINE_KEY={factory.secret}",
         '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
     ):
         lifecycle.log.print_secret(line)

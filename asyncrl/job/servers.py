@@ -129,7 +129,7 @@ def as_engine(client: ServerClient) -> EngineClient:
 
 
 @dataclass(eq=False)
-class Servers:
+class ServerFactory:
     """Makes the servers on the nodes of a placement, not started. They share the run's
     secret.
     """
@@ -192,7 +192,7 @@ class Servers:
         placement = self.placement
         side, number = self._side_of(rank)
         node = side[number].node
-        # A critic on its own devices shares none, and a trainer that takes turns has
+        # A critic on its own devices shares none, and a trainer that time-shares has
         # the device to itself in its own.
         has_device = side is placement.critic or placement.moves
         fraction = None if has_device else placement.memory_fraction
@@ -453,7 +453,7 @@ def first_ranks(
     return FirstStart(ranks, supervision, on_start=partial(forget_meeting, staging_dir))
 
 
-class DeviceTurns(Protocol):
+class DeviceSlices(Protocol):
     """When a new process may take its device (job/colocate.py)."""
 
     async def wait_devices_free(self) -> None: ...
@@ -466,28 +466,28 @@ class Fleet:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        servers: Servers,
+        factory: ServerFactory,
         staging_dir: Path,
         journal: Journal,
         checkpoints: Checkpoints,
-        scheduler: Callable[[], DeviceTurns],
+        scheduler: Callable[[], DeviceSlices],
         demonstrations: Demonstrate | None,
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
         self._scheduler = scheduler
-        self._tokenizer = servers.tokenizer
-        self.placement = servers.placement
+        self._tokenizer = factory.tokenizer
+        self.placement = factory.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
         self.supervision = lifecycle.supervision(journal.add_event_nowait)
-        self.ranks = servers.trainers(staging_dir)
+        self.ranks = factory.trainers(staging_dir)
 
         def forget_ranks() -> None:
             forget_meeting(staging_dir)
             # The next broadcast must not use the group of the dead ranks.
-            if servers.group is not None:
-                servers.group.sender_gone_nowait()
+            if factory.group is not None:
+                factory.group.sender_gone_nowait()
 
         self.trainer = SupervisedTrainer(
             self.ranks,
@@ -503,27 +503,27 @@ class Fleet:
             demonstrations=demonstrations,
         )
         if config.weight_sync.facts.is_collective:
-            servers.group = BroadcastGroup(
+            factory.group = BroadcastGroup(
                 self.trainer.broadcast,
                 staging_dir,
                 timeout_s=config.weight_sync.timeout_s,
                 wait_up=self.trainer.wait_up,
-                store=lambda: servers.weights_store,
+                store=lambda: factory.weights_store,
             )
         # Orders copy this and the group above, so both are set before engines are made.
-        servers.on_lost = self.on_lost
-        engines = servers.engines()
+        factory.on_lost = self.on_lost
+        engines = factory.engines()
         self.engine_servers = [engine.server for engine in engines]
         self.clients = [as_engine(engine.client) for engine in engines]
         self.engines = EnginePool(
             self.clients, slots=config.rollout.slots, on_lost=self.on_lost
         )
-        self.node_files = _node_files(lifecycle, servers.placement, self.ranks[0])
+        self.node_files = _node_files(lifecycle, factory.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
         roles = roles_of(config)
         self.extra = {
-            name: self._extra(servers.make(roles[name], [device]))
-            for name, device in servers.placement.extra.items()
+            name: self._extra(factory.make(roles[name], [device]))
+            for name, device in factory.placement.extra.items()
         }
         # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
         # failure: a run may go on without these.
@@ -540,7 +540,7 @@ class Fleet:
         else:
 
             def room() -> AbstractAsyncContextManager[None]:
-                # Only in the engines' turn: a new process has its model in memory.
+                # Only in the engines' time slice: a new process has its model in memory.
                 if self.placement.leaves(name):
                     return self._scheduler().device_for_engine(name)
                 return contextlib.nullcontext()
@@ -569,7 +569,7 @@ class Fleet:
 
     @property
     def leaving(self) -> list[RoleClient]:
-        """Return the clients of servers that leave their device in the trainer's turn."""
+        """Return the clients of servers that leave their device in the trainer's time slice."""
         found = list[RoleClient]()
         for name, extra in self.extra.items():
             if self.placement.leaves(name):

@@ -37,7 +37,7 @@ from asyncrl.job.loop import (
 )
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint, refuse_trained
-from asyncrl.job.servers import Servers, first_ranks, forget_meeting
+from asyncrl.job.servers import ServerFactory, first_ranks, forget_meeting
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.launch.launchers import opened
@@ -200,7 +200,7 @@ class SftJob:
         await asyncio.to_thread(clear_stale_staging)
         staging_dir = new_staging_dir()
         lifecycle.stack.callback(remove_staging_dir, staging_dir)
-        servers = Servers(
+        factory = ServerFactory(
             config,
             self.placement,
             data.model_path,
@@ -208,8 +208,8 @@ class SftJob:
             lifecycle.run_dir,
             lifecycle.launcher,
         )
-        await servers.hold(staging_dir)
-        ranks = servers.trainers(staging_dir)
+        await factory.hold(staging_dir)
+        ranks = factory.trainers(staging_dir)
         checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
         supervision = lifecycle.supervision(_log_event)
 

@@ -141,7 +141,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         await self._catch_up(client, self.policy_version)
         self._reached(client.policy_version)
         # A new process has everything on the devices. Before it counts as up, it must
-        # give back what the engines' turn expects to be free.
+        # give back what the engines' time slice expects to be free.
         if self._offloaded:
             await client.offload(sorted(self._offloaded))
 

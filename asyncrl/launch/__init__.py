@@ -1,1 +1,1 @@
-"""Placement of processes, turns on shared devices, and supervision."""
+"""Placement of processes, time slices on shared devices, and supervision."""

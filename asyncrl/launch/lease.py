@@ -90,7 +90,7 @@ WAY: dict[Side, tuple[Call, ...]] = {
 
 
 class Lease:
-    """Turns of trainer and engines on shared devices.
+    """Time slices of trainer and engines on shared devices.
 
     Example: the engines own the devices, and a handover to the trainer fails in its
         second call.
@@ -116,7 +116,7 @@ class Lease:
         breaks the lease.
     Waits: hand_to and undo wait timeout_s at most per call, apart from restarts of the
         trainer; cancellation does not interrupt an undo.
-    Invariant: one owner after the first turn, unless broken; the other side has
+    Invariant: one owner after the first handover, unless broken; the other side has
         released its memory.
     """
 
@@ -142,7 +142,7 @@ class Lease:
         self.state = LeaseState.IDLE
         self.owner: Side | None = None
         self.since_s = 0.0
-        """Start of the owner's turn, on the loop's clock."""
+        """Start of the owner's time slice, on the loop's clock."""
         self.phase = ""
         self.broken = ""
         self.failed = ""
@@ -289,7 +289,7 @@ class Lease:
 
     async def _bring_back(self, why: str) -> None:
         """A failure breaks the lease and skips the rest."""
-        # Before the first turn nobody owns the devices, so nothing is to be brought
+        # Before the first handover nobody owns the devices, so nothing is to be brought
         # back.
         calls = () if self.owner is None else WAY[self.owner]
         for call in self._kept(calls):

@@ -89,7 +89,7 @@ class ExtraServer:
     way_out: str = ""
     """A setting without this server."""
     offload: Rule | None = None
-    """Whether it leaves a device of the trainer in the trainer's turn; None: it must not
+    """Whether it leaves a device of the trainer in the trainer's time slice; None: it must not
     be there.
     """
     offload_key: str = ""
@@ -173,7 +173,7 @@ class Placement:
         }
 
     def leaves(self, name: str) -> bool:
-        """Return whether an extra server leaves its device in the trainer's turn."""
+        """Return whether an extra server leaves its device in the trainer's time slice."""
         server = self.extra_servers[name]
         is_shared = self.extra[name] in self.trainer
         if not self.moves or not is_shared:
@@ -183,11 +183,11 @@ class Placement:
         return server.offload == "always"
 
     def needed_awake(self, server: ExtraServer) -> str:
-        """Return why an extra server must be awake in the trainer's turn, or ""."""
+        """Return why an extra server must be awake in the trainer's time slice, or ""."""
         if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
             return f"a {server.key} with engine={server.engine} loses its weights if it sleeps"
-        # The eval engine evaluates in the trainer's turn, too, and its rewards would
-        # wait for the engines' turn, which never comes after the last step.
+        # The eval engine evaluates in the trainer's time slice, too, and its rewards would
+        # wait for the engines' time slice, which never comes after the last step.
         readers = self.weight_readers
         if server.serves_evals and readers:
             return (
@@ -195,8 +195,8 @@ class Placement:
             )
         return ""
 
-    def extra_side(self, name: str) -> Literal["turn", "extra"]:
-        return "turn" if self.leaves(name) else "extra"
+    def extra_side(self, name: str) -> Literal["slice", "extra"]:
+        return "slice" if self.leaves(name) else "extra"
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
@@ -362,9 +362,9 @@ def _refuse_sides(
         raise ConfigError(
             f"{_written(config)} have some devices in common",
             rule="without engines or a server that leaves it, a device of the trainer would be idle in the "
-            "engines' turn",
+            "engines' time slice",
             way_out="give both sides the same devices (placement.rollout=trainer), or none in common, or "
-            "place a reward model, judge or teacher on the trainer's other devices.",
+            "place a server that leaves its device on the trainer's other devices.",
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]
@@ -424,7 +424,7 @@ def _refuse_sharing(
     ):
         raise ConfigError(
             f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
-            "or not started by the run, cannot free its memory for the trainer's turn",
+            "or not started by the run, cannot free its memory for the trainer's time slice",
             way_out="set placement.rollout=cpu, or rollout.engine=embedded.",
         )
     if isinstance(share, float) and (not is_shared or takes_no_device(config)):
@@ -440,7 +440,7 @@ def _refuse_sharing(
 
 
 def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
-    """Refuse rules of parts that nothing else takes turns with."""
+    """Refuse rules of parts that nothing else time-shares with."""
     has_others = config.shared_critic is not None or config.has_reference
     for one, rule in config.offload_rules.items():
         why = ""
@@ -451,7 +451,7 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
         elif rule == "never" and not moves:
             why = "no engines take its device"
         elif rule == "always" and one == POLICY_WEIGHTS and not (moves or has_others):
-            why = "nothing else takes turns with the policy on its device"
+            why = "nothing else time-shares with the policy on its device"
         elif (
             rule == "always"
             and one == POLICY_GRADIENTS
@@ -481,20 +481,20 @@ def _refuse_server_offload(placement: Placement) -> None:
         if server.offload != "auto" and not shared:
             why = "it shares no device with the trainer"
         elif server.offload == "always" and not placement.moves:
-            why = "trainer and engines take no turns that move them out"
+            why = "trainer and engines have no time slices that move them out"
         elif server.offload == "never" and shared == {CPU} and not placement.moves:
             why = "nothing asks it to leave"
         if why:
             raise ConfigError(
                 f"{server.offload_key}={server.offload}, and {why}",
-                rule="a server leaves a device of the trainer, in the trainer's turn",
+                rule="a server leaves a device of the trainer, in the trainer's time slice",
                 way_out=f"set {server.offload_key}=auto.",
             )
         needed = placement.needed_awake(server)
         if needed and any(map(placement.leaves, copies)):
             raise ConfigError(
                 f"placement.{server.key}={server.written} is a device of the trainer, and {needed}",
-                rule=f"{server.offload_key}=always: the server sleeps in the trainer's turn",
+                rule=f"{server.offload_key}=always: the server sleeps in the trainer's time slice",
                 way_out=f"set {server.offload_key}=auto: then it stays next to the trainer.",
             )
 
@@ -724,8 +724,8 @@ def _extra_device(
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
     is_critics = device in placement.critic
-    has_turns = placement.is_colocated and server.offload is not None
-    may_share = not is_critics and (has_turns or server.offload == "never")
+    has_time_slices = placement.is_colocated and server.offload is not None
+    may_share = not is_critics and (has_time_slices or server.offload == "never")
     if device != CPU and device in placement.ranks and not may_share:
         side = "critic" if is_critics else "trainer"
         others = [f"set placement.{server.key}=cpu or another CUDA device"]

@@ -65,7 +65,7 @@ EXPORT_FILES = 3
 oldest is removed.
 """
 JOURNAL_BYTES = 16
-"""Per token of a batch, at most, without a teacher's likeliest ids."""
+"""Per token of a batch, at most, without algorithm.distill_top_k."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -101,13 +101,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process, or what a node holds besides. `side`: whose turn it works in; loading
-    ends before saving begins. turn: an extra server that leaves in the trainer's turn.
+    """A process, or what a node holds besides. `side`: whose time slice it works in; loading
+    ends before saving begins. slice: an extra server that leaves in the trainer's time slice.
     """
 
     name: str
     side: (
-        HostSide | Literal["controller", "trainer", "critic", "engine", "extra", "turn"]
+        HostSide
+        | Literal["controller", "trainer", "critic", "engine", "extra", "slice"]
     )
     device: str
     threads: int
@@ -152,7 +153,7 @@ class Plan:
         if not self.placement.moves:
             return sizes.total()
         trainer = sizes.pop("trainer", 0)
-        engines = sizes.pop("engine", 0) + sizes.pop("turn", 0) + stays
+        engines = sizes.pop("engine", 0) + sizes.pop("slice", 0) + stays
         return sizes.total() + max(trainer, engines, pushed)
 
 
@@ -213,7 +214,7 @@ def lay_out(
 
     def add(
         name: str,
-        side: Literal["trainer", "critic", "engine", "extra", "turn"],
+        side: Literal["trainer", "critic", "engine", "extra", "slice"],
         devices: Side,
         memory: Memory,
     ) -> None:
@@ -393,7 +394,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
         * config.rollout.group_size
         * config.rollout.max_length
     )
-    # What a teacher's likeliest ids take does not compress.
+    # Ids and logprobs of algorithm.distill_top_k do not compress.
     token_bytes = JOURNAL_BYTES + 8 * config.algorithm.num_distill_ids
     return {
         f"{num_kept} checkpoints": num_kept * checkpoint_bytes,
@@ -881,7 +882,7 @@ def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
     for one in plan.processes:
         if one.side == "trainer" and one.stays:
             taken[one.device] += int(TRAINER_FACTOR * one.stays) + OWN_BYTES
-        elif one.side in ("extra", "turn"):
+        elif one.side in ("extra", "slice"):
             taken[one.device] += int(ENGINE_FACTOR * one.memory.total) + OWN_BYTES
     for device in map(placement.label, placement.engine_devices):
         free, total = plan.memory.get(device, (None, None))

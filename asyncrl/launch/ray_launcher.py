@@ -247,7 +247,7 @@ class RayNode:
         self._make = make
         self._files = files
         self._lost = "it was not opened"
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def gone(self, name: str, how: str = "") -> NodeLost:
         return NodeLost(
@@ -259,7 +259,7 @@ class RayNode:
     async def open(self) -> None:
         """Start an actor unless one answers. Raises NodeLost or ConfigError."""
         # Several processes of a node restart at once: the first one opens it for all.
-        async with self._turn:
+        async with self._lock:
             if not self._lost:
                 return
             await self._end_actor()

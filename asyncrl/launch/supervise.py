@@ -280,8 +280,8 @@ class Supervisor:
         # errors of the old ones (EngineLost.is_told, num_restarts in
         # SupervisedTrainer).
         self._report = asyncio.Future()
-        # Colocated, an engine may start only in the engines' turn. The block ends that
-        # turn no earlier than the engine serves.
+        # Colocated, an engine may start only in the engines' time slice. The block ends that
+        # time slice no earlier than the engine serves.
         async with self._room():
             await self._before_start()
             self.is_starting = True

@@ -60,7 +60,7 @@ PROGRESS = frozenset(
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
     judge/requests policy_version publish/version reward/posted reward/texts rollout/failed
-    rollout/finished teacher/tokens trainer/down trainer/restarts trainer/version turns/phases
+    rollout/finished teacher/tokens trainer/down trainer/restarts trainer/version handover/phases
     """.split()
 )
 """Counters whose change shows progress, for the watchdog."""

@@ -57,7 +57,7 @@ class MinuteLimits:
         self._max_requests = math.inf if requests is None else requests
         self._max_tokens = math.inf if tokens is None else tokens
         # A waiting call holds it, so no later call overtakes a large request.
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._used = deque[list[float]]()
         """(time, tokens) of the requests of the last minute."""
         self.paused_until_s = 0.0
@@ -68,7 +68,7 @@ class MinuteLimits:
         be corrected. More tokens than the limit wait until the minute is empty.
         """
         clock = asyncio.get_running_loop().time
-        async with self._turn:
+        async with self._lock:
             while True:
                 delay_s = self._delay_s(tokens, clock())
                 if delay_s <= 0:

@@ -199,8 +199,8 @@ def _rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in (q, k, cos)):
-        turn = (cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
-        return _Rotary.apply(q, *turn), _Rotary.apply(k, *turn)  # type: ignore[no-untyped-call]
+        angles = (cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+        return _Rotary.apply(q, *angles), _Rotary.apply(k, *angles)  # type: ignore[no-untyped-call]
     return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
 
 

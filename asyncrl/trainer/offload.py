@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Offload:
     """Tracks parts of the trainer's models off their device. Collective.
 
-    A part may leave for two reasons. The engines' turn takes the device: offload() and
+    A part may leave for two reasons. The engines' time slice takes the device: offload() and
     onload(), which leave parts with the rule "never" on the device. Or another part
     works: use() brings its parts and sends those with the rule "always" away.
 

@@ -793,7 +793,7 @@ class TrainerRank(TrainedModel):
         """Bring the parts that `what` needs to the device, and let parts with the rule
         "always" leave it. Collective. Raises Refused.
         """
-        # The engines take no gradient: none is kept until their turn.
+        # The engines take no gradient: none is kept until their time slice.
         parts = dict.fromkeys(one.part for one in used if one.part != "gradients")
         self._offload.need(what, *parts)
         if not self._offload.is_settled(used):

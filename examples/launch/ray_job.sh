@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Submits a run as a job of a Ray cluster that is there already. The controller runs on the cluster's head, so this machine may leave.
+# Submits a run as a job of a Ray cluster that is already up. The controller runs on the cluster's head, so this machine may leave.
 #   examples/launch/ray_job.sh http://HEAD:8265
 #   CONFIG=my.yaml RUN_DIR=/shared/runs/mine examples/launch/ray_job.sh http://HEAD:8265 placement.rollout='{nodes: 4, gpus: 8}' rollout.num_engines=32
 # The head needs Ray's dashboard (pip install 'ray[default]'), every node asyncrl with its extras train and ray (and vllm), all of the same
-# version, and /shared, where the run and the model lie. This folder goes to the nodes as it is (runtime_env.yaml says what is left out):
-# configs, tasks and agents of yours come from here, and asyncrl/ too, before the one that is installed.
-# The same command again goes on with the run where it stood. `ray job stop asyncrl-...` interrupts it, which writes a checkpoint first;
+# version, and /shared, where the run and the model are. This folder goes to the nodes, except the paths that runtime_env.yaml excludes:
+# your configs, tasks and agents are read from it, and its asyncrl/ comes before an installed asyncrl.
+# The same command resumes an interrupted run. `ray job stop asyncrl-...` interrupts it, which writes a checkpoint first;
 # `ray job logs -f ...` shows it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,7 +16,7 @@ config=${CONFIG:-configs/gsm8k-qwen2.5-7b-8gpu.yaml}
 model=${MODEL:-/shared/models/Qwen2.5-7B-Instruct}
 run_dir=${RUN_DIR:-/shared/runs/first}
 
-# The entrypoint takes no CPU of Ray's: the controller is beside what it starts. Stopping it takes longer than Ray's own 3 s.
+# The entrypoint takes no CPU of Ray's: it runs next to the processes that it starts. Stopping it takes longer than Ray's own 3 s.
 ray job submit --address "$dashboard" --submission-id "asyncrl-$(basename "$run_dir")-$(date +%Y%m%d-%H%M%S)" \
     --runtime-env examples/launch/runtime_env.yaml --entrypoint-num-cpus 0 --no-wait -- \
     asyncrl run "$config" launcher=ray model.path="$model" \

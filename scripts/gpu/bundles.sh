@@ -20,7 +20,7 @@ for minor in 5 12 17 24 27 28 31 34 35; do
     tags+=(--platform "manylinux_2_${minor}_x86_64")
 done
 tags+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
-install() { # FOLDER PACKAGES: without what they need
+install() { # FOLDER PACKAGES: without their dependencies
     python3 -m pip install -q --no-deps --no-compile --only-binary=:all: --python-version 3.12 --implementation cp \
         --abi cp312 --abi abi3 --abi none "${tags[@]}" --target "$1" "${@:2}"
     rm -rf "$1/bin"
@@ -42,7 +42,7 @@ make_trl() {
     install trl trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
 }
 
-# The package index has no FlashAttention 3 with a backward pass for torch 2.11: tokenspeed-fa3 has none. xformers 0.0.34
+# The package index has no FlashAttention 3 with a backward pass for torch 2.11 (tokenspeed-fa3 lacks it). xformers 0.0.34
 # carries one, built on torch's stable ABI for CUDA 12.
 make_fa3() {
     install xformers xformers==0.0.34
@@ -66,7 +66,7 @@ END
 }
 
 # vLLM for dense models with FlashAttention 3: without FlashAttention 2, DeepGEMM, kernels of other cards and architectures,
-# and code for experts. FlashInfer is missing, too: set VLLM_USE_FLASHINFER_SAMPLER=0. The packages are those that its server
+# and code for experts. FlashInfer is missing, too: set VLLM_USE_FLASHINFER_SAMPLER=0. It holds the packages that its server
 # imports and that base and the machine lack.
 make_vllm() {
     install vllm vllm==0.32.0 apache-tvm-ffi==0.1.15.post2 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0 \

@@ -3,7 +3,7 @@
 #
 #   bash scripts/gpu/calls.sh NAME BUNDLES OUT [--tiny]     # from the root of the repository; NAME: see below
 #
-# BUNDLES holds what scripts/gpu/bundles.sh made. Each row has a limit of its own, so a broken row costs no other row.
+# BUNDLES holds what scripts/gpu/bundles.sh made. Each row has its own limit, so a broken row costs no other row.
 # On one H100 a start took 30 s, and a transfer of 60 MB 4 to 15 s. The first import of vLLM takes 17 s, its start 75 to
 # 115 s; a row that is slow on the CPU, such as a compilation, runs well in the background of such a start.
 set -uo pipefail

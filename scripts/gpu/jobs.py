@@ -191,8 +191,8 @@ def _plot(bench: Bench, steps: list[Line], config: str) -> None:
 # ---- several runs of one config, each with other sections
 
 APART = {"trainer": 0, "rollout": 1}
-TURNS = {"trainer": 0, "rollout": "trainer"}
-BOTH_IN_TURNS = {"trainer": [0, 1], "rollout": "trainer"}
+COLOCATED = {"trainer": 0, "rollout": "trainer"}
+BOTH_COLOCATED = {"trainer": [0, 1], "rollout": "trainer"}
 NUM_STEPS = 8
 ONE_DEVICE = {"max_tokens": 256, "group_size": 8, "slots": 64}
 Sections = dict[str, dict[str, Any]]
@@ -218,7 +218,7 @@ CASES: dict[str, dict[str, Sections]] = {
     "nccl-embedded": _pushed("embedded"),
     "vllm-colocated": {
         "colocated": _colocated(
-            TURNS,
+            COLOCATED,
             weight_sync={"transport": "ipc"},
             rollout=ONE_DEVICE | {"deterministic": False},
         )
@@ -232,12 +232,12 @@ CASES: dict[str, dict[str, Sections]] = {
     },
     "tensor-parallel": {
         "tensor_parallel=2": _colocated(
-            BOTH_IN_TURNS, trainer={"world_size": 2}, rollout={"tensor_parallel": 2}
+            BOTH_COLOCATED, trainer={"world_size": 2}, rollout={"tensor_parallel": 2}
         )
     },
     "batch-invariance": {
         f"deterministic=true, {slots} slots": _colocated(
-            TURNS, rollout=ONE_DEVICE | {"deterministic": True, "slots": slots}
+            COLOCATED, rollout=ONE_DEVICE | {"deterministic": True, "slots": slots}
         )
         for slots in (64, 16)
     },

@@ -3,8 +3,8 @@
 #
 #   export PYTHONPATH=$(bash scripts/gpu/unpack.sh FOLDER SITE)
 #
-# FOLDER holds the bundles, of which any may be missing. base, trl and fa3 go to SITE, a folder outside the repository.
-# vllm becomes .venv-vllm, a Python of its own that also finds the packages of SITE and of `python3`, in this order.
+# FOLDER holds the bundles; any of them may be missing. base, trl and fa3 go to SITE, a folder outside the repository.
+# vllm becomes .venv-vllm, a separate Python that also finds the packages of SITE and of `python3`, in this order.
 set -euo pipefail
 bundles=$1
 site=$2
@@ -27,7 +27,7 @@ done
 if [ -e "$bundles/vllm.tar.xz" ]; then
     python3 -m venv --without-pip .venv-vllm
     packages=$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    # python3 may itself be that of a virtual environment, whose packages a new environment does not see.
+    # python3 may itself belong to a virtual environment, whose packages a new environment does not see.
     image=$(python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])')
     # The bundle has no FlashInfer, which vLLM's sampler imports by default. Python runs a line that begins with import.
     sampler='import os; os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")'

@@ -202,14 +202,14 @@ class Batches:
     """Score texts in batches of similar length.
 
     Waits: a call waits until the batches before it are done, then for its own. A model
-        that sleeps keeps the turn: calls wait until it wakes.
+        that sleeps keeps the lock: calls wait until it wakes.
     """
 
     def __init__(self, model: RewardModel, spec: RewardSpec) -> None:
         self._model = model
         self._batch_tokens = spec.batch_tokens
         self._waiting: list[Waiting] = []
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._moving = asyncio.Lock()
         # OpenMP counts threads per calling thread.
         self._thread = ThreadPoolExecutor(
@@ -219,8 +219,8 @@ class Batches:
     async def score(self, text: Mapping[str, list[int]]) -> float:
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
-        async with self._turn:
-            # The first call of a turn scores the texts of all calls behind it.
+        async with self._lock:
+            # The first holder of the lock scores the texts of all calls behind it.
             if not future.done():
                 await self._run()
         return await future
@@ -232,12 +232,12 @@ class Batches:
         async with self._moving:
             if self._model.is_asleep:
                 return TransferStats(num_bytes=0, seconds=0.0)
-            await self._turn.acquire()
+            await self._lock.acquire()
             try:
                 return await self._in_thread(self._model.sleep)
             finally:
                 if not self._model.is_asleep:
-                    self._turn.release()
+                    self._lock.release()
 
     async def wake(self) -> TransferStats:
         """Idempotent. Raises Refused (507)."""
@@ -245,7 +245,7 @@ class Batches:
             if not self._model.is_asleep:
                 return TransferStats(num_bytes=0, seconds=0.0)
             moved = await self._in_thread(self._model.wake)
-            self._turn.release()
+            self._lock.release()
             return moved
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # programs.sh NPM claude [WINDOW] | codex | ai_sdk MODEL RESULT: starts a program that npm has installed in NPM. The last line is JSON:
-# [what it says, the file that it makes] of a coding agent, and [answer, number of calls] of ai_sdk.mjs.
+# [its answer, the file that it makes] of a coding agent, and [answer, number of calls] of ai_sdk.mjs.
 set -euo pipefail
 npm=$1
 program=$2

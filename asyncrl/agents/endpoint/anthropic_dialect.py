@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 from pydantic import FailFast, Field
 from pydantic_core import PydanticCustomError, from_json
 
-from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
+from asyncrl.agents.endpoint.calls import (
+    ChatsByAnswer,
+    GatewayCall,
+    StoredChat,
+    find_chat,
+)
 from asyncrl.agents.endpoint.dialects import (
     Dialect,
     Read,
@@ -82,13 +87,13 @@ class MessagesRequest(CallParameters):
     chat_template_kwargs: Settings = {}
 
 
-def _read(reader: RequestReader, body: dict[str, object], kept: KeptAnswers) -> Read:
+def _read(reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer) -> Read:
     asked = reader.checked(body, MessagesRequest)
     thread = asked.thread
     previous = None
     if thread and thread["type"] == "continue":
         previous = thread["previous_message_id"]
-    before = kept_answer(previous, "thread.previous_message_id", kept)
+    before = find_chat(previous, "thread.previous_message_id", chats)
     tools = [*before.tools, *map(_function, asked.tools)]
     messages = [*before.messages, *_messages(asked)]
     chat = asked.common() | {
@@ -105,7 +110,7 @@ def _read(reader: RequestReader, body: dict[str, object], kept: KeptAnswers) -> 
     chat["response_format"] = chat_format(
         asked.output_config.get("format"), name="output", strict=True
     )
-    kept_chat = Kept(messages, tools) if thread else None
+    kept_chat = StoredChat(messages, tools) if thread else None
     return reader.chat(chat), MessageWriter(kept_chat)
 
 
@@ -196,7 +201,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageWriter(Writer):
-    def __init__(self, continues: Kept | None) -> None:
+    def __init__(self, continues: StoredChat | None) -> None:
         self.continues = continues
 
     def body(self, call: GatewayCall) -> dict[str, object]:

@@ -20,28 +20,28 @@ PING_S = 10.0
 NOT_KEPT = "previous_response_not_found"
 
 
-class Kept(NamedTuple):
+class StoredChat(NamedTuple):
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     items: Sequence[Mapping[str, object]] = ()
     """Of a response, for later references."""
 
 
-KeptAnswers = Newest[str, Kept]
+ChatsByAnswer = Newest[str, StoredChat]
 """Messages through delivered answers of a session, by the ids of their calls."""
 
 
-def kept_answer(name: str | None, param: str, kept: KeptAnswers) -> Kept:
+def find_chat(name: str | None, param: str, chats: ChatsByAnswer) -> StoredChat:
     """Return the chat through the answer `name`; without a name, an empty one. Raises
     ApiError: 404.
     """
     if name is None:
-        return Kept(())
-    if (answer := kept.get(name)) is not None:
+        return StoredChat(())
+    if (answer := chats.get(name)) is not None:
         return answer
     why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
     raise ApiError(
-        404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param
+        404, f"{why} older than the newest {chats.most}.", code=NOT_KEPT, param=param
     )
 
 

@@ -13,7 +13,12 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.calls import NOT_KEPT, GatewayCall, Kept, KeptAnswers
+from asyncrl.agents.endpoint.calls import (
+    NOT_KEPT,
+    ChatsByAnswer,
+    GatewayCall,
+    StoredChat,
+)
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.tool_formats import Block
 
@@ -26,7 +31,7 @@ Event = Mapping[str, object]
 class Writer(ABC):
     """Form of one call's answer."""
 
-    continues: Kept | None = None
+    continues: StoredChat | None = None
     """Chat before the answer, if later calls may name the answer by its id."""
 
     @abstractmethod
@@ -55,7 +60,7 @@ class Dialect:
     name: str
     path: str
     splits_thoughts: bool | None
-    read: Callable[[RequestReader, dict[str, object], KeptAnswers], Read]
+    read: Callable[[RequestReader, dict[str, object], ChatsByAnswer], Read]
     body: type[BaseModel]
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a chat's parameters that differ."""

@@ -127,7 +127,7 @@ class EngineRoute:
         """Parse and check a body in its dialect. Raises ApiError."""
         return await _run(
             self._rendering,
-            lambda: dialect.read(self.reader, parse_json(body), session.kept),
+            lambda: dialect.read(self.reader, parse_json(body), session.chats),
             in_thread=len(body) >= LONG_BODY,
         )
 

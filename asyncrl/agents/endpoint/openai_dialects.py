@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from pydantic import ConfigDict, FailFast
 from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers, kept_answer
+from asyncrl.agents.endpoint.calls import (
+    ChatsByAnswer,
+    GatewayCall,
+    StoredChat,
+    find_chat,
+)
 from asyncrl.agents.endpoint.dialects import (
     Dialect,
     Read,
@@ -145,14 +150,14 @@ class TextWriter(ChatWriter):
 
 
 def _read_chat(
-    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
+    reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
     asked = reader.chat(body)
     return asked, ChatWriter(asked.stream_options)
 
 
 def _read_text(
-    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
+    reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
     asked = reader.text(body)
     return asked, TextWriter(asked.stream_options)
@@ -203,16 +208,19 @@ class ResponsesRequest(CallParameters):
 
 
 def _read_response(
-    reader: RequestReader, body: dict[str, object], kept: KeptAnswers
+    reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
     asked = reader.checked(body, ResponsesRequest)
     previous = asked.previous_response_id
-    before = kept_answer(previous, "previous_response_id", kept).messages
+    before = find_chat(previous, "previous_response_id", chats).messages
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
     messages = _messages(
-        [_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)]
+        [
+            _resolved(item, f"input[{number}]", chats)
+            for number, item in enumerate(items)
+        ]
     )
     if not messages:
         raise invalid(
@@ -298,12 +306,12 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _resolved(item: object, param: str, kept: KeptAnswers) -> object:
+def _resolved(item: object, param: str, chats: ChatsByAnswer) -> object:
     """Return the item that an item_reference names. Raises ApiError: 404."""
     match item:
         case {"type": "item_reference", "id": str(name)}:
             # `rs_resp-3_0` is an item of the call resp-3.
-            answer = kept_answer(name.partition("_")[2].partition("_")[0], param, kept)
+            answer = find_chat(name.partition("_")[2].partition("_")[0], param, chats)
             for each in answer.items:
                 if each["id"] == name:
                     return each
@@ -378,7 +386,7 @@ class ResponseWriter(Writer):
         functions: Functions,
     ) -> None:
         self._functions = functions
-        self.continues = Kept(messages) if asked.store else None
+        self.continues = StoredChat(messages) if asked.store else None
         self._is_sealed = "reasoning.encrypted_content" in asked.include
         self._blocks: list[Block] = []
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)

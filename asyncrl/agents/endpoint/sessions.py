@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from asyncrl.agents.endpoint.calls import GatewayCall, Kept, KeptAnswers
+from asyncrl.agents.endpoint.calls import ChatsByAnswer, GatewayCall, StoredChat
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
@@ -179,7 +179,7 @@ class GatewaySession:
             }
         )
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self.kept = KeptAnswers(self.limits.max_calls)
+        self.chats = ChatsByAnswer(self.limits.max_calls)
         self.retries = Retries()
         self.budgets = AgentBudgets()
         self.opening: Messages | None = None
@@ -212,7 +212,7 @@ class GatewaySession:
         # remembered answers and chats would hold memory for nothing.
         self.retries = Retries()
         self._numbers.clear()
-        self.kept.clear()
+        self.chats.clear()
         del self.sessions.open[self.key]
         # A deadline in the past: the loop cancels each block in its next rounds, and
         # _until_end turns that into the block's own error.
@@ -263,7 +263,7 @@ class GatewaySession:
             return
         self._numbers[call.key].discard(call.number)
 
-    def deliver_nowait(self, call: GatewayCall, continues: Kept | None) -> None:
+    def deliver_nowait(self, call: GatewayCall, continues: StoredChat | None) -> None:
         """Record an answer just before it is written. Raises ApiError if the session
         ended.
         """
@@ -284,7 +284,7 @@ class GatewaySession:
         call.is_delivered = True
         self.budgets.count_tokens_nowait(call.agent, call.answer.num_tokens)
         if continues is not None:
-            self.kept[call.name] = continues._replace(
+            self.chats[call.name] = continues._replace(
                 messages=[*continues.messages, message]
             )
         # The agent continued after the refused call, for example with a condensed

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 STREAM_S = 0.005
 """About one decode step."""
-PROFILED_TURNS = 100
+PROFILED_ITERATIONS = 100
 """Decode steps of a profile: about as many operators as one step of the trainer has."""
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest."""
@@ -158,7 +158,7 @@ class Engine:
                     self._inbox.get()()
                 # Also after an action without work: a commit may be due, and results
                 # wait for hand_over.
-                self.turn()
+                self.iterate()
             self._profiler.end()
         except Exception as error:
             if self._on_crash is None:
@@ -166,7 +166,7 @@ class Engine:
             self._on_crash(error)
 
     @torch.inference_mode()
-    def turn(self) -> None:
+    def iterate(self) -> None:
         # All at once: requests of one frame are admitted in the same step, and a
         # group's prompt is read once.
         while not self._inbox.empty():
@@ -181,7 +181,7 @@ class Engine:
         if started_s - self._streamed_s >= STREAM_S:
             self._streamed_s = started_s
             self._scheduler.report_streams()
-        # interrupt=wait: the last running row has ended in this turn.
+        # interrupt=wait: the last running row has ended in this iteration.
         if self.weights.swapping is not None and not self._scheduler.rows:
             self._finish_commit()
         # At the end: tokens of a step leave as one frame for each controller.
@@ -193,7 +193,7 @@ class Engine:
         """
         if self._profiler.enter(self.weights.version + 1):
             self._num_profiled = 0
-        if self._num_profiled == PROFILED_TURNS:
+        if self._num_profiled == PROFILED_ITERATIONS:
             self._profiler.end()
         self._num_profiled += 1
 

@@ -1,4 +1,4 @@
-"""Trainer and engines that take turns, wired as job/build.py does it, over fake servers
+"""Trainer and engines that time-share, wired as job/build.py does it, over fake servers
 whose memory is counted.
 """
 
@@ -57,7 +57,7 @@ NEEDS = {
 """Path -> the parts that the trainer must have on the device."""
 
 
-class TurnEngine(FakeEngineServer):
+class ColocatedEngine(FakeEngineServer):
     """An engine server whose moves take time."""
 
     async def post(
@@ -77,7 +77,7 @@ class TurnEngine(FakeEngineServer):
         )
 
 
-class TurnTrainer(FakeTrainerServer):
+class ColocatedTrainer(FakeTrainerServer):
     """A trainer that refuses to load more than its memory holds. Its weights are the
     list of its batches; a chunk's digest says so.
     """
@@ -131,7 +131,7 @@ class TurnTrainer(FakeTrainerServer):
         return await super()._work(path, body)
 
 
-class TurnServer(FakeServer):
+class ColocatedServer(FakeServer):
     """A server that scores rollouts on the trainer's device."""
 
     def __init__(self) -> None:
@@ -273,12 +273,12 @@ class House(EngineRooms):
         wait_released: Callable[[], Awaitable[None]] = at_once,
         **publishing: Any,
     ) -> None:
-        """`has_server`: a server that scores rollouts takes turns, too. `at_start` is called
-        before the first turn.
+        """`has_server`: a server that scores rollouts time-shares, too. `at_start` is called
+        before the first handover.
         """
-        self.scorer = TurnServer()
+        self.scorer = ColocatedServer()
         self.scoring = RoleClient(self.scorer, places=2, on_lost=self._scorer_lost)
-        self.worker, self.stays, self._at_start = TurnTrainer(), stays, at_start
+        self.worker, self.stays, self._at_start = ColocatedTrainer(), stays, at_start
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
@@ -292,7 +292,7 @@ class House(EngineRooms):
         super().__init__(
             tasks,
             [
-                TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w")
+                ColocatedEngine(f"engine-{index}", decode_s=DECODE_S, weights="w")
                 for index in range(num_engines)
             ],
             trainer,
@@ -339,7 +339,7 @@ class House(EngineRooms):
         self.published.append((manifest.version, manifest.digest))
 
     async def begin(self) -> None:
-        """As a run starts: the engines are asleep until their first turn, unless they
+        """As a run starts: the engines are asleep until their first time slice, unless they
         stay.
         """
         for fake in () if self.stays else self.fakes:

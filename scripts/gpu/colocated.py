@@ -46,7 +46,7 @@ def handover(bench: Bench, way: str) -> None:
 
     is_cuda = bench.device == "cuda"
     model = make_folder(bench, "0.6B")
-    config = bench.folder / "turns.yaml"
+    config = bench.folder / "handovers.yaml"
     config.write_text(config_text(bench, model, way))
     loaded = load_config(config)
     if is_cuda:
@@ -54,7 +54,7 @@ def handover(bench: Bench, way: str) -> None:
         assert (way == "shm") == (not shared), (
             f"with transport={way}, chunks are shared on {shared or 'none'}"
         )
-    steps = run_job(bench, config, "turns", [], limit_s=bench.limit_s - 20.0)
+    steps = run_job(bench, config, "handovers", [], limit_s=bench.limit_s - 20.0)
     # the first step warms up; after the last one the engine gets nothing
     counted = steps[1:-1]
     seconds = {
@@ -72,7 +72,7 @@ def handover(bench: Bench, way: str) -> None:
     bench.tell(
         "to the trainer, seconds",
         f"{seconds['to_trainer']:.3f}",
-        against=f"{len(counted)} turns",
+        against=f"{len(counted)} handovers",
     )
     bench.tell(
         "to the engine, seconds",
