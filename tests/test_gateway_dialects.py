@@ -626,7 +626,7 @@ def test_many_unknown_keys_cost_one_error_and_no_log(
 ) -> None:
     (dialect,) = (each for each in DIALECTS if path == f"/v1/{each.path}")
     with pytest.raises(ApiError) as refusal:
-        dialect.read(RequestReader(RULES), body, KeptAnswers(9))
+        dialect.read(RequestReader(RULES), body, ChatsByAnswer(9))
     assert len(str(refusal.value)) < 300
     invalid = refusal.value.__context__
     assert not isinstance(invalid, ValidationError) or invalid.error_count() < 5
