@@ -136,6 +136,16 @@ def test_a_short_run_is_not_judged() -> None:
     assert judged(100, perf_step_s=0.05, perf_train_s=0.01).bottleneck == "unknown"
 
 
+def test_a_rise_is_a_gain_from_50_steps_on() -> None:
+    def rise(step: int) -> float:
+        return 0.1 + step / 100
+
+    few = judged(49, reward_mean=rise).headline
+    assert few.startswith("No clear gain yet: reward rose from 0.1")
+    assert few.endswith("but in fewer than 50 steps (49).")
+    assert judged(50, reward_mean=rise).headline.startswith("Learned: reward rose")
+
+
 def test_a_constant_reward_is_named_after_four_steps() -> None:
     found = judged(
         4,

@@ -47,7 +47,7 @@ def test_the_page_draws_all_parts(browser: Chrome, tmp_path: Path) -> None:
     for page in (page_of(), page_of(make_run(tmp_path / "empty", 0))):
         show(browser, tmp_path, page)
         is_well(browser)
-    first = make_run(tmp_path / "first", 30)
+    first = make_run(tmp_path / "first", 60)
     second = make_run(
         tmp_path / "second", 20, state="failed", buffer={"max_staleness": 4}
     )

@@ -28,7 +28,9 @@ from asyncrl.observe.timeline import Mark
 from asyncrl.trainer.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
 
 MIN_STEPS = 20
-"""A shorter run is said neither to learn nor to get worse."""
+"""A shorter run is not said to get worse."""
+MIN_STEPS_GAIN = 50
+"""A shorter run is not said to learn: an early rise may be luck, or only a format."""
 MIN_STEPS_REASONS = 50
 """Reasons for a missing gain are looked for from here on."""
 ALL = 0.95
@@ -167,8 +169,12 @@ def _headline(
     last = f"{reward.last:.3f} ± {reward.noise:.3f}"
     ends = f"reward {first} at the start, {last} at the end"
     num = len(steps)
-    if num >= MIN_STEPS and reward.has_risen:
-        return f"Learned: reward rose from {first} to {last}."
+    if reward.has_risen:
+        rise = f"reward rose from {first} to {last}"
+        if num >= MIN_STEPS_GAIN:
+            return f"Learned: {rise}."
+        few = f"in fewer than {MIN_STEPS_GAIN} steps ({num})"
+        return f"No clear gain yet: {rise}, but {few}."
     is_certain = any(finding.is_certain for finding in findings)
     reasons = [finding.clause for finding in findings]
     # These reasons are guesses that fit any run. A short run gets no guess, unless
