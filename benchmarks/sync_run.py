@@ -25,7 +25,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.kinds import embedded_spec
 from asyncrl.job.agent_runtime import special_tokens
 from asyncrl.job.roles import ENGINE, ROLES
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.placement import place
@@ -66,7 +66,7 @@ class SyncRun:
         self.tokenizer = HFChatTokenizer(
             model_path, chat_template=config.model.chat_template
         )
-        servers = Servers(
+        servers = ServerFactory(
             config, placement, model_path, self.tokenizer, run_dir, LocalLauncher()
         )
         self.trainer = TrainerRank(servers.trainer_spec(0, Path(self._staging.name)))
