@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,16 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
+from gpu import jobs
 from gpu.colocated import config_text
-from gpu.jobs import CASES, ON_ONE_DEVICE, REPO, job_config, on_one_device
+from gpu.jobs import (
+    CASES,
+    GRACE_S,
+    ON_ONE_DEVICE,
+    REPO,
+    job_config,
+    on_one_device,
+)
 from gpu.rows import MARK, ROWS, Bench, Row
 from vllm_process import vllm_python
 
@@ -90,6 +99,43 @@ def test_configs_of_colocated_rows_are_valid(
         path = tmp_path / f"{way}.yaml"
         path.write_text(config_text(on_device, tmp_path, way))
         load_config(path)
+
+
+def test_limits_of_the_calls_leave_time_for_each_row() -> None:
+    script = (REPO / "scripts/gpu/calls.sh").read_text(encoding="utf-8")
+    unpack_s = 20.0
+    calls = script.partition("case $name in")[2].split(";;")[:-2]
+    totals = []
+    for call in calls:
+        total_s = unpack_s
+        for limit, part, name in re.findall(r"row (\d+) (\d) (\S+)", call):
+            (row,) = (one for one in ROWS if (str(one.part), one.name) == (part, name))
+            start_s = 115.0 if "vllm" in row.needs else 20.0
+            num_runs = len(CASES.get(row.arguments.get("case", ""), ["one"]))
+            needed_s = GRACE_S + num_runs * (start_s + 20.0)
+            if row.function == "jobs.learns":
+                needed_s += jobs.MIN_RUN_S
+            assert float(limit) >= needed_s
+            total_s += float(limit) + 5.0
+        totals.append(total_s)
+    assert len(totals) == 4
+    assert max(totals) <= 600.0
+    assert sum(totals) <= 1650.0  # of 1,800 s: the rest is the start and transfers
+
+
+def test_runs_without_a_step_cost_no_other_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_job(_: Bench, config: Path, *__: Any, **___: Any) -> Any:
+        raise RuntimeError(f"{config.stem} ended with 1")
+
+    monkeypatch.setattr(jobs, "run_job", run_job)
+    jobs.in_cases(bench, "one-device")
+    lines = capsys.readouterr().out.splitlines()
+    told = [
+        json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)
+    ]
+    assert [one["ok"] for one in told] == [False] * len(CASES["one-device"])
 
 
 # ---- the script
