@@ -173,14 +173,17 @@ def test_failed_rows_are_reported_and_other_rows_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "row"), [("4", "agent"), ("5", "one-device-kill")])
+def test_row_of_a_real_run_ends_well_on_a_cpu(
+    part: str, row: str, tmp_path: Path
+) -> None:
     command = [
         sys.executable,
         str(SCRIPT),
         "--part",
-        "4",
+        part,
         "--row",
-        "agent",
+        row,
         "--tiny",
         "--out",
         str(tmp_path),
@@ -192,7 +195,7 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async"])
+@pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async", "vllm-agent"])
 def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
     environ = {**os.environ, "VENV_VLLM": str(vllm_python().parent.parent)}
     command = [

@@ -90,8 +90,10 @@ def steps_of(run_dir: Path) -> list[Line]:
 
 def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:
     """Return the overrides of a colocated run."""
+    # vLLM cannot free its memory on a CPU
+    is_apart = engine == "vllm" and bench.device == "cpu"
     overrides = [
-        f"placement={{trainer: {bench.place}, rollout: trainer}}",
+        f"placement={{trainer: {bench.place}, rollout: {'cpu' if is_apart else 'trainer'}}}",
         "buffer.max_staleness=0",
     ]
     # float32 is not packed on CUDA
