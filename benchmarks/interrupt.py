@@ -9,7 +9,7 @@ long         answers of some 70 tokens, at most 256, in 16 slots: more to comput
 vllm         configs/quickstart-vllm.yaml, where vLLM is installed (`make setup-vllm`)
 
 Every run is a real `asyncrl run` from the same seed with new weights after every step;
-the modes take turns. Figures are of the last four fifths of the steps, medians over the
+the modes alternate. Figures are of the last four fifths of the steps, medians over the
 rounds.
 
 tokens/s     Sampled tokens that were trained on: modes that learn otherwise have steps of other lengths.

@@ -4,7 +4,7 @@
 
 A random Qwen3 with 2.4 million parameters scores texts with a lognormal length (mean about 180
 tokens, 1,000 at most) on one thread, in float32. Both sides tokenize the same chats and
-score the same texts; they take turns, so that both see the same machine.
+score the same texts; they alternate, so that both see the same machine.
 
 server    64 calls at once, over HTTP, in batches of at most 8,192 tokens.
 plain     batches of 16 texts in the given order, padded by the tokenizer.

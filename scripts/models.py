@@ -16,5 +16,11 @@ from model_served import forking, measure_vllm  # noqa: E402
 from model_table import write_table  # noqa: E402
 from model_zoo import TYPES  # noqa: E402
 
-with tempfile.TemporaryDirectory() as folder, forking(Path(folder)) as forks:
-    write_table(sys.argv[1:] or sorted(TYPES), partial(measure_vllm, forks=forks))
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, forking(Path(folder)) as forks:
+        write_table(sys.argv[1:] or sorted(TYPES), partial(measure_vllm, forks=forks))
+
+
+if __name__ == "__main__":
+    main()

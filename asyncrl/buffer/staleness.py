@@ -32,7 +32,7 @@ class StalenessRule:
 
     Invariants: (1) admitted = consumed + running + ready <= min((served + look_ahead +
     1) * num_groups, all of the run) at each admission. (2) `wait`: sorted by deadline,
-    item j in flight has its turn in batch next_batch + j // num_groups, no later than
+    item j in flight is due in batch next_batch + j // num_groups, no later than
     its deadline. admit_nowait cannot break it, because of (1) and look_ahead <=
     max_staleness; take_nowait checks all remaining groups. (3) no group in flight has
     its last use before next_batch.

@@ -368,7 +368,7 @@ class RunConfig(FrozenConfig):
             yield f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}"
 
     def _eval_conflicts(self) -> Iterator[str]:
-        # All evaluations take turns on one engine.
+        # All evaluations use one engine, one after another.
         engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
         if len(engines) > 1:
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"

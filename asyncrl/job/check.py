@@ -275,6 +275,8 @@ def try_reward(
         rewards = [failure] * len(texts)
     finally:
         child.kill()
+        child.join()
+        receiving.close()
     return rewards
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -358,6 +358,7 @@ class DataPin:
 
 
 CODE_PIN = "code.json"
+IMPORT = re.compile(r"^\s*(?:from|import)\s.*", re.MULTILINE)
 NAMES_OF_CODE = re.compile(r'"([\w./-]+(?::[A-Za-z_][\w.]*|\.py|\.sh|\.jinja))"')
 
 
@@ -370,14 +371,13 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
     """
     path = run_dir / CODE_PIN
     records = json.loads(path.read_bytes()) if path.exists() else []
-    files = {
-        f"{os.path.relpath(file, code[0].parent)} of {name}": xxhash.xxh3_128_hexdigest(
-            file.read_bytes()
-        )
-        for name in NAMES_OF_CODE.findall(config.model_dump_json())
-        for code in [_files_of(name)]
-        for file in code
-    }
+    files = dict[str, str]()
+    for name in NAMES_OF_CODE.findall(config.model_dump_json()):
+        code = _files_of(name)
+        for file in code:
+            place = os.path.relpath(file, code[0].parent)
+            digest = xxhash.xxh3_128_hexdigest(file.read_bytes())
+            files[f"{place} of {name}"] = digest
     # The first record of a run counts nothing as changed.
     before = records[-1]["files"] if records else files
     changed = [name for name in files if files[name] != before.get(name)]
@@ -397,22 +397,31 @@ def _files_of(name: str) -> list[Path]:
     if not path.is_file():
         return []
     depth = getattr(module, "__name__", "").count(".") + (path.stem == "__init__")
+    top = path.parents[depth]
     found = [path]
     for file in found:  # grows
-        for line in re.findall(
-            r"^\s*(?:from|import)\s.*", file.read_text(errors="replace"), re.MULTILINE
-        ):
-            words = re.findall(r"\w+(?:\.\w+)*", line)
-            package = "".join(words[1:2])
-            if package.partition(".")[0] == "asyncrl":
-                continue
-            for word in (*words, *(f"{package}.{word}" for word in words)):
-                for folder in (file.parent, path.parents[depth]):
-                    stem = folder.joinpath(*word.split("."))
-                    for near in (stem.with_suffix(".py"), stem / "__init__.py"):
-                        if near not in found and near.is_file():
-                            found.append(near)
+        for near in _imported(file, top):
+            if near not in found:
+                found.append(near)
     return found
+
+
+def _imported(file: Path, top: Path) -> Iterator[Path]:
+    """Yield the files of modules that `file` may import, from its folder or from `top`.
+
+    Example: `from rules.math import score` may mean rules/math.py, rules/math/score.py,
+    or a package's __init__.py. Other words of the line seldom name a file.
+    """
+    for line in IMPORT.findall(file.read_text(errors="replace")):
+        words = re.findall(r"\w+(?:\.\w+)*", line)
+        package = "".join(words[1:2])
+        if package.partition(".")[0] == "asyncrl":
+            continue
+        names = [*words, *(f"{package}.{word}" for word in words)]
+        for name, folder in itertools.product(names, (file.parent, top)):
+            stem = folder.joinpath(*name.split("."))
+            candidates = (stem.with_suffix(".py"), stem / "__init__.py")
+            yield from filter(Path.is_file, candidates)
 
 
 # ---- libraries

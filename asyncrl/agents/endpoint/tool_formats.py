@@ -331,15 +331,17 @@ class TrialReader(AnswerReader):
 
     def begin(self, name: str, own_id: str | None = None) -> None:
         self.begun_at = self.at
-        self.schemas[name]  # KeyError: the tool is not offered
+        if name not in self.schemas:
+            raise ValueError(f"the tool {name} is not offered")
         super().begin(name, own_id)
 
     def has_failed(self) -> bool:
-        with contextlib.suppress(ValueError):
+        try:
             # Brackets alone would wait for the end of anything that follows a brace.
             from_json(self.call.text or "{}", allow_inf_nan=False, allow_partial=True)
-            return self.is_malformed
-        return True
+        except ValueError:
+            return True
+        return self.is_malformed
 
 
 Steps: TypeAlias = Generator[None, None, Value]
