@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 from job_runs import write_config
-from journal_cases import RUN_ID, admit, with_journal
+from journal_cases import RUN_ID, admit, make_batch, with_journal
 
 import asyncrl
 from asyncrl.base.errors import ComponentError, ConfigError, JournalError
@@ -49,7 +49,8 @@ from asyncrl.job.resume import ResumePoint
 from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.observe.run_dir import read_status
+from asyncrl.messages.trainer_api import TrainResponse
+from asyncrl.observe.run_dir import read_metrics, read_status
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -478,6 +479,40 @@ def test_settings_of_prompts_reach_the_tokenizer_of_a_run(
         assert tokenizer.decode(ids, skip_special_tokens=False).startswith("2001")
         num_tokens.append(len(ids))
     assert num_tokens[0] < num_tokens[1], "the name of a special token is text"
+
+
+def test_record_of_a_step_has_its_own_numbers_not_those_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, busy_s = 3.0, 10.0
+
+    def read_gauges(_: object) -> dict[str, float]:
+        return {"buffer/ready": ready, "perf/to_engines_s": ready / 10}
+
+    monkeypatch.setattr("asyncrl.job.reporter.gauges", read_gauges)
+    engines = SimpleNamespace(busy_s=lambda now_s: {"engine-0": busy_s})
+    run: Any = SimpleNamespace(
+        engines=engines, tokenizer=SimpleNamespace(decode=lambda ids, **_: "")
+    )
+    reporter = Reporter(make_config(tmp_path), tmp_path, "test")
+    reporter.start()
+    ended = []
+    for version in (0, 1):
+        ended.append(reporter.end_step(run, make_batch(version, version)))
+        # The next step begins before the record of this one is made.
+        ready, busy_s = ready + 2, busy_s + 10
+    for version in (0, 1):
+        report = TrainResponse(
+            policy_version=version + 1, metrics={"tokens/trained": 1}
+        )
+        reporter.step(run, make_batch(version, version), report, {}, ended[version])
+    reporter.finish("finished")
+    first, second = read_metrics(tmp_path, [])
+    assert (first["buffer/ready"], second["buffer/ready"]) == (3, 5)
+    assert (first["perf/to_engines_s"], second["perf/to_engines_s"]) == (0.3, 0.5)
+    # Ten busy seconds between the ends of the two steps, whenever they are recorded.
+    seconds = second["time_s"] - first["time_s"]
+    assert second["engine/busy_slots"] == pytest.approx(10 / seconds)
 
 
 def test_unwritable_status_is_a_warning_and_ends_no_run(tmp_path: Path) -> None:

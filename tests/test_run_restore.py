@@ -163,7 +163,7 @@ class Life:
         assert self.steps == []
         self.restored += 1
 
-    def end_step(self) -> None: ...
+    def end_step(self, rooms: object, batch: Batch) -> None: ...
 
     def step(
         self,

@@ -315,8 +315,9 @@ class Job:
                     await run.scheduler.to_engines(report.policy_version)
                 # After the handover, so that the engines already sample. The next step
                 # need not wait for metrics and samples either.
+                ended = self.reporter.end_step(run, batch)
                 recording = asyncio.ensure_future(
-                    self._record(run, batch, report, counted, self.reporter.end_step())
+                    self._record(run, batch, report, counted, ended)
                 )
                 if run.checkpointer.is_due(report.policy_version):
                     # The checkpoint makes the line durable: a resume from that version

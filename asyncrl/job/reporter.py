@@ -82,13 +82,15 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
 class StepEnd(NamedTuple):
-    """When a step ended on the monotonic clock, and its seconds by kind of span.
+    """The numbers of a step that the next one changes: when it ended on the monotonic
+    clock, its seconds by kind of span, and what the components counted until then.
 
     The next step may begin, and even end, before the record of this step is made.
     """
 
     at_s: float
     spent_s: defaultdict[str, float]
+    counted: Mapping[str, float]
 
 
 class Reporter:
@@ -250,9 +252,21 @@ class Reporter:
         counted = self._counted({name: run.engines.gauges()[name]})
         return {name: counted[name], **run.buffer.wait_gauges()}
 
-    def end_step(self) -> StepEnd:
-        """Return the end of the step. Later spans are of the next one."""
-        ended = StepEnd(time.monotonic(), self._spent_s)
+    def end_step(self, run: Components, batch: Batch) -> StepEnd:
+        """Return the end of the step. Later spans and counts are of the next one."""
+        self._count_from(batch)
+        now_s = time.monotonic()
+        counted = {
+            name: value
+            for name, value in self._gauges(run).items()
+            if (gauge := gauge_of(name)) is not None and gauge.kind != "eval"
+        }
+        busy_s = sum(run.engines.busy_s(now_s).values())
+        if self._slots_at is not None and now_s > self._slots_at[0]:
+            seconds = now_s - self._slots_at[0]
+            counted["engine/busy_slots"] = (busy_s - self._slots_at[1]) / seconds
+        self._slots_at = now_s, busy_s
+        ended = StepEnd(now_s, self._spent_s, counted)
         self._spent_s = defaultdict(float)
         return ended
 
@@ -267,10 +281,9 @@ class Reporter:
         found: Mapping[str, float],
         ended: StepEnd,
     ) -> None:
-        self._count_from(batch)
         # A step that is repeated after a resume gets the evaluations that its line had.
         evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
-        metrics = self._metrics(run, report, found, ended) | evaluated
+        metrics = self._metrics(report, found, ended) | evaluated
         self._new_evaluations = {}
         self._record(metrics, report)
         self._warn_of(metrics, batch)
@@ -526,22 +539,12 @@ class Reporter:
 
     def _metrics(
         self,
-        run: Components,
         report: TrainResponse,
         found: Mapping[str, float],
         ended: StepEnd,
     ) -> dict[str, float]:
-        metrics = self._timed(report, {**found, **report.metrics}, ended.at_s)
-        now_s = time.monotonic()
-        busy_s = sum(run.engines.busy_s(now_s).values())
-        if self._slots_at is not None and now_s > self._slots_at[0]:
-            metrics["engine/busy_slots"] = (busy_s - self._slots_at[1]) / (
-                now_s - self._slots_at[0]
-            )
-        self._slots_at = now_s, busy_s
-        for name, value in self._gauges(run).items():
-            if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
-                metrics.setdefault(name, value)
+        given = {**found, **report.metrics}
+        metrics = {**ended.counted, **self._timed(report, given, ended.at_s)}
         spent_s = ended.spent_s
         return metrics | {
             "perf/journal_s": spent_s["journal"],

@@ -311,7 +311,7 @@ async def restore(
         note_restored()
         journal.add_training_nowait(batch.version, report.metrics)
         found = batch_metrics(batch, run.special_tokens)
-        reporter.step(run, batch, report, found, reporter.end_step())
+        reporter.step(run, batch, report, found, reporter.end_step(run, batch))
 
     missed = functools.partial(load_batches, state, point.version, state.next_version)
     with span("trainer", "train again", point.version):
