@@ -112,7 +112,7 @@ async def test_rewards_of_tokens_need_one_for_each() -> None:
     assert found == [0.0, 1.0] * (MAX_SPANS // 2)
     with pytest.raises(RewardFailure, match="returned 1025 spans of equal rewards"):
         await scorer.score(PROMPT, sampled((MAX_SPANS + 1) * "x"))
-    assert try_reward(scorer_task(alternates), PROMPT, ["a", ""]) == [0, 0]
+    assert try_reward(scorer_task(alternates), PROMPT, ["a", ""]) == [[], []]
 
 
 def scorer_task(function: Callable[..., Any]) -> Any:

@@ -39,6 +39,7 @@ MODULE = """
     def none(prompt, completion, answer): print(completion)
     def same(prompt, completion, answer): return 0.5
     def fails(prompt, completion, answer): return 1 / len(completion)
+    def each(prompt, completion, answer, *, sampled): return [1.0 for _ in sampled.token_ids]
     def ends(prompt, completion, answer): os._exit(0)
     def changes(prompt, completion, answer): json.dumps = None; return len(completion)
     async def blocks(prompt, completion, answer): threading.Event().wait()
@@ -231,6 +232,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
         ),
         ("mine_here:fails", "ZeroDivisionError"),
         ("mine_here:changes", "{'a': 1.0, '': 0.0}\n"),
+        ("mine_here:each", "{'a': 'one per token', '': 'one per token'}\nmodel: "),
         (
             "mine_here:blocks",
             "warning: task: the reward mine_here:blocks takes more than",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -120,6 +121,28 @@ def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
 def test_value_that_is_no_finite_number_is_a_failure(value: Any) -> None:
     with pytest.raises(UserCodeFailed, match="^returned "):
         as_reward(value)
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+@pytest.mark.asyncio
+async def test_reward_that_changes_its_prompt_changes_only_its_copy(pool: str) -> None:
+    def spoil(prompt: Prompt, completion: str, answer: Any, **_: Any) -> float:
+        prompt.messages[0]["content"] = "spoiled"  # type: ignore[index]
+        answer["values"].append(9)
+        prompt.info["unit"]["name"] = "spoiled"
+        return float(len(answer["values"]))
+
+    prompt = Prompt(
+        "0/7",
+        ({"role": "user", "content": "how many?"},),
+        {"values": [1, 2]},
+        {"unit": {"name": "m"}},
+    )
+    before = copy.deepcopy(prompt)
+    scorer = make_scorer(lambda *given: spoil(*given, given[0].answer), pool)
+    for _ in range(2):
+        assert await scorer.score(prompt, sampled("3")) == 3.0
+    assert prompt == before
 
 
 @virtual

@@ -84,6 +84,8 @@ from asyncrl.trainer.model_folder import (
     find_on_disk,
 )
 
+TriedReward = float | list[float] | UserCodeFailed
+"""What a trial of a reward gave."""
 NUM_PROMPTS = 100
 MAX_SHOWN = 2000
 TRIAL_S = 10.0
@@ -204,8 +206,7 @@ def _try_prompt(
     rewards = try_reward(found.tasks[name], prompt, texts)
     source = f"{key}: the reward {settings.reward or settings.called}"
     shown = {
-        text[:60]: str(reward) if isinstance(reward, UserCodeFailed) else reward
-        for text, reward in zip(texts, rewards, strict=False)
+        text[:60]: _shown(reward) for text, reward in zip(texts, rewards, strict=False)
     }
     yield f"{key}: rewards of the reference answer, if it is a text or number, and of an empty one: {shown}"
     faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
@@ -221,19 +222,25 @@ def _try_prompt(
         raise ConfigError(
             what, rule="a reward is one finite number", way_out="correct the function."
         )
-    elif faults or len({*rewards}) < len(texts):
+    elif faults or ([] not in rewards and len({*map(str, rewards)}) < len(texts)):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
+
+
+def _shown(reward: TriedReward) -> object:
+    if reward == []:  # of a function that scores tokens, of which the trial has none
+        return "one per token"
+    return str(reward) if isinstance(reward, UserCodeFailed) else reward
 
 
 def try_reward(
     task: PromptTask, prompt: Prompt, texts: Sequence[str]
-) -> list[float | UserCodeFailed]:
+) -> list[TriedReward]:
     """Return the reward of each text, or its failure; [] after TRIAL_S."""
     function, takes_group = score_of(task)
     receiving, sending = multiprocessing.Pipe(duplex=False)
 
     def score() -> None:
-        rewards = list[float | UserCodeFailed]()
+        rewards = list[TriedReward]()
         for given in [texts] if takes_group else texts:
             asked = {} if takes_group else optional(function, NO_COMPLETION)
             try:
@@ -245,8 +252,8 @@ def try_reward(
                 continue
             if takes_group:
                 rewards.extend(result)
-            else:  # a list has one for each token, of which there are none here
-                rewards.append(sum(result) if isinstance(result, list) else result)
+            else:
+                rewards.append(result)
         sending.send(rewards)
 
     def score_in_thread() -> None:

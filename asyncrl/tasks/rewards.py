@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import itertools
 import logging
@@ -14,6 +15,7 @@ import numbers
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -165,12 +167,18 @@ def call(
     awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed.
     """
     with user_code():
-        # A copy: the function may change its list.
+        # Copies: the function may change them, and the next rollout must not see that.
         shown = given if isinstance(given, str) else [*given]
-        value = score(prompt, shown, **asked)
+        value = score(_copy_of(prompt), shown, **asked)
         if type(value) is float and isinstance(given, str):
             return as_reward(value)  # without the questions of the other types
         return value if isinstance(value, Awaitable) else _result(value, given)
+
+
+def _copy_of(prompt: Prompt) -> Prompt:
+    messages = tuple({**message} for message in prompt.messages)
+    answer, info = copy.deepcopy((prompt.answer, prompt.info))
+    return replace(prompt, messages=messages, answer=answer, info=info)
 
 
 async def call_async(value: Awaitable[object], given: str | Completions) -> Any:
