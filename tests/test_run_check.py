@@ -52,6 +52,8 @@ MODULE = """
 FOLDER = {
     "mine_here.py": MODULE,
     "exits_here.py": "import sys\nsys.exit(0)",
+    "leaves_here.py": "import os\nos._exit(0)",
+    "leaves_later.py": "import os\ndef f(**_): os._exit(0)",
     "skips_here.py": "import pytest\npytest.skip('old', allow_module_level=True)",
     "odd_type/config.json": '{"model_type": "qwen33"}',
     "odd_type/model.safetensors": "",
@@ -95,6 +97,8 @@ model.chat_template=broken.jinja -> model.chat_template=broken.jinja line 1:
 model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render ... no chats
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
+task.python=leaves_here:f -> leaves_here:f cannot be loaded: SystemExit: os._exit(0) was called
+task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.logit_bias={100: 1} -> rollout.logit_bias has token id 100 ... the model knows ids 0..

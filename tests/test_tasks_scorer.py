@@ -498,7 +498,7 @@ def test_threads_answer_and_end_with_their_executor() -> None:
 
 
 SCRIPT = """
-    import asyncio, signal, sys, threading
+    import asyncio, os, signal, sys, threading
     from asyncrl.base import user_code
     user_code.GRACE_S = 0.1
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
@@ -510,7 +510,9 @@ SCRIPT = """
         hung = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
         hung.append(asyncio.ensure_future(never_ends()))
         await asyncio.to_thread(int)
-        if sys.argv[1:]:
+        if "left" in sys.argv:
+            await asyncio.to_thread(os._exit, 0)
+        if "interrupted" in sys.argv:
             asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
             await asyncio.sleep(60)
         return 7
@@ -518,7 +520,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [([], 7), (["interrupted"], -2)])
+@pytest.mark.parametrize(
+    ("how", "code"), [([], 7), (["interrupted"], -2), (["left"], 1)]
+)
 def test_a_process_ends_though_a_call_in_it_never_does(
     how: list[str], code: int
 ) -> None:

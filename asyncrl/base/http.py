@@ -33,6 +33,7 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ErrorBody, fatal_line
+from asyncrl.base.host import leave_process
 from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
@@ -294,9 +295,9 @@ def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
         try:
             on_orphaned()
         finally:
-            # SystemExit would end only this thread. os._exit also works while the main
+            # SystemExit would end only this thread. This also works while the main
             # thread is in a CUDA call or a collective that never returns.
-            os._exit(3)
+            leave_process(3)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import uvloop
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
+from asyncrl.base.host import exit_raises
 
 
 def find_here() -> str:
@@ -32,6 +33,7 @@ def find_here() -> str:
     return here
 
 
+@exit_raises()
 def load_object(spec: str, setting: str) -> Any:
     """Import `module:attribute`. Raises ConfigError about `setting`."""
     module_name, _, attribute = spec.partition(":")
@@ -294,6 +296,7 @@ def _make_call(answer: Future[Any], call: Callable[[], object]) -> None:
         answer.set_result(result)
 
 
+@exit_raises()
 def run_loop(main: Awaitable[Result]) -> Result:
     """Run `main`, then end its remaining tasks. A gateway's call takes a fifth less CPU
     time than with asyncio's own loop (benchmarks/gateway.py).

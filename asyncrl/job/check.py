@@ -24,6 +24,7 @@ from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.host import exit_raises
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import (
     GeneratorConfig,
@@ -309,6 +310,7 @@ async def check_everything(lifecycle: Lifecycle, *, reads_all: bool = True) -> F
     return found
 
 
+@exit_raises()
 def validate(
     config: RunConfig, *, reads_all: bool = False, needs_weights: bool = True
 ) -> Found:

@@ -34,6 +34,7 @@ from asyncrl.base.errors import (
     first_cause,
 )
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
+from asyncrl.base.host import leave_process
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import shielded
 from asyncrl.config import RunConfig
@@ -334,10 +335,10 @@ class Lifecycle:
     def _exit(self, number: int) -> None:
         for server in self.servers:  # other processes end with our pipe
             server.child.kill_nowait()
-        # Exports in shared memory would outlive the process. os._exit, because a normal
-        # exit joins threads and so might wait for the code that blocks.
+        # Exports in shared memory would outlive the process. Not sys.exit, because a
+        # normal exit joins threads and so might wait for the code that blocks.
         clear_own_staging()
-        os._exit(128 + number)
+        leave_process(128 + number)
 
 
 _fork = threading.local()
