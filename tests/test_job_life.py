@@ -188,6 +188,7 @@ FORKING = """
     import os, sys
     from pathlib import Path
     from asyncrl.base.files import run_lock
+    from asyncrl.messages.records import Prompt
     from asyncrl.tasks.rewards import call
     def forks(prompt, completion):
         if os.fork() == 0:
@@ -195,7 +196,7 @@ FORKING = """
             os.read(0, 1)  # until the test closes it
         return 1.0
     with run_lock(Path(sys.argv[1])):
-        assert call(forks, None, "", {}) == 1.0
+        assert call(forks, Prompt("0/0", ()), "", {}) == 1.0
         print("the parent alone")
 """
 

@@ -249,6 +249,8 @@ def test_without_any_checkpoint_the_journal_is_enough(
     assert "resuming from policy_version 0" in goes_on(on_policy, run_dir)
     assert differences(whole, run_dir) == []
     assert_nothing_lost(on_policy, run_dir)
+    for step in read_lines(run_dir / "metrics.jsonl"):
+        assert step["perf/step_s"] >= step["perf/train_s"]
     both = read_timeline(run_dir, problems := [])
     assert (both[: len(first_life)], problems) == (first_life, []), (
         "spans of the first life stay"

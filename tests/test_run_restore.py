@@ -159,7 +159,7 @@ class Life:
 
     special_tokens = SpecialTokens()
 
-    def resume_at(self, version: int, counted: object) -> None:
+    def resume_at(self, version: int, counted: object, spent_s: float) -> None:
         assert self.steps == []
         self.restored += 1
 

@@ -18,6 +18,7 @@ import textwrap
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,14 +128,14 @@ def test_value_that_is_no_finite_number_is_a_failure(value: Any) -> None:
 @pytest.mark.asyncio
 async def test_reward_that_changes_its_prompt_changes_only_its_copy(pool: str) -> None:
     def spoil(prompt: Prompt, completion: str, answer: Any, **_: Any) -> float:
-        prompt.messages[0]["content"] = "spoiled"  # type: ignore[index]
+        prompt.messages[0]["content"].append("spoiled")  # type: ignore[attr-defined]
         answer["values"].append(9)
         prompt.info["unit"]["name"] = "spoiled"
         return float(len(answer["values"]))
 
     prompt = Prompt(
         "0/7",
-        ({"role": "user", "content": "how many?"},),
+        ({"role": "user", "content": ["how many?"]},),
         {"values": [1, 2]},
         {"unit": {"name": "m"}},
     )
@@ -143,6 +144,9 @@ async def test_reward_that_changes_its_prompt_changes_only_its_copy(pool: str) -
     for _ in range(2):
         assert await scorer.score(prompt, sampled("3")) == 3.0
     assert prompt == before
+    locked = replace(prompt, answer=threading.Lock())
+    scorer = make_scorer(lambda shown, *_: float(shown.answer is locked.answer), pool)
+    assert await scorer.score(locked, sampled("3")) == 1.0
 
 
 @virtual

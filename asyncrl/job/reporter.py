@@ -195,9 +195,11 @@ class Reporter:
     def on_published(self, version: int, digest: str) -> None:
         self._trackers.tell("weights", version, digest)
 
-    def resume_at(self, version: int, counted: Mapping[str, float]) -> None:
+    def resume_at(
+        self, version: int, counted: Mapping[str, float], spent_s: float = 0.0
+    ) -> None:
         """Keep steps up to `version`; later ones are reported again. `counted`: the
-        journal's totals.
+        journal's totals; `spent_s`: how long the first of them was trained.
         """
         self._is_to_resume = False
         self._timeline.open()
@@ -227,7 +229,7 @@ class Reporter:
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
         self._journaled = dict(counted)
-        self._count_on()
+        self._count_on(spent_s)
         self._console.say(f"resuming from policy_version {version}")
 
     def on_training(self) -> None:
@@ -534,8 +536,9 @@ class Reporter:
     def close_console(self) -> None:
         self._console.close()
 
-    def _count_on(self) -> None:
-        self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
+    def _count_on(self, spent_s: float = 0.0) -> None:
+        trained_s = self._last.get("time_s", 0.0) + spent_s
+        self._trained_since_s = time.monotonic() - trained_s
 
     def _metrics(
         self,

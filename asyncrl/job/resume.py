@@ -301,13 +301,17 @@ async def restore(
     # Runs once: at the first step that is trained again, or below if there is none. By
     # then the trainer has loaded its state, so nothing refuses anymore, and
     # reporter.resume_at() may cut metrics.jsonl.
+    spent_s = 0.0
+
     @functools.cache
     def note_restored() -> None:
         journal.note_nowait("order", feed.order)
         journal.add_event_nowait("restored", {"version": point.version, "who": "run"})
-        reporter.resume_at(point.version, state.counted)
+        reporter.resume_at(point.version, state.counted, spent_s)
 
     def report_again(batch: Batch, report: TrainResponse) -> None:
+        nonlocal spent_s
+        spent_s = report.metrics.get("perf/train_s", 0.0)
         note_restored()
         journal.add_training_nowait(batch.version, report.metrics)
         found = batch_metrics(batch, run.special_tokens)

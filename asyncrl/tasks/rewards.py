@@ -176,8 +176,11 @@ def call(
 
 
 def _copy_of(prompt: Prompt) -> Prompt:
-    messages = tuple({**message} for message in prompt.messages)
-    answer, info = copy.deepcopy((prompt.answer, prompt.info))
+    try:
+        parts = copy.deepcopy((prompt.messages, prompt.answer, prompt.info))
+    except Exception:  # a task's answer may hold anything, for example a lock
+        return prompt
+    messages, answer, info = parts
     return replace(prompt, messages=messages, answer=answer, info=info)
 
 
