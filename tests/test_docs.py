@@ -214,7 +214,7 @@ def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
 UNLIKE_ANY_SETTING = frozenset(
     """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_epsilon
-    auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval
+    auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16_full_eval
     cache_implementation cast_lm_head_to_fp32 data_seed dataloader_drop_last dataloader_in_order
     dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
     dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
@@ -231,7 +231,7 @@ UNLIKE_ANY_SETTING = frozenset(
     model_init_kwargs multi_objective_aggregation neftune_noise_alpha optim optim_args optim_target_modules
     output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project
     push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns
-    restore_callback_states_from_checkpoint resume_from_checkpoint reward_weights router_aux_loss_coef
+    restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef
     run_name sapo_temperature_neg sapo_temperature_pos save_on_each_node save_only_model save_strategy
     skip_memory_metrics sync_ref_model tf32 torch_compile_backend torch_compile_mode
     torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id

@@ -37,6 +37,7 @@ from asyncrl.launch.plan import (
     DISK,
     Memory,
     Plan,
+    ProcessPlan,
     make_plan,
     model_shape,
     offload_text,
@@ -352,7 +353,21 @@ def test_plan_over_capacity_is_refused_with_the_numbers(
         in caught.value.what
     )
     refuse_over_capacity(planned(num_cuda, *where), load(*where))
+    # Offloading the optimizer, for example, would only make a host's shortage worse.
+    cures = {device: "rollout.slots", "/dev/shm": "--shm-size"}
+    if num_cuda:
+        cures["cpu"] = "set trainer.lora={rank: 16}, give placement.trainer"
+    for short, cure in cures.items():
+        few = replace(plan, memory={short: (1, None)})
+        few = replace(
+            few, processes=(*few.processes, replace(SHARED_COPY, device=short))
+        )
+        with pytest.raises(ConfigError) as caught:
+            refuse_over_capacity(few, config)
+        assert cure in caught.value.way_out, short
 
+
+SHARED_COPY = ProcessPlan("weights", "host", "/dev/shm", 0, Memory(copies=2))
 
 # ---- several nodes
 

@@ -69,9 +69,15 @@ JOURNAL_BYTES = 16
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
-WAY_OUT = (
+FIT_DEVICE = (
     "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true, "
-    "trainer.offload.optimizer=always or trainer.lora={rank: 16}, change placement, or take a smaller model; "
+    "trainer.offload.optimizer=always or trainer.lora={rank: 16}, change placement, or take a smaller model."
+)
+FIT_HOST = (
+    "set trainer.lora={rank: 16}, give placement.trainer devices of more nodes, take a smaller model, "
+    "or a machine with more memory."
+)
+FIT_SHARED = (
     "enlarge /dev/shm with docker run --shm-size, or set weight_sync.transport=disk."
 )
 
@@ -915,7 +921,17 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
                 f"{one.name} {size_text(one.memory.total)}" for one in held
             )
             what = f"{device} needs {size_text(needed)} and has {size_text(free)} free ({names})"
-            raise ConfigError(what, rule=RULE, way_out=WAY_OUT)
+            way_out = FIT_DEVICE
+            if device == SHARED:
+                way_out = FIT_SHARED
+            elif {one.side for one in held} <= {
+                "controller",
+                "host",
+                "loading",
+                "saving",
+            }:
+                way_out = FIT_HOST
+            raise ConfigError(what, rule=RULE, way_out=way_out)
 
 
 # ---- sizes of a model
