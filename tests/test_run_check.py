@@ -40,6 +40,7 @@ MODULE = """
     def same(prompt, completion, answer): return 0.5
     def fails(prompt, completion, answer): return 1 / len(completion)
     def each(prompt, completion, answer, *, sampled): return [1.0 for _ in sampled.token_ids]
+    def raises(prompt, completion, answer): raise KeyError(answer)
     def ends(prompt, completion, answer): os._exit(0)
     def changes(prompt, completion, answer): json.dumps = None; return len(completion)
     async def blocks(prompt, completion, answer): threading.Event().wait()
@@ -83,6 +84,7 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its process (exit code 0)
 task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
+rollout.slots=BIG -> rollout in ... slots is an integer of more than 64 bits
 task.answer_column=prompt -> is the prompt column, too
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
@@ -110,7 +112,7 @@ MBART = (
     "{model_type: mbart, d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, "
     "decoder_ffn_dim: 64, max_position_embeddings: 128}"
 )
-REFUSED = REFUSED.replace("MBART", MBART, 1)
+REFUSED = REFUSED.replace("MBART", MBART, 1).replace("BIG", str(10**400))
 CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
 """(settings, words that are said, parts apart by ...)."""
 
@@ -235,6 +237,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
             "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell",
         ),
         ("mine_here:fails", "ZeroDivisionError"),
+        ("mine_here:raises", "raises fails for each answer that was tried"),
         ("mine_here:changes", "{'a': 1.0, '': 0.0}\n"),
         ("mine_here:each", "{'a': 'one per token', '': 'one per token'}\nmodel: "),
         (

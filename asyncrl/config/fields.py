@@ -56,6 +56,10 @@ class FrozenConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_conflict(self) -> Self:
+        for name, value in self:
+            # A sum of sizes must still be a float, and SQLite's integers have 64 bits.
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ValueError(f"{name} is an integer of more than 64 bits")
         for conflict in self.conflicts():
             raise ValueError(conflict)
         return self

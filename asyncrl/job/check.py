@@ -223,6 +223,8 @@ def _try_prompt(
         raise ConfigError(
             what, rule="a reward is one finite number", way_out="correct the function."
         )
+    elif len(faults) == len(texts):
+        yield f"warning: {source} fails for each answer that was tried; is it right?"
     elif faults or ([] not in rewards and len({*map(str, rewards)}) < len(texts)):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
 
