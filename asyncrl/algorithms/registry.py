@@ -46,10 +46,10 @@ class Recipe:
 
 
 ELSEWHERE = {
-    "grpo": "loss=ppo_clip, advantage=grpo, aggregate=sequence",
-    "dr_grpo": "loss=ppo_clip, advantage=dr_grpo, aggregate=constant",
-    "bnpo": "loss=ppo_clip, advantage=grpo, aggregate=token",
-    "ppo": "loss=ppo_clip, advantage=gae, and `critic: {}` beside algorithm",
+    "grpo": "algorithm={loss: ppo_clip, advantage: grpo, aggregate: sequence}",
+    "dr_grpo": "algorithm={loss: ppo_clip, advantage: dr_grpo, aggregate: constant}",
+    "bnpo": "algorithm={loss: ppo_clip, advantage: grpo, aggregate: token}",
+    "ppo": "algorithm={loss: ppo_clip, advantage: gae} and critic={}",
 }
 """Names of TRL and verl that are several settings here."""
 RECIPES = {
