@@ -85,6 +85,9 @@ def test_run_in_an_event_loop_ends_by_interrupt_or_callback(tmp_path: Path) -> N
         ) as caught:
             await asyncio.to_thread(run, on_step=fail)
         assert repr(caught.value.error) == "KeyError('no room')"
+        resumed = run(on_step=lambda *_: signal.raise_signal(signal.SIGINT))
+        steps = resumed.steps["step"]
+        assert (steps, resumed.problems) == ([*range(1, len(steps) + 1)], [])
 
     asyncio.run(main())
 
