@@ -57,7 +57,7 @@ train configs/quickstart.yaml -> 2: write `asyncrl run ...`
 check configs/quickstart.yaml seed=1 trainer.num_steps = 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps= 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps: 3 -> 2: write trainer.num_steps=3, without spaces
-check configs/quickstart.yaml algorithm.loss=grpo -> 2: algorithm={loss: ppo_clip, advantage: grpo, aggregate: sequence}
+check configs/quickstart.yaml algorithm.loss=grpo -> 2: write algorithm={loss: ppo_clip, advantage: grpo,
 check configs/quickstart.yaml algorithm.loss=rloo -> 2: write algorithm.advantage=rloo
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:

@@ -100,7 +100,7 @@ model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
 task.python=leaves_here:f -> leaves_here:f cannot be loaded: SystemExit: os._exit(0) was called
-task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called
+task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called (leaves_later.py line 2)
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.logit_bias={100: 1} -> rollout.logit_bias has token id 100 ... the model knows ids 0..

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import inspect
 import multiprocessing
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +149,32 @@ async def test_reward_that_changes_its_prompt_changes_only_its_copy(pool: str) -
     locked = replace(prompt, answer=threading.Lock())
     scorer = make_scorer(lambda shown, *_: float(shown.answer is locked.answer), pool)
     assert await scorer.score(locked, sampled("3")) == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_coroutine_made_for_a_cancelled_rollout_is_closed() -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    begun, gate = asyncio.Event(), threading.Event()
+
+    async def waits() -> float:
+        return 1.0
+
+    coroutine = waits()
+
+    def makes(*_: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        gate.wait(60)
+        return coroutine
+
+    scorer = make_scorer(makes, "thread")
+    scoring = asyncio.ensure_future(scorer.score(PROMPT, sampled("x")))
+    await begun.wait()
+    scoring.cancel()
+    await asyncio.wait({scoring})
+    gate.set()
+    await asyncio.to_thread(int)  # by the same thread, so after it
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
 
 
 @virtual
@@ -390,7 +418,7 @@ async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None
     ("module", "words"),
     [
         ("raise ValueError('not here')", "the reward of prompt 0/7 raised .*not here"),
-        ("import os; os._exit(9)", "lost its process outside of any call"),
+        ("import os; os.kill(os.getpid(), 9)", "lost its process outside of any call"),
     ],
 )
 async def test_score_that_no_process_can_build_is_a_failure(

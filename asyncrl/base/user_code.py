@@ -104,7 +104,7 @@ def check_call(
 
 
 def raised(error: BaseException) -> str:
-    (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
+    frame = _users_of(traceback.extract_tb(error.__traceback__))
     return (
         f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
     )
@@ -131,8 +131,12 @@ def place_of(thread: int) -> str:
     else the innermost.
     """
     stack = traceback.extract_stack(sys._current_frames()[thread])
+    return traceback.format_list([_users_of(stack)])[0]
+
+
+def _users_of(stack: traceback.StackSummary) -> traceback.FrameSummary:
     users = [frame for frame in stack if not frame.filename.startswith(NOT_USERS)]
-    return traceback.format_list((users or stack)[-1:])[0]
+    return (users or stack)[-1]
 
 
 logger = logging.getLogger("asyncrl.base.user_code")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import multiprocessing
 import os
@@ -323,6 +324,18 @@ class TaskScorer:
                 if not called.done():
                     self._calls.left_running(called)
                 raise
+            except asyncio.CancelledError:
+                called.add_done_callback(_close_coroutine)
+                raise
+
+
+def _close_coroutine(called: asyncio.Future[object]) -> None:
+    """Close what nobody will await: Python would warn of it on the console."""
+    if called.cancelled() or called.exception() is not None:
+        return
+    result = called.result()
+    if inspect.iscoroutine(result):
+        result.close()
 
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:
