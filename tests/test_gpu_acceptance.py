@@ -126,7 +126,10 @@ def test_limits_of_the_calls_leave_time_for_each_row() -> None:
 def test_runs_without_a_step_cost_no_other_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_job(_: Bench, config: Path, *__: Any, **___: Any) -> Any:
+    limits_s = list[float]()
+
+    def run_job(_: Bench, config: Path, *__: Any, limit_s: float) -> Any:
+        limits_s.append(limit_s)
         raise RuntimeError(f"{config.stem} ended with 1")
 
     monkeypatch.setattr(jobs, "run_job", run_job)
@@ -136,6 +139,8 @@ def test_runs_without_a_step_cost_no_other_run(
         json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)
     ]
     assert [one["ok"] for one in told] == [False] * len(CASES["one-device"])
+    # Of 200 s, 30 s for the end. A run that ends early leaves its time to the next.
+    assert limits_s == pytest.approx([50.0, 90.0, 130.0, 170.0], abs=3.0)
 
 
 # ---- the script

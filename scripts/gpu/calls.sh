@@ -26,7 +26,7 @@ row() { # LIMIT_S PART NAME
 
 case $name in
 shared) # bundles base, fa3: MPS against time slices, a kill under MPS
-    row 220 5 one-device
+    row 265 5 one-device
     row 150 5 one-device-kill
     ;;
 trainer) # base, fa3, trl: repeated steps, TRL's step, long sequences

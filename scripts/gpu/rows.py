@@ -164,7 +164,7 @@ class Bench:
     """Arguments of a measurement. `device`: cuda or cpu, where sizes are tiny.
 
     `label`: name of the device, for files; `folder`: of the row; `models`: shared by
-    the rows of a part; `out`: for logs; `limit_s`: of the row.
+    the rows of a part; `out`: for logs; `limit_s`: left for the row.
     """
 
     device: str
