@@ -292,7 +292,11 @@ def refuse_cuda_build() -> None:
 
     python = find_python(RolloutConfig(engine="vllm"), "vllm")
     done = subprocess.run(
-        [python, "-c", IMPORTS_OF_VLLM], stdout=subprocess.PIPE, text=True, check=True
+        [python, "-c", IMPORTS_OF_VLLM],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(IMPORTED[:2])},
     )
     if version := done.stdout.strip():
         raise NotRunError(f"vLLM {version} is for CUDA; its modules were imported here")

@@ -16,7 +16,8 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
-from gpu import jobs
+from gpu import jobs, training
+from gpu import models as gpu_models
 from gpu.colocated import config_text
 from gpu.jobs import (
     CASES,
@@ -70,6 +71,21 @@ def test_rows_run_on_a_cpu(
     ]
     assert told
     assert [one for one in told if one["ok"] is False] == []
+
+
+def test_a_row_without_time_measures_one_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[int]()
+
+    def at_version(version: int, *batch: Any) -> Any:
+        made.append(version)
+        return gpu_models.at_version(version, *batch)
+
+    monkeypatch.setattr(training, "at_version", at_version)
+    (row,) = (row for row in ROWS if row.name == "0.6B-16k")
+    function_of(row)(replace(bench, limit_s=0.0), **row.arguments)
+    assert made == [0, 1]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,7 +31,7 @@ shared) # bundles base, fa3: MPS against time slices, a kill under MPS
     ;;
 trainer) # base, fa3, trl: repeated steps, TRL's step, long sequences
     row 150 3 deterministic
-    row 120 3 trl
+    row 130 3 trl
     row 120 3 0.6B-65k
     ;;
 vllm) # base, vllm: whole runs with vLLM, colocated and at once, and an agent

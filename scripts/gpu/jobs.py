@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -112,7 +111,7 @@ def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:
 def learns(bench: Bench, config: str, engine: str = "embedded") -> None:
     """Train a shipped config, colocated, and plot its reward."""
     overrides = on_one_device(bench, engine)
-    limit_s = bench.limit_s - GRACE_S - 20.0
+    limit_s = bench.left_s - GRACE_S - 20.0
     if limit_s < MIN_RUN_S:
         raise NotRunError(f"no time: {limit_s:.0f} s remain")
     path = REPO / "configs" / f"{config}.yaml"
@@ -324,7 +323,6 @@ def in_cases(bench: Bench, case: str) -> None:
     lacking += [] if is_here else [f"{num_devices} CUDA devices"]
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
-    end_s = time.monotonic() + bench.limit_s - GRACE_S
     model = make_folder(bench, "0.6B") if case in ON_ONE_DEVICE else None
     tokens = []
     for number, (name, sections) in enumerate(runs.items()):
@@ -334,7 +332,7 @@ def in_cases(bench: Bench, case: str) -> None:
         )
         # Later runs keep MIN_RUN_S each, and get what this one leaves. The first compiles.
         kept_s = (len(runs) - 1 - number) * MIN_RUN_S
-        limit_s = max(MIN_RUN_S, end_s - time.monotonic() - kept_s)
+        limit_s = max(MIN_RUN_S, bench.left_s - GRACE_S - kept_s)
         wanted = load_config(config).trainer.num_steps
         try:
             steps = run_job(bench, config, config.stem, [], limit_s=limit_s)

@@ -164,7 +164,7 @@ class Bench:
     """Arguments of a measurement. `device`: cuda or cpu, where sizes are tiny.
 
     `label`: name of the device, for files; `folder`: of the row; `models`: shared by
-    the rows of a part; `out`: for logs; `limit_s`: left for the row.
+    the rows of a part; `out`: for logs; `limit_s`: of the row.
     """
 
     device: str
@@ -174,6 +174,12 @@ class Bench:
     models: Path
     out: Path
     limit_s: float
+    _made_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left for the row."""
+        return self.limit_s + self._made_s - time.monotonic()
 
     @property
     def place(self) -> str:
