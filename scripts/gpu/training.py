@@ -207,7 +207,7 @@ def beside_trl(bench: Bench) -> None:
     spent_s = 0.0
     for name, side_name, one in children:
         if len(sides) > 1 and bench.left_s < spent_s:
-            break  # the comparison with one of TRL's sizes stays
+            break  # the comparison with the first size stays
         spent_s = bench.left_s
         side = benchmark.summary([benchmark.run_child(side_name, one, bench.folder)])
         sides[name] = side
