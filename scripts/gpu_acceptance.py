@@ -182,13 +182,15 @@ class Part:
         late.start()
         is_ok = True
         others = deque[str](["no output"], maxlen=TAIL)
-        for line in child.stdout:
-            if line.startswith(MARK):
-                is_ok &= self.tell(row, json.loads(line.removeprefix(MARK)))
-            elif line.strip():
-                others.append(line.rstrip())
-        late.cancel()
-        end_session(child)
+        try:
+            for line in child.stdout:
+                if line.startswith(MARK):
+                    is_ok &= self.tell(row, json.loads(line.removeprefix(MARK)))
+                elif line.strip():
+                    others.append(line.rstrip())
+        finally:  # also after an interrupt, which the child's own session does not get
+            late.cancel()
+            end_session(child)
         child.stdout.close()
         code = child.wait()
         seconds = time.monotonic() - started_s
