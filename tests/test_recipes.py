@@ -24,7 +24,8 @@ TINY = ["trainer.num_steps=2", "trainer.num_groups=2", "generator.workers=1"]
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_a_recipe_loads_and_its_page_names_it(name: str) -> None:
     one = recipe.RECIPES[name]
-    load_config(recipe.ROOT / one.config)
+    config = load_config(recipe.ROOT / one.config, one.settings)
+    assert config.evals, "it is evaluated on held-out prompts"
     page = (recipe.ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert f"python scripts/recipe.py {name}\n" in page
     assert one.config in page
@@ -54,6 +55,7 @@ def test_a_recipe_trains_and_writes_its_curve(tmp_path: Path) -> None:
     (path,) = (tmp_path / "results").glob("tools-*.json")
     kept = json.loads(path.read_text())
     assert [line["step"] for line in kept["training"]] == [1, 2]
+    assert [line["policy_version"] for line in kept["held_out"]] == [0, 2]
 
 
 @pytest.mark.parametrize(
