@@ -228,7 +228,7 @@ class VllmServer(EngineClient):
         )
 
     def _begin_nowait(self) -> None:
-        self._line = self._process = VllmProcess(
+        self._scope = self._process = VllmProcess(
             self._caller, self._start_version, self.needed.mark
         )
         self._staged: Load | None = None
