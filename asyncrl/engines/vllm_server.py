@@ -452,7 +452,7 @@ class VllmServer(EngineClient):
             # Also after an error or a cancellation: a server that stays paused answers
             # nothing, and an external one would stay so after this run.
             _, cancelled = await shielded(self._resume(process))
-            # The load has not begun, so the old weights serve on. In `loading` only the
+            # The load has not begun, so the old weights serve on. In LOADING only the
             # canary, or a new process, ends the state.
             if process.state is ProcessState.PAUSED:
                 process.confirm_nowait()
