@@ -320,14 +320,14 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "wait_teaching_s=0.9 wait_rewards_s=0.05 perf/scoring_s=9",
             [*JUDGE, *TAUGHT],
             "teaching",
-            "The teacher set the pace: 90% of the time over 20 steps. Give it a faster "
+            "Teaching set the pace: 90% of the time over 20 steps. Give it a faster "
             "device (placement.teacher (now auto)), or",
         ),
         (
             "wait_teaching_s=0.9",
             [*TAUGHT, "teacher.base_url=http://host:8000/v1"],
             "teaching",
-            "The teacher set the pace: 90% of the time over 20 steps. Give the server at "
+            "Teaching set the pace: 90% of the time over 20 steps. Give the server at "
             "teacher.base_url more or faster devices.",
         ),
         (

@@ -473,14 +473,11 @@ def _embedded_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig, int]
     longest = config.rollout.max_length
     if config.rollout.engine == "embedded":  # an own eval engine is of this kind
         yield "rollout.engine", config.model, longest
-    for teacher in config.teachers:
-        if teacher.is_embedded:
-            own = ModelConfig(path=teacher.path, revision=teacher.revision)
-            yield "teacher.engine", own, longest
-    for judge in config.served_judges:
-        if judge.engine == "embedded":
-            own = ModelConfig(path=judge.model, revision=judge.revision)
-            yield "task.reward.judge.engine", own, judge.max_length
+    for server in extra_servers(config).values():
+        own = server.model
+        if own is not None and server.engine == "embedded" and not server.is_remote:
+            section = own.key.rpartition(".")[0]
+            yield f"{section}.engine", own.model, server.max_length or longest
 
 
 def _try_engines(config: RunConfig, found: Found) -> None:

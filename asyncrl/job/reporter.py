@@ -666,11 +666,11 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
 
 
 def reported(run: Components) -> Reported:
+    counted = PROGRESS | run.fleet.gauges().keys()
     marks = {
         name: value
         for name, value in gauges(run).items()
-        if (name in PROGRESS or name.partition("/")[0] in run.fleet.extra)
-        and not isinstance(value, Mapping)
+        if name in counted and not isinstance(value, Mapping)
     }
     supervisors = (run.trainer, *run.fleet.supervisors.values())
     oldest = tuple(run.producers.oldest())

@@ -59,11 +59,13 @@ PROGRESS = frozenset(
     """
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
-    judge/requests policy_version publish/version reward/posted reward/texts rollout/failed
-    rollout/finished teacher/tokens trainer/down trainer/restarts trainer/version handover/phases
+    judge/requests policy_version publish/version reward/posted rollout/failed rollout/finished
+    trainer/down trainer/restarts trainer/version handover/phases
     """.split()
 )
-"""Counters whose change shows progress, for the watchdog."""
+"""Counters whose change shows progress, for the watchdog, beside those of servers
+with another role.
+"""
 
 
 @lru_cache(maxsize=4096)

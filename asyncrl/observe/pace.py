@@ -84,8 +84,6 @@ class Pace:
         text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
         if name == "rewards":
             return f"{self._waited_for} {text}."
-        if name == "teaching":
-            return f"The teacher {text}."
         if name != "other":
             return f"{name.capitalize()} {text}."
         seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}

@@ -393,15 +393,18 @@ class HFChatTokenizer:
         shared = os.path.commonprefix([last, inner])
         tokens = self._special(shared)
         if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
-            shared = inner
             tokens = self._special(inner)[:1]
+            shared = "".join(inner.partition(tokens[0])[:2]) if tokens else ""
         # some templates begin the next answer whether or not they are asked to (Command
         # A)
         ends = [
             token
             for token in tokens
             if self._backend.token_to_id(token) in self.end_ids
-        ] or tokens[-1:]
+        ]
+        # a mark with text behind it, such as that of an argument, ends no answer
+        if not ends and tokens and not shared.rpartition(tokens[-1])[2].strip():
+            ends = tokens[-1:]
         if not ends:
             return "", ""
         return shared[: shared.find(ends[0]) + len(ends[0])], ends[0]
