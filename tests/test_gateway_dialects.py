@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, Any, str]] = [
             ),
             "send calls and results of a server's tools as tool_use",
         )
-        for kind in ("server_tool_use", "web_search_tool_result", "mcp_tool_use")
+        for kind in ("server_tool_use", "web_search_tool_result", "compaction")
     ),
     *(
         (CHAT, said(*HI) | {"tool_choice": choice} | CALLABLE, "tool_choice")

@@ -176,8 +176,13 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
 
 def _way_out(block: object) -> str:
     match block:
-        case {"type": str(kind)} if kind.endswith(("_tool_use", "_tool_result")):
-            return "; send calls and results of a server's tools as tool_use and tool_result, with text"
+        case {"type": str(kind)} if kind.endswith(
+            ("_tool_use", "_tool_result", "compaction")
+        ):
+            return (
+                "; send calls and results of a server's tools as tool_use and tool_result, with text, "
+                "and a summary as text"
+            )
     return ""
 
 
