@@ -11,9 +11,9 @@ __version__ = "0.1.0"
 __all__ = ["RunConfig", "RunRecord", "__version__", "load_config", "read_run", "run"]
 _FOUND_IN = {
     "RunConfig": "asyncrl.config",
-    "RunRecord": "asyncrl.observe.run_record",
+    "RunRecord": "asyncrl.observe.read_run",
     "load_config": "asyncrl.config",
-    "read_run": "asyncrl.observe.run_record",
+    "read_run": "asyncrl.observe.read_run",
     "run": "asyncrl.api",
 }
 """Imported on access, because servers and workers do not need them."""

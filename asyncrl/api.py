@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
 from asyncrl.job.lifecycle import SIGNALS, SentSignals, new_run_dir
 from asyncrl.launch.fork_server import serving
-from asyncrl.observe.run_record import RunRecord, read_run
+from asyncrl.observe.read_run import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
 from asyncrl.observe.trackers import Callbacks
 

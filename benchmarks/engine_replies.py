@@ -31,7 +31,7 @@ class Reply(Future[SegmentPart]):
         is_streamed: bool = False,
         ends: bool = True,
     ) -> None:
-        """Raises Refused (400)."""
+        """Make a request whose rows are collected. Raises Refused (400)."""
         super().__init__()
         self._engine, self._ends, self.rows = engine, ends, list[Sampled]()
         self.run = engine.run(Asked(0, request, is_streamed), self)

@@ -51,9 +51,18 @@ sys.path[:0] = IMPORTED
 
 from gpu.rows import MARK, ROWS, Bench, NotRunError, Row, say  # noqa: E402
 
+STARTED_S = time.monotonic()
 PART_S = 530.0
 """Limit of a part."""
 LAST_START_S = 480.0
+IMPORTS_OF_VLLM = """
+from importlib.metadata import version
+from asyncrl_servers.vllm.arguments import is_cpu_build
+if not is_cpu_build():
+    import vllm.entrypoints.openai.api_server, vllm.v1.worker.gpu_worker
+    import asyncrl_servers.vllm.worker_extension
+    print(version("vllm"))
+"""
 TAIL = 60
 """Output lines that are shown of a broken row."""
 
@@ -173,13 +182,15 @@ class Part:
         late.start()
         is_ok = True
         others = deque[str](["no output"], maxlen=TAIL)
-        for line in child.stdout:
-            if line.startswith(MARK):
-                is_ok &= self.tell(row, json.loads(line.removeprefix(MARK)))
-            elif line.strip():
-                others.append(line.rstrip())
-        late.cancel()
-        end_session(child)
+        try:
+            for line in child.stdout:
+                if line.startswith(MARK):
+                    is_ok &= self.tell(row, json.loads(line.removeprefix(MARK)))
+                elif line.strip():
+                    others.append(line.rstrip())
+        finally:  # also after an interrupt, which the child's own session does not get
+            late.cancel()
+            end_session(child)
         child.stdout.close()
         code = child.wait()
         seconds = time.monotonic() - started_s
@@ -251,7 +262,7 @@ def measure(row: Row, options: argparse.Namespace) -> None:
         options.child,
         models,
         options.out,
-        options.budget_s,
+        options.budget_s - (time.monotonic() - STARTED_S),  # imports take seconds
     )
     if device == "cpu" and not options.tiny:
         bench.tell("", "not run: no CUDA device")
@@ -265,11 +276,32 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     )
     module, _, function = row.function.partition(".")
     try:
+        if device == "cpu" and "vllm" in row.needs:
+            refuse_cuda_build()
         getattr(importlib.import_module(f"gpu.{module}"), function)(
             bench, **row.arguments
         )
     except NotRunError as why:
         bench.tell("", f"not run: {why}")
+
+
+def refuse_cuda_build() -> None:
+    """Raise NotRunError if vLLM is built for CUDA, after importing what its server and
+    workers import up to their first call of CUDA. Raises CalledProcessError.
+    """
+    from asyncrl.config.rollout_config import RolloutConfig
+    from asyncrl.launch.machine import find_python
+
+    python = find_python(RolloutConfig(engine="vllm"), "vllm")
+    done = subprocess.run(
+        [python, "-c", IMPORTS_OF_VLLM],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(IMPORTED[:2])},
+    )
+    if version := done.stdout.strip():
+        raise NotRunError(f"vLLM {version} is for CUDA; its modules were imported here")
 
 
 def cuda_lines(device: Any) -> list[str]:

@@ -4,7 +4,7 @@
     python scripts/recipe.py NAME [key=value ...] [--run-dir DIR] [--out results]
 
 Makes what the config needs, runs `asyncrl run` (which downloads model and data, and
-evaluates on held-out prompts if the config does), and writes OUT/NAME-CARD.json. A run
+evaluates on held-out prompts), and writes OUT/NAME-CARD.json. A run
 that is interrupted resumes by the same command.
 """
 
@@ -25,12 +25,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`needs`: files that a script of examples/ makes."""
+    """`needs`: files that a script of examples/ makes. `settings`: overrides of the
+    config.
+    """
 
     goal: str
     config: str
     hardware: str
     needs: tuple[tuple[str, str], ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 SMOLLM2 = (("models/smollm2-135m-instruct", "examples/smollm2.py"),)
@@ -40,7 +43,17 @@ RECIPES = {
         "configs/gsm8k-qwen3-0.6b-1gpu.yaml",
         "one GPU, 24 GB",
     ),
-    "tools": Recipe("call a tool", "configs/agent.yaml", "2 CPU cores"),
+    "tools": Recipe(
+        "call a tool",
+        "configs/agent.yaml",
+        "2 CPU cores",
+        settings=(
+            "eval.task.python=examples.lookup:Directory",
+            "eval.task.size=64",
+            "eval.task.reward_pool=inline",
+            "eval.every=60",
+        ),
+    ),
     "search": Recipe(
         "search, then answer", "examples/search/learn.yaml", "2 CPU cores", SMOLLM2
     ),
@@ -58,7 +71,8 @@ def train(recipe: Recipe, overrides: list[str], run_dir: Path) -> list[str]:
     for made, script in recipe.needs:
         if not (ROOT / made).exists():
             subprocess.run([sys.executable, script], cwd=ROOT, check=True)
-    words = ["run", recipe.config, *overrides, "--run-dir", str(run_dir)]
+    settings = [*recipe.settings, *overrides]
+    words = ["run", recipe.config, *settings, "--run-dir", str(run_dir)]
     subprocess.run([sys.executable, "-m", "asyncrl.cli", *words], cwd=ROOT, check=True)
     return ["asyncrl", *words]
 

@@ -240,7 +240,7 @@ algorithm.advantage=gae trainer.offload.by_layer=true critic.offload.weights=nev
 algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
 placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
 TAUGHT teacher.offload=sometimes -> 'always'
-placement.trainer=0-999999999 -> a range has at most 1024 devices
+placement.trainer=0-1024 -> a range has at most 1024 devices
 placement.reward=[0,0] -> give auto, cpu, a device number, a list like [4, 5], or a range like 4-7
 rollout.num_engines={min: 3, max: 2} -> min=3 is above max=2
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or

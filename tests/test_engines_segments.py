@@ -76,7 +76,7 @@ def test_an_answer_that_can_be_passes() -> None:
         [rest("stop")],
         [rest("stop", 7, token_ids=[-1])],
         [rest("stop", 7, logprobs=[float("nan")])],
-        [rest("stop", 7, logprobs=[0.1])],
+        [rest("stop", 7, logprobs=[0.0011])],
         [rest("length", 7, 8, 9, version_spans=spans((0, 2, 2)))],
         [rest("length", 7, 8, 9, version_spans=spans((0, 2, 2), (1, 3, 3)))],
         [rest("length", 7, 8, 9, version_spans=spans((0, 1, 3), (1, 3, 2)))],

@@ -16,7 +16,8 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
-from gpu import jobs
+from gpu import jobs, training
+from gpu import models as gpu_models
 from gpu.colocated import config_text
 from gpu.jobs import (
     CASES,
@@ -70,6 +71,21 @@ def test_rows_run_on_a_cpu(
     ]
     assert told
     assert [one for one in told if one["ok"] is False] == []
+
+
+def test_a_row_without_time_measures_one_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[int]()
+
+    def at_version(version: int, *batch: Any) -> Any:
+        made.append(version)
+        return gpu_models.at_version(version, *batch)
+
+    monkeypatch.setattr(training, "at_version", at_version)
+    (row,) = (row for row in ROWS if row.name == "0.6B-16k")
+    function_of(row)(replace(bench, limit_s=0.0), **row.arguments)
+    assert made == [0, 1]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,7 +142,10 @@ def test_limits_of_the_calls_leave_time_for_each_row() -> None:
 def test_runs_without_a_step_cost_no_other_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_job(_: Bench, config: Path, *__: Any, **___: Any) -> Any:
+    limits_s = list[float]()
+
+    def run_job(_: Bench, config: Path, *__: Any, limit_s: float) -> Any:
+        limits_s.append(limit_s)
         raise RuntimeError(f"{config.stem} ended with 1")
 
     monkeypatch.setattr(jobs, "run_job", run_job)
@@ -136,6 +155,8 @@ def test_runs_without_a_step_cost_no_other_run(
         json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)
     ]
     assert [one["ok"] for one in told] == [False] * len(CASES["one-device"])
+    # Of 200 s, 30 s for the end. A run that ends early leaves its time to the next.
+    assert limits_s == pytest.approx([50.0, 90.0, 130.0, 170.0], abs=3.0)
 
 
 # ---- the script

@@ -15,6 +15,7 @@ from asyncrl.base.files import run_lock
 from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
+from asyncrl.observe import timeline as timeline_module
 from asyncrl.observe.report_page import (
     STATIC,
     make_page,
@@ -137,6 +138,21 @@ def embedded(html: str) -> Any:
 
 
 # ---- the timeline
+
+
+def test_a_long_timeline_keeps_its_newest_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_module, "MAX_BYTES", 999)
+    writer = TimelineWriter(tmp_path)
+    writer.open()
+    for number in range(100):
+        writer.note(TimedSpan("trainer", "train", number, number + 1, number))
+        writer.flush()
+    kept = [row.number for row in read_timeline(tmp_path, [])]
+    assert kept == [*range(100 - len(kept), 100)]
+    num_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert 999 < num_bytes < 2 * 999 + 99
 
 
 def test_a_resumed_timeline_continues(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ executes tests.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from fnmatch import filter as matching
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,19 @@ TINY = ["trainer.num_steps=2", "trainer.num_groups=2", "generator.workers=1"]
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_a_recipe_loads_and_its_page_names_it(name: str) -> None:
     one = recipe.RECIPES[name]
-    load_config(recipe.ROOT / one.config)
+    config = load_config(recipe.ROOT / one.config, one.settings)
+    assert config.evals, "it is evaluated on held-out prompts"
     page = (recipe.ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert f"python scripts/recipe.py {name}\n" in page
     assert one.config in page
+
+
+def test_the_page_of_cards_names_each_config() -> None:
+    page = (recipe.ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    table = page.partition("## What ran on which card")[2].partition("\n## ")[0]
+    patterns = re.findall(r"`configs/(\S+)`", table)
+    names = {path.name for path in (recipe.ROOT / "configs").glob("*.yaml")}
+    assert names == {name for one in patterns for name in matching(names, one)}
 
 
 def test_the_list_names_each_recipe() -> None:
@@ -44,6 +55,7 @@ def test_a_recipe_trains_and_writes_its_curve(tmp_path: Path) -> None:
     (path,) = (tmp_path / "results").glob("tools-*.json")
     kept = json.loads(path.read_text())
     assert [line["step"] for line in kept["training"]] == [1, 2]
+    assert [line["policy_version"] for line in kept["held_out"]] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from asyncrl.base.errors import ComponentError, ConfigError, EngineError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
-from asyncrl.job.serve import UserKey, serve_engine
+from asyncrl.job.serve import RolloutRecorder, UserKey, serve_engine
 from asyncrl.messages.sampling import SamplingParameters
-from asyncrl.rollouts.rollout import RolloutRecorder
 
 
 class Desk:

@@ -26,8 +26,8 @@ from test_sft_config import GIVEN
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
+from asyncrl.observe.read_run import read_run
 from asyncrl.observe.report_page import view_run
-from asyncrl.observe.run_record import read_run
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

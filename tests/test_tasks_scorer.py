@@ -111,7 +111,7 @@ def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
         "1.0",
         float("nan"),
         float("inf"),
-        -1e19,
+        -1.001e18,
         1j,
         [1.0],
         np.array([1.0, 2.0]),

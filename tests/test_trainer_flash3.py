@@ -1,6 +1,4 @@
-"""The call of FlashAttention 3: torch's code between our operators and the installed
-package.
-"""
+"""The call of FlashAttention 3: torch's code between our operators and the package."""
 
 from __future__ import annotations
 
@@ -11,10 +9,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import _fa3
 
 from asyncrl.trainer.attention import HOPPER, choose_flash
 
 CONFIG = "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': True}}"
+SCHEMAS = {
+    "fwd": "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? "
+    "v_new=None, Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? "
+    "cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, Tensor? "
+    "kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    "Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? "
+    "v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int "
+    "window_size_right=-1, int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> "
+    "(Tensor(out!), Tensor, Tensor, Tensor)",
+    "bwd": "flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None,"
+    " int? max_seqlen_k=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1,"
+    " int window_size_right=-1, float softcap=0., bool deterministic=False, int sm_margin=0) -> "
+    "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+"""Registered by FlashAttention 3 with its backward pass, as xformers 0.0.34 ships it."""
 
 
 def test_a_flash_attention_without_backward_is_left_unused(
@@ -33,18 +51,22 @@ def test_a_flash_attention_without_backward_is_left_unused(
 
 
 @pytest.mark.extras
-def test_torch_passes_each_argument_under_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_installed_package_has_the_known_schemas() -> None:
     try:
         import flash_attn_interface  # noqa: F401
     except (ImportError, OSError) as error:
         pytest.skip(f"FlashAttention 3 is missing, or its library needs CUDA: {error}")
-    from torch.nn.attention import _fa3
+    for name, known in SCHEMAS.items():
+        found = getattr(torch.ops.flash_attn_3, name).default._schema
+        assert str(found) == known
 
+
+def test_torch_passes_each_argument_under_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def record(name: str) -> dict[str, Any]:
         """Return the next call's arguments by the names of the package's schema."""
-        arguments = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
+        arguments = torch._C.parse_schema(SCHEMAS[name]).arguments
         seen: dict[str, Any] = {}
 
         def call(*values: Any) -> tuple[torch.Tensor, ...]:

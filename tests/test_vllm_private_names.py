@@ -13,10 +13,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from vllm_process import ROOT, vllm_python
 from vllm_source import VllmSource
 
@@ -71,6 +73,14 @@ def imports_of(tree: ast.AST) -> Iterator[list[str]]:
             and not (group is tree and node in within)
         ]
         yield from [found] if group is not tree else [[name] for name in found]
+
+
+def test_the_extra_allows_the_version_that_is_read(source: VllmSource) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (extra,) = project["project"]["optional-dependencies"]["vllm"][1:]
+    folders = source.folder.glob("vllm-*.dist-info")
+    (version,) = (one.stem.removeprefix("vllm-") for one in folders)
+    assert version in Requirement(extra).specifier
 
 
 def test_listed_names_have_the_known_parameters(

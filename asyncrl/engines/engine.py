@@ -189,7 +189,7 @@ class EngineClient(ServerClient):
     `broadcast_group`: for transport nccl.
     """
 
-    _line: CallScope
+    _scope: CallScope
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class EngineClient(ServerClient):
         self._begin_nowait()
 
     def disconnect_nowait(self) -> None:
-        self._line.disconnect_nowait()
+        self._scope.disconnect_nowait()
         # A broadcast waits for all engines that have prepared. A lost engine must
         # leave, or the others wait until their limit.
         self._leave_group_nowait()
@@ -223,11 +223,11 @@ class EngineClient(ServerClient):
 
     @property
     def policy_version(self) -> int:
-        return self._line.version
+        return self._scope.version
 
     @abstractmethod
     def _begin_nowait(self) -> None:
-        """Set `_line` and the rest of a new process's state."""
+        """Set `_scope` and the rest of a new process's state."""
 
     @abstractmethod
     async def generate_segment(
@@ -268,7 +268,7 @@ class EngineServer(EngineClient):
     """
 
     def _begin_nowait(self) -> None:
-        self._line = CallScope(self._caller, self._start_version)
+        self._scope = CallScope(self._caller, self._start_version)
         # Opened by the first request: at a reset the new process does not run yet.
         self._link: Link | None = None
         # Offered means sent, `version` is confirmed. Between the two, tokens of both
@@ -289,17 +289,17 @@ class EngineServer(EngineClient):
         on_chunk: OnChunk = None,
         on_interrupted: OnInterrupted = None,
     ) -> SegmentPart:
-        # The scope of this process: after a reset `self._line` belongs to its
+        # The scope of this process: after a reset `self._scope` belongs to its
         # successor, whose version does not apply to these tokens.
-        line = self._line
+        scope = self._scope
         check = SegmentCheck(
             self.name,
             request,
-            oldest=line.version,
+            oldest=scope.version,
             has_supports=self._has_supports,
         )
         # calls() would set up a timeout per request.
-        line.check_whole()
+        scope.check_whole()
         if self._link is None or self._link.is_broken:
             self._link = Link(self._caller, lambda: self._offered_version)
         try:
@@ -311,8 +311,8 @@ class EngineServer(EngineClient):
                 raise refused(self.name, request, failure) from failure
             # Before error_of: a given-up process is reported as given up, not as the
             # closed connection that its calls see.
-            line.check_whole()
-            raise await line.error_of(failure) from failure
+            scope.check_whole()
+            raise await scope.error_of(failure) from failure
 
     async def abort(
         self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0
@@ -327,7 +327,7 @@ class EngineServer(EngineClient):
         return [opened.request.request_id for opened in found]
 
     async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
-        async with self._line.calls():
+        async with self._scope.calls():
             return await self._caller.get(
                 "/health", api.EngineHealth, timeout_s=timeout_s
             )
@@ -335,7 +335,7 @@ class EngineServer(EngineClient):
     async def prepare(self, manifest: ExportResponse) -> str:
         if self._group is not None and manifest.is_held:
             # A member that is already gone would make all other engines wait for it.
-            self._line.check_whole()
+            self._scope.check_whole()
             self._group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
@@ -358,7 +358,7 @@ class EngineServer(EngineClient):
         answer = await self._post("/commit", request, api.CommitResponse)
         # Only after the answer: from now on no request may return an older token. Set
         # before, it would refuse tokens that were sampled before the swap.
-        self._line.version = version
+        self._scope.version = version
         return answer
 
     async def sleep(self) -> api.TransferStats:
@@ -399,13 +399,13 @@ class EngineServer(EngineClient):
                 raise
             except EngineError as error:
                 if is_last:
-                    self._line.break_nowait(error.fault)
-                    raise self._line.lost(error.fault) from error
+                    self._scope.break_nowait(error.fault)
+                    raise self._scope.lost(error.fault) from error
                 # The failed round has used up the announcement.
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
     async def _post(
         self, path: str, body: BaseModel | None, answer: type[Answer]
     ) -> Answer:
-        async with self._line.calls():
+        async with self._scope.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)

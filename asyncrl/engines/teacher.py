@@ -227,7 +227,9 @@ class ServedTeacher(Teacher):
         return await self.repeat("an answer to /v1/completions", send)
 
     async def _post(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
-        """Raises ConfigError for an answer without logprobs, CallRefused or CallLost."""
+        """Ask vLLM for the logprobs of a text. Raises ConfigError for an answer without
+        them, CallRefused or CallLost.
+        """
         body = {
             "model": self._model,
             "prompt": request.token_ids,

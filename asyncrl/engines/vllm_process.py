@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
@@ -178,11 +179,15 @@ def _vllm_errors() -> Iterator[None]:
         raise CallRefused(garbled.server, garbled.path, status, body) from garbled
 
 
+ProcessState = Enum("ProcessState", "SERVING PAUSED LOADING ASLEEP")
+"""PAUSED: a commit holds new requests back."""
+
+
 class VllmProcess(CallScope):
     """vLLM process of a server.
 
-    Life: `state` is serving -> paused (a commit holds new requests back) -> loading ->
-        serving, once checked; or asleep. A process that fails while loading is cut.
+    Life: `state` is SERVING -> PAUSED -> LOADING -> SERVING, once checked; or ASLEEP. A
+        process that fails while loading is cut.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a
         load began; `changed` wakes both.
     Invariant: a segment is sent only under `label` while `version` serves. No token of
@@ -194,7 +199,7 @@ class VllmProcess(CallScope):
         self._mark = mark
         self.label = self.label_of(version)
         self.digest = ""
-        self.state: Literal["serving", "paused", "loading", "asleep"] = "serving"
+        self.state = ProcessState.SERVING
         self.asleep: set[EnginePart] = set()
         # False from the start of a sleep to its end: after a failed or cancelled one, the
         # next sleep asks vLLM again.
@@ -227,7 +232,7 @@ class VllmProcess(CallScope):
 
     def begin_load_nowait(self) -> None:
         """Mark the weights as unknown until confirm_nowait."""
-        self.state = "loading"
+        self.state = ProcessState.LOADING
         for segment in self.sent:
             # From here its tokens may come from other weights, or from half a set. They
             # wait in wait_settled until the canary has agreed, or are lost with the
@@ -235,13 +240,16 @@ class VllmProcess(CallScope):
             segment.is_certain = False
 
     def confirm_nowait(self) -> None:
-        self.state = "serving"
+        self.state = ProcessState.SERVING
         self.changed.notify()
 
     async def wait_open(self, segment: Segment) -> None:
         """Wait until the segment may be sent, or is aborted."""
         await self.changed.wait_for(
-            lambda: segment.is_aborted or (self.state == "serving" and not self.asleep)
+            lambda: (
+                segment.is_aborted
+                or (self.state is ProcessState.SERVING and not self.asleep)
+            )
         )
         # In the same step as the check: a commit that begins now finds this segment
         # among the sent ones.
@@ -249,7 +257,7 @@ class VllmProcess(CallScope):
 
     async def wait_settled(self, segment: Segment) -> None:
         await self.changed.wait_for(
-            lambda: segment.is_certain or self.state != "loading"
+            lambda: segment.is_certain or self.state is not ProcessState.LOADING
         )
 
     async def end(self, segments: Sequence[Segment]) -> None:

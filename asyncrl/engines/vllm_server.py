@@ -20,6 +20,7 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import (
     GENERATE,
     Generated,
+    ProcessState,
     Text,
     VllmProcess,
     VllmRequirements,
@@ -227,7 +228,7 @@ class VllmServer(EngineClient):
         )
 
     def _begin_nowait(self) -> None:
-        self._line = self._process = VllmProcess(
+        self._scope = self._process = VllmProcess(
             self._caller, self._start_version, self.needed.mark
         )
         self._staged: Load | None = None
@@ -331,7 +332,7 @@ class VllmServer(EngineClient):
         if (version, digest) == (
             process.version,
             process.digest,
-        ) and process.state == "serving":
+        ) and process.state is ProcessState.SERVING:
             # A repeated push of what this engine serves already. It has announced
             # itself in prepare and will not receive, so the others must not wait for
             # it.
@@ -370,7 +371,7 @@ class VllmServer(EngineClient):
         asleep_before = set(process.asleep)
         process.asleep = {*_TAGS}
         # Before the first call: no segment is sent from now on.
-        process.state = "asleep"
+        process.state = ProcessState.ASLEEP
         self._unchecked = None
         if process.asleep != asleep_before or not process.is_sleep_sure:
             process.is_sleep_sure = False
@@ -425,8 +426,8 @@ class VllmServer(EngineClient):
             interrupt, min(num_running, self.needed.slots)
         )
         started = clock()
-        if process.state == "serving":
-            process.state = "paused"
+        if process.state is ProcessState.SERVING:
+            process.state = ProcessState.PAUSED
         try:
             await process.tell(f"/pause?{urlencode(pause)}")
             # The requests that vLLM finished before it paused were served, not held up.
@@ -451,9 +452,9 @@ class VllmServer(EngineClient):
             # Also after an error or a cancellation: a server that stays paused answers
             # nothing, and an external one would stay so after this run.
             _, cancelled = await shielded(self._resume(process))
-            # The load has not begun, so the old weights serve on. In `loading` only the
+            # The load has not begun, so the old weights serve on. In LOADING only the
             # canary, or a new process, ends the state.
-            if process.state == "paused":
+            if process.state is ProcessState.PAUSED:
                 process.confirm_nowait()
             if cancelled is not None:
                 raise cancelled
@@ -505,7 +506,7 @@ class VllmServer(EngineClient):
             # successor may be in the group already, and stays.
             if process is self._process:
                 self._leave_group_nowait()
-            if process.state == "loading":
+            if process.state is ProcessState.LOADING:
                 process.break_nowait(failed)
                 # Workers' errors become a loss: a new process gets whole weights. A
                 # failed canary does not: a restart would load the same weights and

@@ -49,7 +49,6 @@ from asyncrl.rollouts.rollout import (
     FailedRollout,
     Generator,
     RolloutAttempt,
-    RolloutRecorder,
     RolloutRunner,
     Slots,
     how_failed,
@@ -67,6 +66,50 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 500
 """Characters of a rollout that `serve gateway --rollouts` prints."""
+
+
+class RolloutRecorder:
+    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info,
+    sample_index, reward and branches with text, token_ids, loss_mask (1: sampled),
+    logprobs in nats and version_spans [start, end, version].
+    """
+
+    def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
+        """Write nothing without a path. Raises OSError if the file cannot be written."""
+        self.tokenizer = tokenizer
+        self._path = path
+        self.num_recorded = 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Fails here and not after the first rollout.
+            path.open("a").close()
+
+    def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
+        if self._path is None:
+            return
+        line = {
+            "prompt_id": prompt.prompt_id,
+            "messages": prompt.messages,
+            "answer": prompt.answer,
+            "info": dict(prompt.info),
+            "sample_index": rollout[0].sample_index,
+            "reward": reward,
+            "branches": [
+                {
+                    "text": self.tokenizer.decode(
+                        branch.token_ids.tolist(), skip_special_tokens=False
+                    ),
+                    "token_ids": branch.token_ids.tolist(),
+                    "loss_mask": branch.loss_mask.astype(int).tolist(),
+                    "logprobs": branch.tokens.behaviour_logprobs.tolist(),
+                    "version_spans": [span[:3] for span in branch.tokens.spans],
+                }
+                for branch in rollout
+            ],
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        self.num_recorded += 1
 
 
 def serve_gateway(

@@ -154,7 +154,7 @@ class ForkServer(forkserver.ForkServer):
     async def fork(
         self, child: context.ForkServerProcess, files: list[int]
     ) -> ForkedProcess:
-        """Raises EOFError or OSError if the server has died."""
+        """Have the server fork a child. Raises EOFError or OSError if it has died."""
         starting = asyncio.ensure_future(asyncio.to_thread(self.start, child, files))
         try:
             await asyncio.wait({starting})

@@ -181,7 +181,7 @@ def make_plan(
     nodes: Sequence[Node],
     extra: Mapping[str, ExtraServer] | None = None,
 ) -> Plan:
-    """Raises ConfigError."""
+    """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
     placement = place(config, nodes, extra)
     memory = dict[str, tuple[int | None, int | None]]()
@@ -895,7 +895,9 @@ def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
-    """Raises ConfigError."""
+    """Compare the plan with the free memory of each device. Raises ConfigError, also for
+    an engine whose package is not installed.
+    """
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
     kinds = [server.engine for server in placement.extra_servers.values()]

@@ -164,7 +164,7 @@ class RayLauncher(Launcher):
         )
 
     def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
-        """Raises ConnectionError if Ray lacks the node."""
+        """Start the actor of a node. Raises ConnectionError if Ray lacks the node."""
         if node.address not in {record["NodeManagerAddress"] for record in _alive()}:
             raise ConnectionError(f"Ray has no node at {node.address}")
         numbers = sorted(
@@ -284,7 +284,9 @@ class RayNode:
     async def call(
         self, method: str, *arguments: object, timeout_s: float = LOST_S
     ) -> Any:
-        """Raises NodeLost without an answer, ComponentError if the method raised."""
+        """Call a method of the node's Host. Raises NodeLost without an answer, and
+        ComponentError if the method raised.
+        """
         if self._lost:
             raise self.gone(self.node.name)
         actor = self.actor
@@ -302,8 +304,9 @@ class RayNode:
             ) from error
 
     async def fetch(self, request: FileRequest, timeout_s: float) -> str:
-        """Raises NodeLost without an answer, WeightsLost if the trainer's node does not
-        send the file, and ComponentError if this node cannot keep it.
+        """Have the node download a file; return its path there. Raises NodeLost without
+        an answer, WeightsLost if the trainer's node does not send the file, and
+        ComponentError if this node cannot keep it.
         """
         try:
             return str(await self.call("fetch", request, timeout_s=timeout_s))
@@ -348,7 +351,7 @@ class RayProcess(Process):
         return super().seen() if self._gone is None else self._gone.fault
 
     async def start(self) -> None:
-        """Raises NodeLost, ConfigError or ComponentError."""
+        """Start the process on its node. Raises NodeLost, ConfigError or ComponentError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         # As for children on this machine, where start_process reads the controller's

@@ -22,6 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.observe.metrics import gauge_of
+from asyncrl.observe.read_run import read_run
 from asyncrl.observe.run_dir import (
     REPORT_FILE,
     SUMMARY_FILE,
@@ -30,7 +31,6 @@ from asyncrl.observe.run_dir import (
     read_settings,
 )
 from asyncrl.observe.run_numbers import Steps, recent
-from asyncrl.observe.run_record import read_run
 from asyncrl.observe.timeline import (
     read_marks,
     read_timeline,

@@ -27,6 +27,7 @@ from asyncrl.journal.schema import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Prompt
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import metric_rows
+from asyncrl.observe.read_run import RunRecord, TrainedRecord, read_run
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,
     QUIET_S,
@@ -37,7 +38,6 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_record import RunRecord, TrainedRecord, read_run
 from asyncrl.observe.samples import (
     NEWEST,
     Decode,

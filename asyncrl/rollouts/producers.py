@@ -462,8 +462,8 @@ class Producers:
                 )
             return
         self._counts["failed_groups"] += 1
-        # a requeued prompt may itself be the cause
-        self._failed_in_a_row += not prompt.num_requeued
+        if not prompt.num_requeued:  # a requeued prompt may itself be the cause
+            self._failed_in_a_row += 1
         reason = running.why_failed()
         # After 0 attempts no later try can succeed either.
         may_succeed = all(num_attempts for num_attempts, _ in running.failures.values())

@@ -9,13 +9,11 @@ import functools
 import hashlib
 import heapq
 import itertools
-import json
 import logging
 import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
@@ -839,53 +837,3 @@ class JudgedGenerator:
             return await self.judge(rollout, attempt.prompt.task)
 
         return score_and_judge
-
-
-# ---- `asyncrl serve gateway --record FILE`
-
-
-class RolloutRecorder:
-    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info,
-    sample_index, reward and branches with text, token_ids, loss_mask (1: sampled),
-    logprobs in nats and version_spans [start, end, version].
-    """
-
-    def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
-        """Write nothing without a path. Raises OSError if the file cannot be written."""
-        self.tokenizer = tokenizer
-        self._path = path
-        self.num_recorded = 0
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Fails here and not after the first rollout.
-            path.open("a").close()
-
-    def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
-        if self._path is None:
-            return
-        line = {
-            "prompt_id": prompt.prompt_id,
-            "messages": list(prompt.messages),
-            "answer": prompt.answer,
-            "info": dict(prompt.info),
-            "sample_index": rollout[0].sample_index,
-            "reward": reward,
-            "branches": [
-                {
-                    "text": self.tokenizer.decode(
-                        branch.token_ids.tolist(), skip_special_tokens=False
-                    ),
-                    "token_ids": branch.token_ids.tolist(),
-                    "loss_mask": branch.loss_mask.astype(int).tolist(),
-                    "logprobs": branch.tokens.behaviour_logprobs.tolist(),
-                    "version_spans": [
-                        [span.start, span.end, span.version]
-                        for span in branch.tokens.spans
-                    ],
-                }
-                for branch in rollout
-            ],
-        }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        self.num_recorded += 1

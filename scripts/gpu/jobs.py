@@ -111,7 +111,7 @@ def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:
 def learns(bench: Bench, config: str, engine: str = "embedded") -> None:
     """Train a shipped config, colocated, and plot its reward."""
     overrides = on_one_device(bench, engine)
-    limit_s = bench.limit_s - GRACE_S - 20.0
+    limit_s = bench.left_s - GRACE_S - 20.0
     if limit_s < MIN_RUN_S:
         raise NotRunError(f"no time: {limit_s:.0f} s remain")
     path = REPO / "configs" / f"{config}.yaml"
@@ -330,7 +330,9 @@ def in_cases(bench: Bench, case: str) -> None:
         config.write_text(
             yaml.safe_dump(job_config(bench, model, sections)), encoding="utf-8"
         )
-        limit_s = (bench.limit_s - GRACE_S) / len(runs)
+        # Later runs keep MIN_RUN_S each, and get what this one leaves. The first compiles.
+        kept_s = (len(runs) - 1 - number) * MIN_RUN_S
+        limit_s = max(MIN_RUN_S, bench.left_s - GRACE_S - kept_s)
         wanted = load_config(config).trainer.num_steps
         try:
             steps = run_job(bench, config, config.stem, [], limit_s=limit_s)

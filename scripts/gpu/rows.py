@@ -174,6 +174,12 @@ class Bench:
     models: Path
     out: Path
     limit_s: float
+    _made_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left for the row."""
+        return self.limit_s + self._made_s - time.monotonic()
 
     @property
     def place(self) -> str:

@@ -62,8 +62,13 @@ def speed(
         prompt=PROMPT,
         group_size=GROUP_SIZE,
     )
-    batches = [at_version(version, *batch) for version in range(1 + STEPS)]
-    metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
+    metrics = list[dict[str, float]]()
+    for version in range(1 + STEPS):
+        one = at_version(version, *batch)
+        metrics.append(made.call(lambda one=one: made.step.train(*one)))
+        if version > 0 and bench.left_s < 2 * metrics[-1]["perf/train_s"]:
+            break  # fewer steps say more than a row that is ended
+    del metrics[0]
     _tell(bench, metrics, f"{num_sequences} sequences of {tokens}", anchor, peer)
     if bench.device != "cuda":
         bench.tell("peak memory against the plan", "not run: no CUDA device")
@@ -199,13 +204,18 @@ def beside_trl(bench: Bench) -> None:
         children.append(
             (f"TRL, {size} a forward", "trl", replace(case, micro_batch=size))
         )
+    spent_s = 0.0
     for name, side_name, one in children:
+        if len(sides) > 1 and bench.left_s < spent_s:
+            break  # the comparison with the first size stays
+        spent_s = bench.left_s
         side = benchmark.summary([benchmark.run_child(side_name, one, bench.folder)])
         sides[name] = side
         rate = num * (PROMPT + length) / side.wall_s
         against = f"{side.wall_s:.3f} s a step, {side.peak_bytes / 2**30:.2f} GiB above the loaded model"
         # at once: a later side may reach the row's limit
         bench.tell(f"{name}: tokens/s", f"{rate:.0f}", against=against)
+        spent_s -= bench.left_s
     (_, ours), *others = sides.items()
     fastest = min((side for _, side in others), key=lambda side: side.wall_s)
     bench.tell("TRL / ours, wall seconds", f"{fastest.wall_s / ours.wall_s:.2f}")

@@ -111,7 +111,7 @@ class RewardModel:
         return self._aside.send_away(tensors)
 
     def wake(self) -> TransferStats:
-        """Raises Refused (507)."""
+        """Bring the weights back. Raises Refused (507)."""
         return self._aside.bring_back()
 
     def ids_of(self, request: RewardRequest) -> dict[str, list[int]]:
@@ -240,7 +240,7 @@ class Batches:
                     self._lock.release()
 
     async def wake(self) -> TransferStats:
-        """Idempotent. Raises Refused (507)."""
+        """Bring the weights back, then answer calls. Idempotent. Raises Refused (507)."""
         async with self._moving:
             if not self._model.is_asleep:
                 return TransferStats(num_bytes=0, seconds=0.0)

@@ -332,7 +332,10 @@ def build_engine(
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
-    return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
+    engine = Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
+    if isinstance(runner.graphs, FusedSteps):
+        runner.graphs.capture_all()
+    return engine
 
 
 def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:

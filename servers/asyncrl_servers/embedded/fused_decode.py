@@ -119,7 +119,7 @@ class FusedSteps(DecodeGraphs):
 
     Weights that a push moved or that woke are merged again before the next step.
     In-place pushes keep the graphs. A sleep that frees memory drops them; they are
-    captured again on use.
+    captured again on use. At start capture_all captures them.
     """
 
     min_steps = 0
@@ -135,6 +135,14 @@ class FusedSteps(DecodeGraphs):
         )
         # Without CUDA there are no graphs to capture; tests run the steps uncompiled.
         self.is_refused = not is_cuda
+
+    @torch.inference_mode()  # as the engine's loop, or layers are compiled again there
+    def capture_all(self) -> None:
+        """Capture a graph for each number of rows, so that no request waits for one."""
+        if not self.is_refused:
+            for bits in range(1, self._most_rows.bit_length() + 1):
+                padding = np.zeros(min(1 << bits, self._most_rows), np.int64)
+                self.step(padding, padding)  # rows of length 0 write nothing
 
     def drop(self) -> None:
         super().drop()
@@ -153,8 +161,7 @@ class FusedSteps(DecodeGraphs):
         inputs[:2, :num] = last_ids, lengths
         self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
         self._runner.cache.table_on_device()  # outside of the graph
-        # Powers of two: a graph for each of a few numbers of rows, captured at first
-        # use.
+        # Powers of two: a graph for each of a few numbers of rows.
         return min(max(2, 1 << (num - 1).bit_length()), self._most_rows), ()
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
