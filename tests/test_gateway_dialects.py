@@ -79,6 +79,13 @@ def schema_of(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    allowed_tools = {"mode": mode, "tools": tools}
+    return {"type": "allowed_tools", "allowed_tools": allowed_tools}
+
+
+CALLABLE = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 REFUSED: list[tuple[str, Any, str]] = [
     *(
         (path, {**base, "guided": 0}, "guided=0 is refused: there is no such")
@@ -170,7 +177,37 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
-    (RESPONSES, item(type="computer_call"), "computer_call"),
+    *(
+        (RESPONSES, item(type=kind, call_id="c", output="x"), "as such a pair")
+        for kind in (
+            "computer_call",
+            "local_shell_call",
+            "local_shell_call_output",
+            "web_search_call",
+            "compaction",
+        )
+    ),
+    (RESPONSES, item(type="custom_tool_call", call_id="c", name="f"), "custom_tool"),
+    *(
+        (
+            MESSAGES,
+            assistant(
+                type=kind, id="c", tool_use_id="c", name="f", input={}, content=[]
+            ),
+            "send calls and results of a server's tools as tool_use",
+        )
+        for kind in ("server_tool_use", "web_search_tool_result", "compaction")
+    ),
+    *(
+        (CHAT, said(*HI) | {"tool_choice": choice} | CALLABLE, "tool_choice")
+        for choice in (
+            allowed("auto", "g"),
+            allowed("none", "f"),
+            allowed("auto"),
+            {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
+            {"type": "allowed_tools", "allowed_tools": [1]},
+        )
+    ),
     (RESPONSES, {"input": "x" * 2000}, "your input resulted in 2018 tokens"),
     (
         RESPONSES,
@@ -255,6 +292,39 @@ async def test_message_without_a_text_is_part_of_the_answer_before_it() -> None:
         (request,) = world.engine.requests
         prompt = world.engine.tokenizer.decode(request.prompt_ids.tolist())
         assert prompt.count("assistant\n") == 2, prompt
+
+
+@in_loop
+async def test_call_of_a_custom_tool_is_a_call_with_its_text() -> None:
+    call = {"call_id": "c", "name": "edit", "namespace": "files"}
+    result = {"call_id": "c", "output": "Done."}
+    custom = [
+        {"type": "custom_tool_call", "input": 'say "hi"', **call},
+        {"type": "custom_tool_call_output", **result},
+    ]
+    function = [
+        {"type": "function_call", "arguments": '{"input": "say \\"hi\\""}', **call},
+        {"type": "function_call_output", **result},
+    ]
+    async with gateway_world() as world:
+        for items in (custom, function):
+            body = {"input": [*HI, *items]}
+            assert (await world.post(body, path=RESPONSES))[0] == 200
+        first, second = (each.prompt_ids.tolist() for each in world.engine.requests)
+        assert first == second
+        assert "files__edit" in world.engine.tokenizer.decode(first)
+
+
+@in_loop
+async def test_allowed_tools_leave_all_tools_in_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    async with gateway_world() as world:
+        for choice in ("auto", allowed("auto", "f"), allowed("required", "f")):
+            body = said(*HI) | {"tools": tools, "tool_choice": choice}
+            status, answer = await world.post(body, path=CHAT)
+            assert status == 200, answer
+        free, *others = (each.prompt_ids.tolist() for each in world.engine.requests)
+        assert all(ids[: len(free)] == free for ids in others)
 
 
 @in_loop

@@ -96,6 +96,13 @@ WRONG = '{"name": "add", "arguments": {"x": "1"}}'
 A, S, W = (f"<tool_call>\n{call}\n</tool_call>" for call in (CALL_ADD, CALL_SAY, WRONG))
 SCHEMA = {"response_format": schema_format(ADD)}
 REQUIRED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+
+
+def allowed(mode: str) -> dict[str, Any]:
+    choice = {"mode": mode, "tools": [{"type": "function", "name": "add"}]}
+    return {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", **choice}}
+
+
 CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
     ("plain", {}, "", ['{"x": 1}', '{ "x" : 1 }'], ['{"x": "1"}', "I say", "<think>"]),
     (
@@ -108,13 +115,11 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
     ("closed", {}, "<think>\n\n</think>\n\n", ['{"x": 1}'], ["<think>"]),
     ("tools", {"tools": TOOLS}, "", ['{"x": 1}', A], ["I", '{"x": "', W, f"{A} and"]),
     ("required", REQUIRED, "", [A, S], ["{", W, "I", f"{A}\n{A}"]),
-    (
-        "named",
-        {"tools": TOOLS, "tool_choice": NAMED},
-        "",
-        [A],
-        [S, W, "{", f"{A}\n{A}"],
+    *(
+        ("named", asked, "", [A], [S, W, "{", f"{A}\n{A}"])
+        for asked in ({"tools": TOOLS, "tool_choice": NAMED}, allowed("required"))
     ),
+    ("allowed", allowed("auto"), "", ['{"x": 1}', A], ["I", S, W]),
 ]
 
 
@@ -146,7 +151,7 @@ def test_grammar_accepts_exactly_the_requested_answers(
     }
     read, tool_format = RequestReader(RULES).chat(body), find_tool_format("hermes", "")
     prefill = prefill_of(read, tool_format, texts)
-    may_begin = marks == "special" or read.tool_choice in ("none", "auto")
+    may_begin = marks == "special" or read.tool_choice.mode != "required"
     assert (prefill == "") == may_begin, "it may think first"
     grammar = grammar_of(read, tool_format, texts, prefill=prefill, prompt=prompt)
     assert grammar is not None

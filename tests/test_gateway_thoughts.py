@@ -46,6 +46,14 @@ def test_leading_thought_is_split_from_the_text(
     assert (str(read.thought), str(read.content)) == (thought, shown)
 
 
+def test_thought_of_apriel_ends_with_a_text() -> None:
+    apriel = find_tool_format("apriel", "")
+    call = '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>'
+    text = f"Hm.\n[BEGIN FINAL RESPONSE]\nYes.\n{call}"
+    read = apriel.parse(text, is_thinking=True, splits_thought=True)
+    assert (str(read.thought), str(read.content), len(read.calls)) == ("Hm.", "Yes.", 1)
+
+
 class Opening(ByteTokenizer):
     """A model whose template opens the thought."""
 

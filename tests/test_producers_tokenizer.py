@@ -203,12 +203,14 @@ def test_call_ids_take_the_form_that_a_template_demands(
         HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()[1]
         == "functions.f:0"
     )
-    template.write_text(demand + ids)
+    form = "{{ messages[0].tool_calls[0].function.arguments is mapping }}"
+    template.write_text(demand + ids + form)
     called, result, *others = (
         HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
     )
     assert re.fullmatch("[a-zA-Z0-9]{9}", called)
-    assert [result, *others] == [called, "abcdefgh1", "abcdefgh1"]
+    # Mistral's templates would quote a text.
+    assert [result, *others] == [called, "abcdefgh1", "abcdefgh1", "True"]
 
 
 def test_template_writes_the_date_that_it_is_given(

@@ -558,7 +558,7 @@ def _short(call_id: str) -> str:
     )
 
 
-FORMS = ((_as_object, str), (_as_text, str), (_as_text, _short), (_as_object, _short))
+FORMS = ((_as_object, str), (_as_text, str), (_as_object, _short), (_as_text, _short))
 """Forms of a chat's calls, best first. A template's refusal of the last one is
 reported.
 """

@@ -160,7 +160,9 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
                 try:
                     texts.append(text_of(block))
                 except PydanticCustomError as error:
-                    raise invalid(f"{place}: {error}.", place) from None
+                    raise invalid(
+                        f"{place}: {error}{_way_out(block)}.", place
+                    ) from None
                 parts.append(block)
     message: dict[str, object] = {"role": role, "content": parts, "tool_calls": calls}
     if role == "system":
@@ -170,6 +172,18 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
         # an empty one only sets the effort
         return [message] if message["content"] else []
     return results if results and not parts else [*results, message]
+
+
+def _way_out(block: object) -> str:
+    match block:
+        case {"type": str(kind)} if kind.endswith(
+            ("_tool_use", "_tool_result", "compaction")
+        ):
+            return (
+                "; send calls and results of a server's tools as tool_use and tool_result, with text, "
+                "and a summary as text"
+            )
+    return ""
 
 
 def _function(tool: _ToolBlock) -> Mapping[str, object]:

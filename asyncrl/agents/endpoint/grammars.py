@@ -46,13 +46,14 @@ def prefill_of(
         return ""
     if tool_format.refusal:
         raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
-    if asked.tool_choice == "auto":
+    if asked.tool_choice.mode == "auto":
         return ""
     prefill = tool_format.prefill(asked.forced_name)
     if prefill is None:
         why = f"tool format {tool_format.name} cannot force it."
         raise invalid(
-            f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice"
+            f"tool_choice {asked.forced_name or 'required'} is refused: {why}",
+            "tool_choice",
         )
     has_grammar = tool_format.around("name") is not None
     return "" if has_grammar and thinks(tool_format, tokenizer) else prefill
@@ -68,10 +69,8 @@ def grammar_of(
 ) -> str | None:
     rules = _Rules(tokenizer, tool_format)
     tools = [tool["function"] for tool in asked.callable_tools]
-    if asked.tool_choice not in ("none", "auto"):
-        name = asked.forced_name
-        forced = [tool for tool in tools if name in (None, tool["name"])]
-        call = rules.call(forced, prefill)
+    if asked.tool_choice.mode == "required":
+        call = rules.call(tools, prefill)
         return call and rules.text(call, prompt, has_thought=not prefill)
     if asked.response_format is None:
         return None

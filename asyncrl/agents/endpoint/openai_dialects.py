@@ -297,10 +297,21 @@ def _message(item: Any, where: str) -> dict[str, Any]:
             function = item | {"name": _flat(item.get("name"), item.get("namespace"))}
             call = {"id": name, "function": function}
             return {"role": "assistant", "tool_calls": [call]}
-        case {"type": "function_call_output", "call_id": str(name), "output": output}:
+        case {"type": "custom_tool_call", "call_id": name, "input": str(text)}:
+            # As vLLM shows free text to a model that calls functions.
+            function = item | {"arguments": {"input": text}}
+            return _message(function | {"type": "function_call"}, where)
+        case {
+            "type": "function_call_output" | "custom_tool_call_output",
+            "call_id": str(name),
+            "output": output,
+        }:
             return {"role": "tool", "tool_call_id": name, "content": output}
     kind = item.get("type") if isinstance(item, dict) else item
-    why = "use message, reasoning, function_call and function_call_output, with all fields"
+    why = (
+        "use message, reasoning, function_call and function_call_output, with all fields. "
+        "Send the call and the result of another tool as such a pair, and a summary as a message"
+    )
     raise invalid(
         f"{where}: an item of type {shown(kind)} is not supported: {why}.", where
     )

@@ -448,19 +448,42 @@ class CallRules:
 _ToolChoice = Literal["none", "auto", "required"] | dict[str, object]
 
 
-def _tool_choice(value: object) -> str:
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: frozenset[str] | None = None
+    """Of the tools that an answer may call; None: all."""
+
+
+def _tool_choice(value: object) -> ToolChoice:
     match value:
         case "none" | "auto" | "required":
-            return str(value)
-        case {"type": ("none" | "auto") as kind}:
-            return str(kind)
+            return ToolChoice(value)
+        case {"type": ("none" | "auto") as mode}:
+            return ToolChoice(mode)
         case {"type": "any"}:
-            return "required"
+            return ToolChoice("required")
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+            # Chats nest what responses do not.
+            return _tool_choice(allowed | {"type": "allowed_tools"})
+        case {
+            "type": "allowed_tools",
+            "mode": ("auto" | "required") as mode,
+            "tools": [_, *_] as tools,
+        }:
+            return ToolChoice(mode, frozenset(map(_tool_name, tools)))
+    return ToolChoice("required", frozenset([_tool_name(value)]))
+
+
+def _tool_name(chosen: object) -> str:
+    match chosen:
         case {"type": "function", "function": {"name": str(name)}} | {
             "name": str(name)
         }:
-            return f"function:{name}"
-    raise wrong("it must be none, auto, required, or name a function")
+            return name
+    raise wrong(
+        "it must be none, auto, required, name a function, or be allowed_tools with a mode and functions"
+    )
 
 
 Key = TypeVar("Key")
@@ -541,9 +564,7 @@ class CallRequest(CallParameters):
 
 
 class ChatRequest(CallRequest):
-    """/v1/chat/completions. Once read, `tool_choice` is none, auto, required or
-    function:NAME.
-    """
+    """/v1/chat/completions."""
 
     param = "messages"
 
@@ -551,8 +572,8 @@ class ChatRequest(CallRequest):
     tools: Annotated[list[GivenTool], FailFast()] = []
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tool_choice: Annotated[
-        str, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)
-    ] = "auto"
+        ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)
+    ] = ToolChoice()
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
@@ -564,14 +585,18 @@ class ChatRequest(CallRequest):
     @property
     def callable_tools(self) -> list[GivenTool]:
         """Return the tools that an answer may call."""
-        return [] if self.tool_choice == "none" else self.tools
+        mode, names = self.tool_choice.mode, self.tool_choice.names
+        return [
+            tool
+            for tool in self.tools
+            if mode != "none" and (names is None or tool["function"]["name"] in names)
+        ]
 
     @property
     def forced_name(self) -> str | None:
-        """Return the tool that a forced call must name; None: any."""
-        if self.tool_choice == "required":
-            return None
-        return self.tool_choice.removeprefix("function:")
+        """Return the tool that a forced call must name; None: any of several."""
+        names = self.tool_choice.names or ()
+        return next(iter(names)) if len(names) == 1 else None
 
     @property
     def shown_tools(self) -> list[GivenTool]:
@@ -654,14 +679,15 @@ class RequestReader:
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs=true.", "top_logprobs")
-        names = [f"function:{tool['function']['name']}" for tool in asked.tools]
-        if asked.tool_choice == "auto" and not names:
-            asked.tool_choice = "none"
-        allowed = ["none", "auto", "required", *names] if names else ["none"]
-        if asked.tool_choice not in allowed:
+        names = {tool["function"]["name"] for tool in asked.tools}
+        if asked.tool_choice == ToolChoice() and not names:
+            asked.tool_choice = ToolChoice("none")
+        choice = asked.tool_choice
+        missing = sorted((choice.names or set()) - names)
+        if missing or (choice.mode != "none" and not names):
+            chosen = missing[0] if missing else choice.mode
             raise invalid(
-                f"tool_choice {shown(asked.tool_choice)} is not among the tools.",
-                "tool_choice",
+                f"tool_choice {shown(chosen)} is not among the tools.", "tool_choice"
             )
         # The template writes tools as text. After validation they may lack unknown
         # keys, and a server would send another prompt.
