@@ -30,8 +30,10 @@ BOS, EOS, OTHER_END = "<s>", "</s>", "<|endoftext|>"
 SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|?>|<[^|<>\s/]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_\w+>|</?s>|<eos>|<bos>"
     r"|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|SYSTEM_PROMPT|ARGS|CALL_ID|TOOL_CONTENT|THINK|MODEL_SETTINGS)\]"
-    r"|<\[(?:BOS|EOS)_NEVER_USED[^>]*>|</?seed:[a-z_]+>|\]<\][a-z_]+\[>\[|\[e~\[|\]~b\]|\]~!b\[|\[\|\w+\|\]|</assistant>|<SPECIAL_\d+>|<sep>|</?arg_(?:key|value)>"
+    r"|<\[(?:BOS|EOS)_NEVER_USED[^>]*>|</?seed:[a-z_]+>|\]<\][a-z_]+\[>\[|\[e~\[|\]~b\]|\]~!b\[|\[\|\w+\|\]|</assistant>|<SPECIAL_\d+>|<sep>"
 )
+ARGUMENT = re.compile("</?arg_(?:key|value)>")
+"""Marks inside of a call, which end no answer. A checkpoint may make them special."""
 ADDED = (
     "<think>",
     "</think>",
@@ -283,7 +285,13 @@ class Oracle:
             texts.append(
                 self.text([user("Ask 98"), called(["97"]), result("97")], TOOLS)
             )
-        special = {mark for text in texts for mark in SPECIAL.findall(text)} | {
+        marks = (
+            mark
+            for text in texts
+            for pattern in (SPECIAL, ARGUMENT)
+            for mark in pattern.findall(text)
+        )
+        special = {*marks} | {
             BOS,
             EOS,
             OTHER_END,
