@@ -206,6 +206,7 @@ REFUSED: list[tuple[str, Any, str]] = [
             allowed("auto"),
             {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
             {"type": "allowed_tools", "allowed_tools": [1]},
+            {"type": "allowed_tools", "allowed_tools": {"allowed_tools": {}}},
         )
     ),
     (RESPONSES, {"input": "x" * 2000}, "your input resulted in 2018 tokens"),

@@ -463,16 +463,21 @@ def _tool_choice(value: object) -> ToolChoice:
             return ToolChoice(mode)
         case {"type": "any"}:
             return ToolChoice("required")
-        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            # Chats nest what responses do not.
-            return _tool_choice(allowed | {"type": "allowed_tools"})
-        case {
-            "type": "allowed_tools",
-            "mode": ("auto" | "required") as mode,
-            "tools": [_, *_] as tools,
-        }:
-            return ToolChoice(mode, frozenset(map(_tool_name, tools)))
+        # Chats nest what responses do not.
+        case {"type": "allowed_tools", "allowed_tools": allowed} | (
+            {"type": "allowed_tools"} as allowed
+        ):
+            return _allowed(allowed)
     return ToolChoice("required", frozenset([_tool_name(value)]))
+
+
+def _allowed(value: object) -> ToolChoice:
+    match value:
+        case {"mode": ("auto" | "required") as mode, "tools": [_, *_] as tools}:
+            return ToolChoice(mode, frozenset(map(_tool_name, tools)))
+    raise wrong(
+        "allowed_tools needs mode (auto or required) and tools, a list of functions"
+    )
 
 
 def _tool_name(chosen: object) -> str:
