@@ -542,6 +542,10 @@ SCRIPT = """
         hung = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
         hung.append(asyncio.ensure_future(never_ends()))
         await asyncio.to_thread(int)
+        if "stopped" in sys.argv:
+            stop = asyncio.get_running_loop().stop
+            try: stop()
+            except RuntimeError: await asyncio.sleep(0.01)
         if "left" in sys.argv:
             await asyncio.to_thread(os._exit, 0)
         if "interrupted" in sys.argv:
@@ -553,7 +557,7 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [([], 7), (["interrupted"], -2), (["left"], 1)]
+    ("how", "code"), [([], 7), (["interrupted"], -2), (["left"], 1), (["stopped"], 7)]
 )
 def test_a_process_ends_though_a_call_in_it_never_does(
     how: list[str], code: int
