@@ -926,6 +926,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
             way_out = FIT_DEVICE
             if device == SHARED:
                 way_out = FIT_SHARED
+            # An offload would only make a host's shortage worse.
             elif {one.side for one in held} <= {
                 "controller",
                 "host",
