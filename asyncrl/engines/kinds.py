@@ -112,6 +112,7 @@ def embedded_spec(order: ServerOrder) -> Body:
         if order.config.keeps_turns and order.serves_policy
         else 0,
         "stays": order.stays,
+        "moves": order.moves and order.is_rollout,
         "share": order.share,
         "fused_decode": rollout.fused_decode and order.is_rollout,
         "cache_tokens": rollout.cache_tokens if order.is_rollout else 0,

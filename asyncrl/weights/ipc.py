@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,6 +36,12 @@ from asyncrl.messages.engine_api import (
     PrepareRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse
+from asyncrl.weights.cuda_driver import (
+    DeviceBytes,
+    call_driver,
+    in_context,
+    ordinal_of,
+)
 from asyncrl.weights.export import (
     Entries,
     HeldTransport,
@@ -122,28 +128,28 @@ def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer = ctypes.c_uint64()
     shared = IpcHandle()
-    ordinal = _ordinal(device)
-    with _current(ordinal):
-        _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        allocation = _Allocation(pointer, num_bytes, ordinal, "cuMemFree_v2")
-        _cuda("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
+    with in_context(device):
+        call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        free = partial(call_driver, "cuMemFree_v2", pointer)
+        allocation = DeviceBytes(pointer, num_bytes, device, free)
+        call_driver("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
     name = base64.b64encode(bytes(shared)).decode()
     handle = MemoryHandle(
         kind="cuda", name=name, device=name_of(device), num_bytes=num_bytes
     )
-    return SharedMemory(handle, torch.as_tensor(allocation, device=device))
+    return SharedMemory(handle, allocation.tensor())
 
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """Open another process's allocation; CUDA cannot open this process's own."""
     pointer = ctypes.c_uint64()
-    ordinal = _ordinal(device)
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
-    with _current(ordinal):
+    with in_context(device):
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
-        _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
-    allocation = _Allocation(pointer, handle.num_bytes, ordinal, "cuIpcCloseMemHandle")
-    return SharedMemory(handle, torch.as_tensor(allocation, device=device))
+        call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
+    close = partial(call_driver, "cuIpcCloseMemHandle", pointer)
+    opened = DeviceBytes(pointer, handle.num_bytes, device, close)
+    return SharedMemory(handle, opened.tensor())
 
 
 def name_of(device: torch.device) -> str:
@@ -152,69 +158,14 @@ def name_of(device: torch.device) -> str:
         return ""
     found = ctypes.c_int()
     uuid = (ctypes.c_ubyte * 16)()
-    _cuda("cuInit", ctypes.c_uint(0))
-    _cuda("cuDeviceGet", ctypes.byref(found), ctypes.c_int(_ordinal(device)))
-    _cuda("cuDeviceGetUuid_v2", ctypes.byref(uuid), found)
+    call_driver("cuInit", ctypes.c_uint(0))
+    call_driver("cuDeviceGet", ctypes.byref(found), ctypes.c_int(ordinal_of(device)))
+    call_driver("cuDeviceGetUuid_v2", ctypes.byref(uuid), found)
     return bytes(uuid).hex()
-
-
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-class _Allocation:
-    """Device memory for torch.as_tensor; `end` frees it with its last tensor."""
-
-    def __init__(
-        self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
-    ) -> None:
-        self._pointer = pointer
-        self._ordinal = ordinal
-        self._end = end
-        data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
-        self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
-
-    def __del__(self) -> None:
-        # at process exit driver and module may be gone
-        with suppress(OSError, TypeError):
-            with _current(self._ordinal):
-                _cuda(self._end, self._pointer)
 
 
 class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-@functools.cache
-def _context(ordinal: int) -> ctypes.c_void_p:
-    device = ctypes.c_int()
-    context = ctypes.c_void_p()
-    _cuda("cuInit", ctypes.c_uint(0))
-    _cuda("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-    _cuda("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    return context
-
-
-@contextmanager
-def _current(ordinal: int) -> Iterator[None]:
-    """Use this device's primary context, like torch, in any thread."""
-    _cuda("cuCtxPushCurrent_v2", _context(ordinal))
-    try:
-        yield
-    finally:
-        _cuda("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
-def _cuda(name: str, *arguments: object) -> None:
-    """Call a function of the CUDA driver. Raises OSError."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    code = driver[name](*arguments)
-    if code != 0:
-        text = ctypes.c_char_p()
-        driver["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
-        raise OSError(
-            f"{name} failed with {code}: {(text.value or b'unknown').decode()}"
-        )
 
 
 @dataclass

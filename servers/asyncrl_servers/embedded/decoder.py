@@ -64,6 +64,8 @@ class EmbeddedSpec(EngineSpec):
     """Finished sequences cached for their next turns."""
     stays: bool = False
     """Sleeping parts keep their memory."""
+    moves: bool = False
+    """Sleeps give memory to another process, again and again."""
     share: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of CUDA memory for torch (none = all)."""
     returns_routing: bool = False

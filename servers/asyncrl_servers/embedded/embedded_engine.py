@@ -55,12 +55,16 @@ class Engine:
         weights: Weights,
         on_crash: Callable[[BaseException], None] | None = None,
         scorer: Scorer | None = None,
+        *,
+        keeps_addresses: bool = False,
     ) -> None:
+        """`keeps_addresses`: graphs outlive a sleep."""
         self.spec = spec
         self.runner = runner
         self.weights = weights
         self._on_crash = on_crash
         self._scorer = scorer
+        self._keeps_addresses = keeps_addresses
         self._scheduler = Scheduler(spec, runner, weights)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._committed: Future[api.CommitResponse]
@@ -214,14 +218,11 @@ class Engine:
         self._scheduler.forget_kept()
         num_bytes = self.weights.free()
         if not self.spec.stays:
-            num_bytes += self.runner.cache.num_bytes
-            self.runner.take_cache(slots=0)
             # Graphs hold memory of the device, and addresses that are freed here.
-            if self.runner.graphs is not None:
+            if self.runner.graphs is not None and not self._keeps_addresses:
                 self.runner.graphs.drop()
-            if self._scorer is not None:
-                num_bytes += self._scorer.cache.num_bytes
-                self._scorer.take_cache(slots=0)
+            for reader in filter(None, (self.runner, self._scorer)):
+                num_bytes += reader.free_cache()
             self.runner.loaded.give_back()
         return api.TransferStats(
             num_bytes=num_bytes, seconds=time.perf_counter() - started_s
@@ -238,11 +239,10 @@ class Engine:
             if "kv" in parts:
                 if not self.spec.stays:
                     for reader in filter(None, (self.runner, self._scorer)):
-                        reader.take_cache(reader.slots)
-                        num_bytes += reader.cache.num_bytes
+                        num_bytes += reader.allocate_cache()
                 self.weights.set_awake("kv")
         # The part stays asleep, as /health reports it, so the wake can be repeated.
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             way_out = "lower rollout.slots, or use a smaller model."
             raise Refused(
                 507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out
@@ -332,7 +332,9 @@ def build_engine(
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
-    engine = Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
+    weights = Weights(loaded, spec)
+    is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec.name)
+    engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()
     return engine
@@ -359,6 +361,21 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
             log.warning("%s: decode steps are not fused: %s", spec.name, reason)
         return False
     runner.graphs = FusedSteps(runner, cast(PlainDecoder, runner.plain), spec.slots)
+    return True
+
+
+def fix_addresses(runner: Runner, weights: Weights, name: str) -> bool:
+    """Let weights and KV cache keep their addresses over sleeps; return whether they do."""
+    try:
+        weights.fix()
+        runner.fix_cache()
+    except (MemoryError, OSError, RuntimeError) as error:
+        log.warning(
+            "%s: decode steps are captured again after each sleep: no memory at fixed addresses: %s",
+            name,
+            error,
+        )
+        return False
     return True
 
 

@@ -91,11 +91,29 @@ def merged(*maps: nn.Linear) -> Maps:
         parts = [getattr(one, name) for one in maps]
         if parts[0] is None:
             continue
-        whole = torch.cat([part.data for part in parts])
+        whole = whole_of([part.data for part in parts])
         for part, view in zip(parts, whole.split_with_sizes(sizes), strict=True):
             part.data = view
         tensors.append(whole)
     return Maps([(tensors[0], tensors[1] if len(tensors) > 1 else None)], sizes)
+
+
+def whole_of(parts: list[Tensor]) -> Tensor:
+    """Join tensors along axis 0. Parts that follow each other in one storage are not
+    copied: they were joined before.
+    """
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        is_next = part.data_ptr() == end and part.is_contiguous()
+        if (
+            not is_next
+            or part.untyped_storage()._cdata != first.untyped_storage()._cdata
+        ):  # noqa: SLF001
+            return torch.cat(parts)
+        end += part.nbytes
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
 
 
 def why_not_fused(runner: Runner) -> str:

@@ -27,6 +27,7 @@ from asyncrl.models.attention_kinds import (
     kind_of,
 )
 from asyncrl.weights.export import routers_of
+from asyncrl_servers.embedded.fixed_memory import FixedMemory
 from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
 
 NAME = "asyncrl_slots"
@@ -124,14 +125,20 @@ class SlotCache:
         device: torch.device,
         *,
         budget: int = 0,
+        memory: FixedMemory | None = None,
     ) -> None:
+        """`memory`: of keys and values (None: torch's)."""
         self.is_paged = budget > 0
         longest = padded_length(max_length)
         self.page = PAGE if self.is_paged else longest
         num_pages = budget // PAGE if self.is_paged else slots
         pages = num_pages if slots else 0
         # Unwritten values must be finite: they are multiplied by 0.
-        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        zeros = (
+            partial(torch.zeros, dtype=dtype, device=device)
+            if memory is None
+            else partial(memory.zeros, dtype=dtype)
+        )
         self.keys = [
             zeros(pages, one.kv_heads, self.page, one.head_dim) for one in shape.layers
         ]

@@ -28,6 +28,7 @@ from asyncrl.weights.tensor_files import (
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.fixed_memory import FixedTensors
 from asyncrl_servers.weight_state import (
     Arrived,
     WeightState,
@@ -60,6 +61,8 @@ class Weights(WeightState):
         self._base: dict[str, Tensor] | None = {
             name: one.data for name, one in self._parameters.items()
         }
+        self._fixed: FixedTensors | None = None
+        """Sleeps keep these addresses."""
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
         self.keeps_place = loaded.device.type == "cuda"
@@ -71,6 +74,14 @@ class Weights(WeightState):
         if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
+
+    @torch.inference_mode(False)  # other threads write into these tensors
+    def fix(self) -> None:
+        """Move the weights to addresses that sleeps keep. Raises MemoryError, OSError
+        and RuntimeError; then nothing has moved.
+        """
+        self._fixed = FixedTensors(self._parameters.values(), self._device)
+        self._base = {name: one.data for name, one in self._parameters.items()}
 
     def prepare(self, request: PrepareRequest) -> Loaded:
         """Stage weights. A new group replaces a previous group that failed elsewhere."""
@@ -157,7 +168,11 @@ class Weights(WeightState):
                 self.set_asleep()
                 return moved.num_bytes
             self._base = None  # with `stays`, chunks overwrite it
+            is_awake = "weights" not in self.asleep
             self.set_asleep()
+            if self._fixed is not None:
+                self._fixed.unmap()
+                return self.num_bytes if is_awake else 0
             for parameter in () if self._stays else self._parameters.values():
                 num_bytes += parameter.nbytes
                 parameter.data = torch.empty(
@@ -166,15 +181,20 @@ class Weights(WeightState):
         return num_bytes
 
     def take(self) -> int:
-        """Allocate the memory of all weights and return its bytes."""
+        """Allocate the memory of all weights and return its bytes. Raises OSError and
+        RuntimeError.
+        """
         with self.lock:
             if self._aside is not None:
                 moved = self._aside.bring_back()
                 self.set_awake("weights")
                 self.has_content = True
                 return moved.num_bytes
-            for name, tensor in ({} if self._stays else self._empty()).items():
-                self._parameters[name].data = tensor
+            if self._fixed is not None:
+                self._fixed.map()
+            elif not self._stays:
+                for name, tensor in self._empty().items():
+                    self._parameters[name].data = tensor
             self.set_awake("weights")
             return 0 if self._stays else self.num_bytes
 

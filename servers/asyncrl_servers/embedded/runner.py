@@ -25,6 +25,7 @@ from asyncrl_servers.embedded.decoder import (
     PlainDecoder,
     to_host,
 )
+from asyncrl_servers.embedded.fixed_memory import FixedMemory, aligned
 from asyncrl_servers.embedded.kv_attention import (
     CHUNK,
     LENGTH_STEP,
@@ -90,10 +91,42 @@ class Runner:
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
-        self.take_cache(slots)
+        self._memory: FixedMemory | None = None
+        self._take_cache(slots)
 
-    def take_cache(self, slots: int) -> None:
-        """Allocate a new KV cache; 0 slots frees it."""
+    def fix_cache(self) -> None:
+        """Move the empty KV cache to addresses that it keeps. Raises OSError; then it
+        is where it was.
+        """
+        tensors = self.cache.keys + self.cache.values
+        num_bytes = sum(aligned(one.nbytes) for one in tensors)
+        del tensors
+        self._take_cache(0)  # the device may have no room for both
+        try:
+            self._memory = FixedMemory(num_bytes, self.loaded.device)
+        finally:
+            self._take_cache(self.slots)
+
+    def free_cache(self) -> int:
+        """Free the memory of the KV cache, which no slot uses, and return its bytes."""
+        num_bytes = self.cache.num_bytes
+        if self._memory is None:
+            self._take_cache(0)
+        elif self._memory.is_mapped:
+            self._memory.unmap()
+        else:
+            num_bytes = 0  # a second sleep
+        return num_bytes
+
+    def allocate_cache(self) -> int:
+        """Take the memory again; return its bytes. Raises OSError and RuntimeError."""
+        if self._memory is not None:
+            self._memory.map()
+        else:
+            self._take_cache(self.slots)
+        return self.cache.num_bytes
+
+    def _take_cache(self, slots: int) -> None:
         loaded = self.loaded
         self.cache = SlotCache(
             loaded.shape,
@@ -102,6 +135,7 @@ class Runner:
             loaded.dtype,
             loaded.device,
             budget=self._cache_tokens,
+            memory=self._memory,
         )
 
     def step(
