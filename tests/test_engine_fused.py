@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_in_process import make_qwen3, make_spec, stage_file
+from engine_in_process import make_qwen3, make_request, make_spec, stage_file
+from engine_replies import ask
 from test_engine_device import Recorded, answers, check_same, publish_halfway
 from test_engine_lora import adapters, lora_request
 from tiny_model import make_tiny_moe
@@ -167,6 +168,53 @@ def test_a_bounded_cache_delays_requests_but_changes_no_token(folder: Path) -> N
         expected,
     )
     assert 0 < num_running[0] < 10
+
+
+SAMPLING: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"temperature": 0.7}, True),
+    ({"temperature": 0.0}, False),
+    ({"top_p": 0.8}, False),
+    ({"top_k": 5}, False),
+    ({"min_p": 0.05}, False),
+    ({"top_logprobs": 3}, False),
+    ({"presence_penalty": 0.5}, False),
+]
+"""Settings of a request, and whether the graph draws its tokens."""
+
+
+@pytest.mark.parametrize(("fields", "in_graph"), SAMPLING)
+def test_tokens_drawn_in_the_graph_are_those_of_sample(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    in_graph: bool,
+) -> None:
+    num_drawn = list[int]()
+    draw = FusedSteps.draw
+
+    def counted(self: FusedSteps, *args: Any) -> Any:
+        num_drawn.append(len(args[0]))
+        return draw(self, *args)
+
+    monkeypatch.setattr(FusedSteps, "draw", counted)
+    plain = build_engine(make_spec(folder, deterministic=False))
+    for company in ({}, {"temperature": 1.3}):
+        replies = []
+        for engine in (plain, build_fused(folder)):
+            requests = [
+                make_request("a", seed=3, **fields),
+                make_request("b", (4, 5, 6, 7), seed=4, **company),
+            ]
+            asked = ask(engine, requests)
+            while not all(one.done() for one in asked):
+                engine.iterate()
+            replies.append([one.result(timeout=0) for one in asked])
+        check_same(replies[1], replies[0])
+        columns = [reply[0].tokens.columns.keys() for reply in replies]
+        assert columns[0] == columns[1]
+    # Both rows in one step, or a row whose company has ended.
+    assert (2 in num_drawn) == in_graph
 
 
 class RecordedSteps(FusedSteps):

@@ -423,6 +423,33 @@ class Drawn(NamedTuple):
     lists: dict[str, dict[int, npt.NDArray[np.generic]]]
 
 
+def draws_from_all(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Return which rows draw from the whole vocabulary, bool [N]."""
+    is_full = (sampling["top_p"] == 1.0) & (sampling["top_k"] == 0.0)
+    is_full &= sampling["min_p"] == 0.0
+    return cast("npt.NDArray[np.bool_]", is_full & (sampling["temperature"] > 0.0))
+
+
+def draw(logits_NV: Tensor, draws_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw token ids [N, 1] by uniform `draws_N1`, and return with them all logprobs
+    [N, V]; no step waits for a CUDA device.
+
+    Inverts the cumulative distribution in token-id order, in float64.
+    """
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    # In float32 the sum over a large vocabulary would round away rare tokens.
+    cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
+    # right=True skips tokens of probability 0, which add nothing to the sum. The total
+    # is a factor because it is not exactly 1.
+    tokens_N1 = torch.searchsorted(cdf_NV, draws_N1 * cdf_NV[:, -1:], right=True)
+    # A product may round up to the total; take the last token with probability above 0.
+    tokens_N1 = torch.minimum(
+        tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())
+    )
+    # Only non-finite logits still exceed the last token.
+    return tokens_N1.clamp_(max=logits_NV.shape[1] - 1), logprobs_NV
+
+
 def sample(
     logits_NV: Tensor,
     sampling: npt.NDArray[np.void],
@@ -433,7 +460,6 @@ def sample(
     """Draw a token per row, and return with it the `num_top` likeliest tokens by row.
 
     `sampling` [N] has a field for each of DRAW_PARAMETERS; temperature 0 is greedy.
-    Inverts the cumulative distribution in token-id order, in float64.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
@@ -442,9 +468,7 @@ def sample(
         # A greedy row keeps its logits: its logprobs are of temperature 1.
         divisors = np.where(temperatures == 0.0, np.float32(1.0), temperatures)
         logits_NV = logits_NV / to_device(divisors, device)[:, None]
-    is_full = (sampling["top_p"] == 1.0) & (sampling["top_k"] == 0.0)
-    is_full &= sampling["min_p"] == 0.0
-    cut = np.flatnonzero(~is_full & (temperatures > 0.0))
+    cut = np.flatnonzero(~draws_from_all(sampling) & (temperatures > 0.0))
     supports = dict[int, npt.NDArray[np.generic]]()
     if len(cut):
         index = to_device(cut, device)
@@ -453,22 +477,11 @@ def sample(
         # is exact only over the very same set.
         supports = dict(zip(cut.tolist(), _supports(kept_MV), strict=True))
         logits_NV = logits_NV.index_copy(0, index, kept_MV)
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    # In float32 the sum over a large vocabulary would round away rare tokens.
-    cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     draws = to_device(uniform_draws(seeds, positions), device)[:, None]
-    # right=True skips tokens of probability 0, which add nothing to the sum. The total
-    # is a factor because it is not exactly 1.
-    tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
-    # A product may round up to the total; take the last token with probability above 0.
-    tokens_N1 = torch.minimum(
-        tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())
-    )
+    tokens_N1, logprobs_NV = draw(logits_NV, draws)
     if (is_greedy := temperatures == 0.0).any():
         chosen = to_device(np.flatnonzero(is_greedy), device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
-    # Only non-finite logits still exceed the last token.
-    tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
     num_top = num_top or {}
     likeliest = [

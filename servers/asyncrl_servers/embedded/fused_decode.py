@@ -1,5 +1,5 @@
 """Decode steps of compiled layers: 10 kernels a layer, where the plain decoder launches
-34.
+34. Sampling is a part of the step.
 
 Inductor fuses everything around four products and one opaque operator, which writes the
 new keys and values into the cache and attends over all positions. Layers have the same
@@ -9,21 +9,28 @@ shapes, so one compilation serves all of them, for every number of rows.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from asyncrl.models.devices import pinned
 from asyncrl_servers.embedded.decoder import (
+    Drawn,
     Layer,
     Maps,
     PlainDecoder,
+    draw,
     layer_of,
     layer_step,
     separate,
+    to_host,
 )
 from asyncrl_servers.embedded.kv_attention import SPLITS, Ints
 from asyncrl_servers.embedded.runner import DecodeGraphs, Layout, Runner
+from asyncrl_servers.engine_routes import uniform_draws
 
+Floats = npt.NDArray[np.float64]
+NO_SAMPLING: Floats = np.zeros((2, 0))
 MIN_HEAD_DIM = 16
 """Smallest side of a Triton product."""
 KERNEL_DEVICES = {"cuda"}
@@ -103,13 +110,10 @@ def whole_of(parts: list[Tensor]) -> Tensor:
     copied: they were joined before.
     """
     first = parts[0]
-    end = first.data_ptr()
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
-        is_next = part.data_ptr() == end and part.is_contiguous()
-        if (
-            not is_next
-            or part.untyped_storage()._cdata != first.untyped_storage()._cdata
-        ):  # noqa: SLF001
+        is_next = part.is_contiguous() and part.data_ptr() == end
+        if not is_next or part.untyped_storage().data_ptr() != storage:
             return torch.cat(parts)
         end += part.nbytes
     shape = (sum(len(part) for part in parts), *first.shape[1:])
@@ -142,15 +146,23 @@ class FusedSteps(DecodeGraphs):
 
     min_steps = 0
     is_alone = True
+    num_inputs = 4
+    """Token id, length, uniform draw and temperature of each row; the last two are the
+    bits of float64.
+    """
 
     def __init__(self, runner: Runner, decoder: PlainDecoder, most_rows: int) -> None:
         self._layers = list[Layer]()
+        self._sampling: Floats = NO_SAMPLING
         # One row counts as two: torch.compile would compile again for 1.
         super().__init__(runner, decoder, max(2, most_rows))
         is_cuda = runner.loaded.device.type == "cuda"
         self.run_layer = (
             torch.compile(fused_layer, fullgraph=True) if is_cuda else fused_layer
         )
+        rows, device = self._most_rows, runner.loaded.device
+        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(rows, device=device)
         # Without CUDA there are no graphs to capture; tests run the steps uncompiled.
         self.is_refused = not is_cuda
 
@@ -161,6 +173,26 @@ class FusedSteps(DecodeGraphs):
             for bits in range(1, self._most_rows.bit_length() + 1):
                 padding = np.zeros(min(1 << bits, self._most_rows), np.int64)
                 self.step(padding, padding)  # rows of length 0 write nothing
+
+    def draw(
+        self,
+        last_ids: Ints,
+        lengths: Ints,
+        sampling: npt.NDArray[np.void],
+        seeds: npt.NDArray[np.uint64],
+    ) -> Drawn:
+        """Decode, and draw a token per row as sample() does, in the same graph. All
+        rows draw from the whole vocabulary, without an adjustment.
+        """
+        temperatures = sampling["temperature"].astype(np.float32)
+        self._sampling = np.stack((uniform_draws(seeds, lengths), temperatures))
+        try:
+            self.step(last_ids, lengths)
+        finally:
+            self._sampling = NO_SAMPLING
+        num = len(last_ids)
+        token_ids, logprobs = to_host(self._token_ids[:num], self._logprobs[:num])
+        return Drawn(token_ids, logprobs, {})
 
     def drop(self) -> None:
         super().drop()
@@ -175,8 +207,12 @@ class FusedSteps(DecodeGraphs):
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Rows after the last have length 0."""
         num = len(last_ids)
-        inputs = np.zeros((3, self._most_rows), np.int64)
+        inputs = np.zeros((self.num_inputs, self._most_rows), np.int64)
         inputs[:2, :num] = last_ids, lengths
+        # Rows that draw nothing here, and padding, are divided by 1.
+        inputs[3] = np.float64(1.0).view(np.int64)
+        num_drawn = self._sampling.shape[1]
+        inputs[2:, :num_drawn] = self._sampling.view(np.int64)
         self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
         self._runner.cache.table_on_device()  # outside of the graph
         # Powers of two: a graph for each of a few numbers of rows.
@@ -199,3 +235,10 @@ class FusedSteps(DecodeGraphs):
                 hidden_RH, added_RH, layer, rotation, keys, values, *read
             )
         logits[:rows] = decoder.logits(hidden_RH + added_RH)
+        # Also for rows that sample() draws again from these logits, because a grammar
+        # or top_p cuts them: a second set of graphs would take twice the memory.
+        draws_R, temperatures_R = self._inputs[2:, :rows].view(torch.float64).unbind()
+        scaled_RV = logits[:rows].float() / temperatures_R.float()[:, None]
+        token_ids_R1, logprobs_RV = draw(scaled_RV, draws_R[:, None])
+        self._token_ids[:rows] = token_ids_R1[:, 0]
+        self._logprobs[:rows] = logprobs_RV.gather(1, token_ids_R1)[:, 0]

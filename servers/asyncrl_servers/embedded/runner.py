@@ -294,6 +294,8 @@ class DecodeGraphs:
     min_steps = MIN_STEPS
     is_alone = False
     """Prompts are read in calls of their own."""
+    num_inputs = 3
+    """Token id, position, and the source of the key of each row."""
 
     def __init__(self, runner: Runner, decoder: PlainDecoder, most_rows: int) -> None:
         self._runner = runner
@@ -301,9 +303,8 @@ class DecodeGraphs:
         self._most_rows = most_rows
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(
-            3, most_rows, dtype=torch.int64, device=runner.loaded.device
+            self.num_inputs, most_rows, dtype=torch.int64, device=runner.loaded.device
         )
-        """Per row: token id, position, and the source of its key."""
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()

@@ -29,10 +29,12 @@ from asyncrl_servers.embedded.adjusted_logits import AdjustedIds, adjust
 from asyncrl_servers.embedded.decoder import (
     Drawn,
     EmbeddedSpec,
+    draws_from_all,
     grammar_refusal,
     mask,
     sample,
 )
+from asyncrl_servers.embedded.fused_decode import FusedSteps
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
@@ -138,6 +140,17 @@ class Rows:
         forgotten = [row for row in self.kept if self.lengths[row]][:most]
         self.lengths[forgotten] = 0
         return forgotten
+
+    def are_simple(self) -> bool:
+        """Whether each row only draws a token from the model's own distribution."""
+        is_adjusted = any(
+            one.allowed is not None
+            or one.adjusted is not None
+            or one.request.top_logprobs
+            for one in self.sequences
+        )
+        drawn = draws_from_all(self.settings[: len(self.sequences)])
+        return bool(drawn.all()) and not is_adjusted
 
     def move(self, source: int, target: int) -> None:
         length = self.lengths[target] = self.lengths[source]
@@ -432,6 +445,11 @@ class Scheduler(RunQueue[Sequence]):
         reads = self._admit()
         lengths = rows.lengths[:num_running].copy()
         last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
+        graphs = runner.graphs
+        if isinstance(graphs, FusedSteps) and not reads and rows.are_simple():
+            settings = rows.settings[:num_running]
+            self._append(graphs.draw(last_ids, lengths, settings, settings["seed"]))
+            return
         partial = [one for one in reads if not one.is_whole]
         # Before the call, which computes the rest of these prompts over the copied start.
         runner.cache.copy_slots(
@@ -545,7 +563,7 @@ class Scheduler(RunQueue[Sequence]):
         return list(reads.values())
 
     def _sample(self, logits_NV: Tensor) -> None:
-        """Draw a token for each row, and report and remove the rows that end with it."""
+        """Draw a token for each row, and append it."""
         rows = self.rows
         settings, lengths = rows.settings[: len(rows)], rows.lengths[: len(rows)]
         allowed = {
@@ -565,7 +583,12 @@ class Scheduler(RunQueue[Sequence]):
             for row, one in enumerate(rows.sequences)
             if (num := one.request.top_logprobs)
         }
-        drawn = sample(logits_NV, settings, settings["seed"], lengths, num_top)
+        self._append(sample(logits_NV, settings, settings["seed"], lengths, num_top))
+
+    def _append(self, drawn: Drawn) -> None:
+        """Append a token to each row, and report and remove the rows that end with it."""
+        rows = self.rows
+        settings, lengths = rows.settings[: len(rows)], rows.lengths[: len(rows)]
         # This ends the process: its tokens would be trained on, and an error as the
         # answer would leave the same weights in place.
         if not np.isfinite(drawn.logprobs).all():
