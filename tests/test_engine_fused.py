@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.engine_api import CommitRequest, WakeRequest
-from asyncrl_servers.embedded import fused_decode
+from asyncrl_servers.embedded import fixed_memory, fused_decode
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.fused_decode import (
     FusedSteps,
@@ -284,11 +284,12 @@ def test_fused_steps_sleep_and_wake_to_other_weights(
     )
 
 
+@pytest.mark.parametrize("moves", [False, True])
 def test_fused_steps_use_adapters_over_the_initial_weights(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, moves: bool
 ) -> None:
     plain = build_engine(make_spec(folder, deterministic=False))
-    engine = build_fused(folder)
+    engine = build_fused(folder, moves=moves)
     engine.weights.keeps_place = True
     for version, modules in enumerate((("q_proj", "v_proj"), ("k_proj",)), 1):
         names = tuple(f"model.layers.1.self_attn.{name}" for name in modules)
@@ -300,6 +301,24 @@ def test_fused_steps_use_adapters_over_the_initial_weights(
             )
             after(one, one.commit(commit))
         check_same(answers(engine), answers(plain))
+
+
+def test_without_fixed_addresses_sleeps_drop_the_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("cuMemAddressReserve failed with 801: not supported")
+
+    monkeypatch.setattr(fixed_memory, "HostPages", refuse)
+    engine = build_fused(folder, moves=True)
+    assert "captured again after each sleep" in caplog.text
+    check_same(
+        answers(engine), answers(build_engine(make_spec(folder, deterministic=False)))
+    )
+    slept = after(engine, engine.sleep())
+    assert engine.runner.cache.num_bytes == 0
+    woken = after(engine, engine.wake(WakeRequest(parts=["weights", "kv"])))
+    assert slept.num_bytes == woken.num_bytes > 0
 
 
 def test_a_model_without_plain_decoder_decodes_as_before(

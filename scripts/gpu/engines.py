@@ -202,17 +202,23 @@ class Case:
 
 
 def decode(bench: Bench) -> None:
-    """Time requests to the embedded engine, with each kind of decode step."""
-    asyncio.run(_decode(bench))
+    """Time requests to the embedded engine, with each kind of decode step; put it to
+    sleep and push other weights.
+    """
+    staging = new_staging_dir()
+    try:
+        asyncio.run(_decode(bench, staging))
+    finally:
+        remove_staging_dir(staging)
 
 
-async def _decode(bench: Bench) -> None:
+async def _decode(bench: Bench, staging: Path) -> None:
     from asyncrl_servers.embedded.decoder import EmbeddedSpec
 
     case = Case(bench)
     for name, fields in {
         "embedded": {},
-        "embedded, fused": {"fused_decode": True},
+        "embedded, fused": {"fused_decode": True, "moves": True},
     }.items():
         if fields.keys() <= EmbeddedSpec.model_fields.keys():
             async with case.server("embedded", bench.folder / name, **fields) as (
@@ -220,6 +226,7 @@ async def _decode(bench: Bench) -> None:
                 _,
             ):
                 await case.tell_decode(name, client)
+                await _sleep(case, client, staging)
 
 
 def vllm(bench: Bench) -> None:
@@ -346,7 +353,7 @@ async def _check_new(case: Case, client: EngineClient, name: str) -> None:
 
 
 async def _sleep(case: Case, client: EngineClient, staging: Path) -> None:
-    """Sleep at level 2, wake and push by chunks (ipc), then compare logprobs."""
+    """Sleep (vLLM: at level 2), wake and push by chunks (ipc), then compare logprobs."""
     bench = case.bench
     version = client.policy_version + 1
     chunks = make_chunks(

@@ -41,7 +41,7 @@ NO_FLAGS = ctypes.c_uint64(0)
 
 
 class Pages(Protocol):
-    """Pages of memory at an address of their own."""
+    """Pages of memory at a reserved address."""
 
     def tensor(self) -> Tensor:
         """Return uint8 of all bytes; valid while mapped."""
@@ -228,7 +228,7 @@ class FixedTensors:
             # Weights may be pages of the model's file, which nothing frees.
             if not tensor.untyped_storage().resizable():
                 tensor.data = tensor.data.clone()
-        # Through the host, because the device may have no room for both.
+        # Through the host: both at once may not fit on the device.
         beside = HostMemory(device)
         copies = copy_out(self._tensors, device, beside)
         if device.type == "cuda":

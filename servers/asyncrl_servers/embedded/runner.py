@@ -101,7 +101,7 @@ class Runner:
         tensors = self.cache.keys + self.cache.values
         num_bytes = sum(aligned(one.nbytes) for one in tensors)
         del tensors
-        self._take_cache(0)  # the device may have no room for both
+        self._take_cache(0)  # both at once may not fit on the device
         try:
             self._memory = FixedMemory(num_bytes, self.loaded.device)
         finally:
