@@ -173,6 +173,7 @@ def test_a_bounded_cache_delays_requests_but_changes_no_token(folder: Path) -> N
 SAMPLING: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"temperature": 0.7}, True),
+    ({"temperature": 1e-50}, False),  # 0 in float32
     ({"temperature": 0.0}, False),
     ({"top_p": 0.8}, False),
     ({"top_k": 5}, False),
@@ -198,6 +199,7 @@ def test_tokens_drawn_in_the_graph_are_those_of_sample(
         return draw(self, *args)
 
     monkeypatch.setattr(FusedSteps, "draw", counted)
+    monkeypatch.setattr(fused_decode, "DRAWN_ROWS", 1)
     plain = build_engine(make_spec(folder, deterministic=False))
     for company in ({}, {"temperature": 1.3}):
         replies = []
@@ -242,8 +244,11 @@ def test_replayed_fused_steps_read_changed_inputs(
     assert 4 == recorded.num_captured < recorded.num_replayed
 
 
-def test_one_compilation_serves_all_layers_and_numbers_of_rows(folder: Path) -> None:
-    engine = build_fused(folder, slots=10, cache_tokens=640)
+@pytest.mark.parametrize("moves", [False, True])
+def test_one_compilation_serves_all_layers_and_numbers_of_rows(
+    folder: Path, moves: bool
+) -> None:
+    engine = build_fused(folder, slots=10, cache_tokens=640, moves=moves)
     steps = engine.runner.graphs
     assert isinstance(steps, FusedSteps)
     torch._dynamo.reset()

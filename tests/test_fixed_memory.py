@@ -51,18 +51,20 @@ def test_moved_tensors_keep_content_views_and_addresses(device: str) -> None:
     addresses = [one.data_ptr() for one in tensors]
     tensors[1].data = torch.zeros(1, device=device)  # as a push of adapters does
     fixed.unmap()
-    fixed.map()
+    fixed.memory.map()
     assert [one.data_ptr() for one in tensors] == addresses
     assert not tensors[1].any()
 
 
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+@pytest.mark.parametrize("step", ["__init__", "tensor"])
 def test_tensors_stay_where_they_are_without_such_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, step: str, error: type[Exception]
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError("cuMemCreate failed with 2: out of memory")
+        raise error("cuMemCreate failed with 2: out of memory")
 
-    monkeypatch.setattr(fixed_memory, "HostPages", refuse)
+    monkeypatch.setattr(fixed_memory.HostPages, step, refuse)
     tensors = made("cpu")
     with pytest.raises(OSError, match="out of memory"):
         FixedTensors(tensors, torch.device("cpu"))

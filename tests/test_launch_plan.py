@@ -406,6 +406,20 @@ def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
     )
 
 
+def test_graphs_of_fused_steps_stay_beside_the_trainer() -> None:
+    here, slots = single_node(machine(1)), 4
+    large = [ZERO, f"rollout.slots={slots}", "trainer.micro_batch_tokens=1000000"]
+    plain, fused = (
+        make_plan(load(*large, *more), here)
+        for more in ([], ["rollout.fused_decode=true"])
+    )
+    assert plain.placement.moves
+    held = plain.shape.vocab * (4 * slots + 40 * 32)  # float32 logits, and 32 draws
+    assert fused.needed_bytes("cuda:0") - plain.needed_bytes("cuda:0") == held
+    engines = [memory(one, "engine-0").total for one in (plain, fused)]
+    assert engines[1] - engines[0] == held
+
+
 def test_cores_are_counted_on_each_node() -> None:
     threads = ["rollout.threads=auto", "trainer.threads=auto"]
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"

@@ -57,6 +57,10 @@ DETERMINISTIC_BYTES = 132 * 128 * 4
 """Per token, of FlashAttention 2's deterministic backward pass: a query head's float32
 gradient, for each of an H100's multiprocessors, with heads of 128.
 """
+GRAPH_ROWS, GRAPH_ROW_BYTES = 32, 40
+"""Rows that a graph draws at once (DRAWN_ROWS of fused_decode.py), and bytes for each
+row and token of the vocabulary: 28 of five arrays, and space between them.
+"""
 SHARED, DISK = "/dev/shm", "run directory"
 CHECKPOINT_BYTES = 12
 """Per trained parameter: master weight and AdamW's two moments, in float32."""
@@ -120,7 +124,9 @@ class ProcessPlan:
     threads: int
     memory: Memory = Memory()
     stays: int = 0
-    """Bytes of a trainer that stay when the engines take its device."""
+    """Bytes of a trainer that stay when the engines take its device, and of an engine
+    that sleeps.
+    """
     pushed: int = 0
     """Bytes of a trainer on its device while it sends its weights."""
 
@@ -142,12 +148,15 @@ class Plan:
         sides move, the device needs max(58, 56, 12 + 6) = 58; if both stay, 114.
         """
         sizes = Counter[str]()
-        stays = 0
+        stays = asleep = 0
         pushed = 0
         for one in self.processes:
             if one.device == device:
                 sizes[one.side] += one.memory.total
-                stays += one.stays
+                if one.side == "engine":
+                    asleep += one.stays
+                else:
+                    stays += one.stays
                 # During the push of a handover both sides have their weights on the
                 # device, and what never leaves it.
                 pushed += one.pushed
@@ -158,7 +167,7 @@ class Plan:
         sizes["host"] += max(sizes.pop("loading", 0), sizes.pop("saving", 0))
         if not self.placement.moves:
             return sizes.total()
-        trainer = sizes.pop("trainer", 0)
+        trainer = sizes.pop("trainer", 0) + asleep
         engines = sizes.pop("engine", 0) + sizes.pop("slice", 0) + stays
         return sizes.total() + max(trainer, engines, pushed)
 
@@ -223,13 +232,14 @@ def lay_out(
         side: Literal["trainer", "critic", "engine", "extra", "slice"],
         devices: Side,
         memory: Memory,
+        stays: int = 0,
     ) -> None:
         for part, device in enumerate(devices):
             own = f"{name}/{part}" if part else name
             is_rank = side in ("trainer", "critic")
             threads = threads_on(config, placement, device.node)[is_rank]
             plans.append(
-                ProcessPlan(own, side, placement.label(device), threads, memory)
+                ProcessPlan(own, side, placement.label(device), threads, memory, stays)
             )
 
     sync = config.weight_sync.facts
@@ -273,7 +283,9 @@ def lay_out(
         memory = engine_memory(
             config, shape, engine, slots, devices, stages=stages, cache_tokens=limit
         )
-        add(f"engine-{number}", "engine", devices, memory)
+        graphs = graph_bytes(config, shape, devices[0].name)
+        memory = replace(memory, micro_batch=memory.micro_batch + graphs)
+        add(f"engine-{number}", "engine", devices, memory, graphs)
     for name, device in placement.extra.items():
         memory = _extra_memory(config, shape, placement.extra_servers[name], device)
         add(name, placement.extra_side(name), (device,), memory)
@@ -652,6 +664,17 @@ def engine_memory(
         copies=weights if stages and engine.stages_weights else 0,
     )
     return whole.split(len(devices))
+
+
+def graph_bytes(config: RunConfig, shape: ModelShape, device: str) -> int:
+    """Return what the graphs of fused decode steps hold, also asleep: logits, and the
+    arrays that draw GRAPH_ROWS of them.
+    """
+    if not config.rollout.fused_decode or not device.startswith("cuda"):
+        return 0
+    item = item_bytes(config.model.dtype, device)
+    slots = config.rollout.slots
+    return shape.vocab * (slots * item + GRAPH_ROWS * GRAPH_ROW_BYTES)
 
 
 def item_bytes(dtype: str, device: str) -> int:

@@ -66,12 +66,13 @@ GRANULE = 2**21
 LAZY_PEER_ACCESS = 1
 
 
-def limit_memory(device: torch.device, share: float | None) -> None:
-    """Limit torch's memory to a fraction of the current CUDA device. None, or CPU: no
-    limit.
+def limit_memory(device: torch.device, share: float | None, taken: int = 0) -> None:
+    """Limit torch's memory to a fraction of the current CUDA device, without `taken`
+    bytes that torch does not count. None, or CPU: no limit.
     """
     if share is not None and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(1e-3, share - taken / total))
 
 
 @dataclass(frozen=True, eq=False)

@@ -427,7 +427,9 @@ def draws_from_all(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Return which rows draw from the whole vocabulary, bool [N]."""
     is_full = (sampling["top_p"] == 1.0) & (sampling["top_k"] == 0.0)
     is_full &= sampling["min_p"] == 0.0
-    return cast("npt.NDArray[np.bool_]", is_full & (sampling["temperature"] > 0.0))
+    # As float32, in which a tiny temperature is 0: greedy.
+    temperatures = sampling["temperature"].astype(np.float32)
+    return cast("npt.NDArray[np.bool_]", is_full & (temperatures > 0.0))
 
 
 def draw(logits_NV: Tensor, draws_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
 from asyncrl.models.profiling import StepProfiler
+from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.kv_attention import PAGE
@@ -333,7 +334,11 @@ def build_engine(
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     weights = Weights(loaded, spec)
-    is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec.name)
+    is_fixed = (
+        is_fused
+        and spec.moves
+        and fix_addresses(runner, weights, spec.name, spec.share)
+    )
     engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()
@@ -364,8 +369,11 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
     return True
 
 
-def fix_addresses(runner: Runner, weights: Weights, name: str) -> bool:
+def fix_addresses(
+    runner: Runner, weights: Weights, name: str, share: float | None
+) -> bool:
     """Let weights and KV cache keep their addresses over sleeps; return whether they do."""
+    loaded = runner.loaded
     try:
         weights.fix()
         runner.fix_cache()
@@ -376,6 +384,10 @@ def fix_addresses(runner: Runner, weights: Weights, name: str) -> bool:
             error,
         )
         return False
+    finally:
+        # torch does not count this memory, and `share` limits all of the engine's.
+        places = runner.memory, weights.fixed and weights.fixed.memory
+        limit_memory(loaded.device, share, sum(one.num_bytes for one in places if one))
     return True
 
 

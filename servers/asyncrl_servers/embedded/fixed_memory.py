@@ -163,6 +163,7 @@ class DevicePages:
             self._is_mapped = False
 
     def _free(self) -> None:
+        call_driver("cuCtxSynchronize")  # unmap does not wait for kernels
         self._unmap()
         call_driver("cuMemAddressFree", self._pointer, self._size)
 
@@ -175,8 +176,9 @@ class FixedMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises OSError."""
+        """Raises OSError and RuntimeError."""
         is_cuda = device.type == "cuda"
+        self.num_bytes = num_bytes
         self._pages: Pages = (
             DevicePages(num_bytes, device) if is_cuda else HostPages(num_bytes)
         )
@@ -197,14 +199,19 @@ class FixedMemory:
         return self.take(num_bytes).view(dtype).view(shape)
 
     def map(self) -> None:
-        """Raises OSError; then it is not mapped."""
-        self._pages.map()
-        self.is_mapped = True
-        self._clear()
+        """Take memory, if there is none. Raises OSError."""
+        if not self.is_mapped:
+            self._pages.map()
+            self.is_mapped = True
+            self._clear()
 
-    def unmap(self) -> None:
+    def unmap(self) -> int:
+        """Give the memory back, if there is any; return its bytes."""
+        if not self.is_mapped:
+            return 0
         self.is_mapped = False
         self._pages.unmap()
+        return self.num_bytes
 
     def _clear(self) -> None:
         if self._data.is_cuda:  # the driver promises no content, the kernel zeros
@@ -234,30 +241,37 @@ class FixedTensors:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         free_storages(copies)
+        failed = ""
         try:
-            self._memory = FixedMemory(
-                sum(aligned(len(data)) for _, data in copies), device
-            )
-        except OSError:
+            self.memory, placed = _filled(copies, device)
+            self._places = [content_in(placed, one) for one in self._tensors]
+        except (OSError, RuntimeError) as error:
+            failed = str(error)
+        # Behind the except block, whose traceback holds the new memory: the device may
+        # not have both.
+        if failed:
             copy_back(copies)
-            raise
-        placed: Copies = []
-        for storage, data in copies:
-            place = self._memory.take(len(data))
-            place.copy_(data)
-            placed.append((storage, place))
-        self._places = [content_in(placed, one) for one in self._tensors]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # `beside` is freed at the return
+            raise OSError(failed)
         self._return()
 
     def unmap(self) -> None:
         """Give the memory back. Tensors that were moved meanwhile return."""
         self._return()
-        self._memory.unmap()
-
-    def map(self) -> None:
-        """Raises OSError."""
-        self._memory.map()
+        self.memory.unmap()
 
     def _return(self) -> None:
         for tensor, place in zip(self._tensors, self._places, strict=True):
             tensor.data = place
+
+
+def _filled(copies: Copies, device: torch.device) -> tuple[FixedMemory, Copies]:
+    """Return memory with this content, and where each storage's is."""
+    memory = FixedMemory(sum(aligned(len(data)) for _, data in copies), device)
+    placed: Copies = []
+    for storage, data in copies:
+        place = memory.take(len(data))
+        place.copy_(data)
+        placed.append((storage, place))
+    return memory, placed

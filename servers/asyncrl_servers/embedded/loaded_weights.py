@@ -61,7 +61,7 @@ class Weights(WeightState):
         self._base: dict[str, Tensor] | None = {
             name: one.data for name, one in self._parameters.items()
         }
-        self._fixed: FixedTensors | None = None
+        self.fixed: FixedTensors | None = None
         """Sleeps keep these addresses."""
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
@@ -80,7 +80,7 @@ class Weights(WeightState):
         """Move the weights to addresses that sleeps keep. Raises MemoryError, OSError
         and RuntimeError; then nothing has moved.
         """
-        self._fixed = FixedTensors(self._parameters.values(), self._device)
+        self.fixed = FixedTensors(self._parameters.values(), self._device)
         self._base = {name: one.data for name, one in self._parameters.items()}
 
     def prepare(self, request: PrepareRequest) -> Loaded:
@@ -170,8 +170,8 @@ class Weights(WeightState):
             self._base = None  # with `stays`, chunks overwrite it
             is_awake = "weights" not in self.asleep
             self.set_asleep()
-            if self._fixed is not None:
-                self._fixed.unmap()
+            if self.fixed is not None:
+                self.fixed.unmap()
                 return self.num_bytes if is_awake else 0
             for parameter in () if self._stays else self._parameters.values():
                 num_bytes += parameter.nbytes
@@ -190,8 +190,8 @@ class Weights(WeightState):
                 self.set_awake("weights")
                 self.has_content = True
                 return moved.num_bytes
-            if self._fixed is not None:
-                self._fixed.map()
+            if self.fixed is not None:
+                self.fixed.memory.map()
             elif not self._stays:
                 for name, tensor in self._empty().items():
                     self._parameters[name].data = tensor

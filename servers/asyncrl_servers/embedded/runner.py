@@ -91,39 +91,37 @@ class Runner:
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
-        self._memory: FixedMemory | None = None
+        self.memory: FixedMemory | None = None
+        """Of the KV cache (None: torch's)."""
         self._take_cache(slots)
 
     def fix_cache(self) -> None:
-        """Move the empty KV cache to addresses that it keeps. Raises OSError; then it
-        is where it was.
+        """Move the empty KV cache to addresses that it keeps. Raises OSError and
+        RuntimeError; then it has torch's memory.
         """
         tensors = self.cache.keys + self.cache.values
         num_bytes = sum(aligned(one.nbytes) for one in tensors)
         del tensors
         self._take_cache(0)  # both at once may not fit on the device
         try:
-            self._memory = FixedMemory(num_bytes, self.loaded.device)
+            self.memory = FixedMemory(num_bytes, self.loaded.device)
         finally:
             self._take_cache(self.slots)
 
     def free_cache(self) -> int:
         """Free the memory of the KV cache, which no slot uses, and return its bytes."""
+        if self.memory is not None:
+            return self.memory.unmap()
         num_bytes = self.cache.num_bytes
-        if self._memory is None:
-            self._take_cache(0)
-        elif self._memory.is_mapped:
-            self._memory.unmap()
-        else:
-            num_bytes = 0  # a second sleep
+        self._take_cache(0)
         return num_bytes
 
     def allocate_cache(self) -> int:
         """Take the memory again; return its bytes. Raises OSError and RuntimeError."""
-        if self._memory is not None:
-            self._memory.map()
-        else:
-            self._take_cache(self.slots)
+        if self.memory is not None:
+            self.memory.map()
+            return self.memory.num_bytes
+        self._take_cache(self.slots)
         return self.cache.num_bytes
 
     def _take_cache(self, slots: int) -> None:
@@ -135,7 +133,7 @@ class Runner:
             loaded.dtype,
             loaded.device,
             budget=self._cache_tokens,
-            memory=self._memory,
+            memory=self.memory,
         )
 
     def step(
