@@ -125,9 +125,6 @@ async def build(
         staging_dir,
         journal,
         checkpoints,
-        # A closure, because scheduler and fleet need each other. It is called only
-        # when a running server restarts, long after both exist.
-        lambda: scheduler,
         demonstrate,
     )
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
@@ -421,7 +418,7 @@ def _make_scheduler(
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )
-    return make(
+    scheduler = make(
         fleet.trainer,
         fleet.clients,
         timeout_s=sync.timeout_s,
@@ -432,6 +429,9 @@ def _make_scheduler(
         wait_released=at_once if evaluation is None else evaluation.wait_released,
         num_steps=config.trainer.num_steps,
     )
+    if isinstance(scheduler, Colocated):
+        fleet.share_devices(scheduler)
+    return scheduler
 
 
 async def publish_to(
