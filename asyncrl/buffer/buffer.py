@@ -36,7 +36,7 @@ class Buffer:
     """Groups between admission and training.
 
     Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned
-        through `on_requeued`.
+        to the owner that requeue_to() names.
 
     Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses
     nothing: a group or batch is delivered without a sleep.
@@ -53,9 +53,9 @@ class Buffer:
         *,
         num_groups: int,
         num_batches: int,
-        on_requeued: OnRequeued,
     ) -> None:
-        self.config, self._on_requeued = config, on_requeued
+        self.config = config
+        self._on_requeued: OnRequeued | None = None
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -76,6 +76,10 @@ class Buffer:
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
+
+    def requeue_to(self, owner: OnRequeued) -> None:
+        """Pass requeued groups to `owner`, which admits groups."""
+        self._on_requeued = owner
 
     def restore_nowait(
         self,
@@ -138,7 +142,7 @@ class Buffer:
         """Mark a group as ready, or drop it by buffer.filter.
 
         Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group
-        is not passed to `on_requeued`.
+        is not requeued.
         """
         # Before the rule hears of it: a filtered group leaves like a failed one and
         # frees its admission for another prompt.
@@ -308,6 +312,7 @@ class Buffer:
             )
 
     def _requeue(self, group_id: GroupId) -> None:
+        assert self._on_requeued is not None, "groups have an owner"
         reason = "all_masked" if self.rule.masks else "dropped"
         self._on_requeued(group_id, self._ready.pop(group_id, None), reason)
 

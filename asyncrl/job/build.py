@@ -145,8 +145,6 @@ async def build(
         config.buffer,
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
-        # Buffer and producers need each other; groups are requeued only during the run.
-        on_requeued=lambda *group: producers.on_requeued(*group),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None

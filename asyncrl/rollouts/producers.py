@@ -154,6 +154,7 @@ class Producers:
 
     def __post_init__(self, capacity: int) -> None:
         self._slots = Slots(capacity)
+        self.sink.requeue_to(self.on_requeued)
 
     def gauges(self) -> dict[str, float]:
         counted = ("finished", "dropped", "failed_groups", "given_up")
