@@ -247,7 +247,14 @@ class Producers:
             # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
-                name, group_id, group.prompt, index, number, partial, self.journal
+                name,
+                group_id,
+                group.prompt,
+                index,
+                number,
+                partial,
+                self.journal,
+                on_phase=functools.partial(self._on_phase, group, index),
             )
             task = self.spawn(
                 self._run_rollout(group, attempt, order), name=f"rollout {name}"
@@ -294,22 +301,23 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards or teaching, or samples
-        again.
+        if phase == "sampling":
+            group.sampling.add(index)
+            if self._groups.get(group.ticket.group_id) is group:
+                self.sink.samples_again_nowait(group.ticket.group_id)
+            return
+        group.phases[index] = phase
+        group.sampling.discard(index)
+        self._note_sampled(group)
+
+    def _note_sampled(self, group: RunningGroup) -> None:
+        """Notify the buffer if a group only waits for rewards or teaching.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
         """
         group_id = group.ticket.group_id
-        is_running = self._groups.get(group_id) is group
-        if phase == "sampling":
-            group.sampling.add(index)
-            if is_running:
-                self.sink.samples_again_nowait(group_id)
-            return
-        group.phases[index] = phase
-        group.sampling.discard(index)
-        if is_running and not group.sampling:
+        if self._groups.get(group_id) is group and not group.sampling:
             phases = {group.phases[other] for other in group.to_run}
             has_rewards = phases == {"teaching"} and not group.is_unscored
             self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
@@ -319,10 +327,7 @@ class Producers:
     ) -> None:
         group_id = attempt.group_id
         index = attempt.sample_index
-        on_phase = functools.partial(self._on_phase, group, index)
-        outcome = await self.runner.run(
-            attempt, slots=self._slots, order=order, on_phase=on_phase
-        )
+        outcome = await self.runner.run(attempt, slots=self._slots, order=order)
         # The buffer has revoked the group, and its prompt is in use again: this outcome
         # must not count.
         if self._groups.get(group_id) is not group:
@@ -348,7 +353,7 @@ class Producers:
             self._sampled(group)
         elif isinstance(outcome, FailedRollout):
             # The failed rollout may have been the last of its group that sampled.
-            self._on_phase(group, index, "scoring")
+            self._note_sampled(group)
 
     def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
         self._failed[group.prompt.task] += 1
