@@ -46,6 +46,7 @@ class Buffer:
     """
 
     name = "buffer"
+    _on_requeued: OnRequeued
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class Buffer:
         num_batches: int,
     ) -> None:
         self.config = config
-        self._on_requeued: OnRequeued | None = None
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -162,7 +162,8 @@ class Buffer:
         self._changed()
         if is_useless:
             self._requeue(group.group_id)
-        return "requeued" if is_useless else "ready"
+            return "requeued"
+        return "ready"
 
     def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1
@@ -312,7 +313,6 @@ class Buffer:
             )
 
     def _requeue(self, group_id: GroupId) -> None:
-        assert self._on_requeued is not None, "groups have an owner"
         reason = "all_masked" if self.rule.masks else "dropped"
         self._on_requeued(group_id, self._ready.pop(group_id, None), reason)
 

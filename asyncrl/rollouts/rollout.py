@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -431,14 +431,14 @@ class RolloutRunner:
 
 @dataclass(eq=False)
 class TurnProgress(Progress):
-    """Of one completion. It ends at `ended_s`, or has not ended."""
+    """Of one completion. `ended_s` is 0 until its end."""
 
     sample_index: int
     num_spent: int = 0
     has_asked: bool = True
     completion: Completion | None = None
     begun_s: float = field(default_factory=time.time)
-    ended_s: float | None = None
+    ended_s: float = 0.0
 
     def add_spent(self, num_tokens: int) -> None:
         self.num_spent += num_tokens
@@ -451,7 +451,7 @@ class TurnProgress(Progress):
             self.completion,
             reward,
             self.begun_s,
-            time.time() if self.ended_s is None else self.ended_s,
+            self.ended_s or time.time(),
         )
         return (trajectory,)
 
@@ -472,11 +472,6 @@ class SingleTurn:
     """
     _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of recent prompts, so that a group's requests share one object."""
-    _parameters: dict[str, Any] = field(init=False)
-    """Of `sampling`, for each request."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_parameters", self.sampling.parameters)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self._known_ids.get(prompt.prompt_id)
@@ -519,7 +514,7 @@ class SingleTurn:
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
-                **self._parameters,
+                **self.sampling.parameters,
                 stop=self.stop,
                 seed=derive_seed(
                     self.run_seed,
