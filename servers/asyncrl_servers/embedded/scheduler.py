@@ -184,7 +184,7 @@ class Rows:
             sequence.num_routed = num_read
             start = end
 
-    def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
+    def unsent(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
         """Return the unreported tokens and mark them as reported; with experts first
         the whole prompt.
         """
@@ -611,7 +611,7 @@ class Scheduler(RunQueue[Sequence]):
     def _report(self, row: int, then: str) -> None:
         self.report(
             self.rows.sequences[row],
-            self.rows.untold(row, then, self._runner.cache.routing),
+            self.rows.unsent(row, then, self._runner.cache.routing),
         )
 
     def _remove(self, row: int) -> None:
