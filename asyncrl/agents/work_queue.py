@@ -374,7 +374,7 @@ class RolloutQueue:
         return replace(
             posted,
             metrics={**posted.metrics, **returned.metrics},
-            # They are no rewards, so their source does not matter.
+            # They are not rewards, so their source does not matter.
             turn_states=posted.turn_states or returned.turn_states,
             roles=posted.roles or returned.roles,
         )

@@ -211,7 +211,7 @@ class Caller:
         return CallGarbled(
             self.name,
             path,
-            f"status {status} with a body that is no {answer.__name__}: {shown}",
+            f"status {status} with a body that is not {answer.__name__}: {shown}",
             status=status,
             text=text,
         )

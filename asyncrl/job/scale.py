@@ -43,7 +43,7 @@ class EngineSupervisor(Supervisor):
         leaving -> parked.
     Waits: park() waits for its requests to move, and for a push.
     Invariant: the pool sends it work only while it serves the announced version, or a
-        newer one. Parking is no restart.
+        newer one. Parking is not a restart.
     """
 
     kind = "engine"

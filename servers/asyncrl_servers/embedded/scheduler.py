@@ -409,7 +409,7 @@ class Scheduler(RunQueue[Sequence]):
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
             sequence.marks.append((length, version))
-            # Without logits the row is no source for new sequences, which would copy
+            # Without logits the row is not a source for new sequences, which would copy
             # the cache of older weights.
             sequence.next_logits_V = None
             # With keep_kv the cache stays mixed until the sequence ends. Then the row
