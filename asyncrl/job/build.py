@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -31,6 +30,8 @@ from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.reporter import Reporter
+from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, ServerFactory, start_mps
@@ -64,10 +65,6 @@ from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import Demonstrate
-
-if TYPE_CHECKING:
-    from asyncrl.job.reporter import Reporter
-    from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
 
