@@ -199,7 +199,7 @@ class RolloutClock:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
 
-class Progress:
+class AttemptProgress:
     """What an attempt has sampled so far; here nothing. An attempt that fails or is
     cancelled returns nothing, and its tokens must still be counted and shown.
     """
@@ -239,7 +239,7 @@ class RolloutAttempt:
     journal: Journal | None = None
     on_phase: Callable[[Phase], None] = lambda phase: None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
-    progress: Progress = field(default_factory=Progress, init=False)
+    progress: AttemptProgress = field(default_factory=AttemptProgress, init=False)
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -430,7 +430,7 @@ class RolloutRunner:
 
 
 @dataclass(eq=False)
-class TurnProgress(Progress):
+class TurnProgress(AttemptProgress):
     """Of one completion. `ended_s` is 0 until its end."""
 
     sample_index: int
@@ -565,7 +565,7 @@ def make_trajectory(
 
 
 @dataclass(frozen=True, slots=True)
-class SessionProgress(Progress):
+class SessionProgress(AttemptProgress):
     session: RolloutSession
     sample_index: int
 
