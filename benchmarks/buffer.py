@@ -48,7 +48,6 @@ def cost_us(num_total: int) -> float:
         config,
         num_groups=NUM_GROUPS,
         num_batches=num_batches,
-        on_requeued=lambda *_: None,
     )
     draw = random.Random(0)
     running: list[tuple[GroupId, int]] = []

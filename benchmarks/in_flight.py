@@ -215,7 +215,6 @@ class Controller:
             BufferConfig(max_staleness=staleness, look_ahead=staleness),
             num_groups=num_groups,
             num_batches=10**6,
-            on_requeued=lambda *group: self.producers.on_requeued(*group),
         )
         self.pool = EnginePool(self.servers, slots=self.num // ENGINES)
         config = TaskConfig(python="asyncrl.tasks.toy:Letters", reward_pool="inline")

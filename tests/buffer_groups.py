@@ -70,9 +70,10 @@ def make_buffer(
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness by default."""
     values = {"max_staleness": 1, "on_overdue": "wait", **config}
-    return Buffer(
+    buffer = Buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,
         num_batches=num_batches,
-        on_requeued=HandedBackLog() if log is None else log,
     )
+    buffer.requeue_to(HandedBackLog() if log is None else log)
+    return buffer

@@ -286,7 +286,6 @@ class House(EngineRooms):
         trainer = SupervisedTrainer(
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
-            before_start=lambda: self.publisher.wait_devices_free(),
             bring_back=self._bring_back,
         )
         super().__init__(
@@ -306,6 +305,7 @@ class House(EngineRooms):
             ),
             **{"on_published": self._published} | publishing,
         )
+        trainer.start_within(self.publisher.device_for_trainer)
         self.has_server = has_server
         self._supervise_scorer(Supervision(config, HEARTBEAT_S, print, self.tell))
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
@@ -321,8 +321,9 @@ class House(EngineRooms):
             on_down=lambda _: self.scoring.disconnect_nowait(),
             on_start=self.scoring.reset_nowait,
             on_up=self.scoring.up_nowait,
-            room=lambda: self.publisher.device_for_engine("reward"),
         )
+        room = partial(self.publisher.device_for_engine, "reward")
+        self.scorer_supervisor.start_within(room)
         if self.has_server:
             watching = self.scorer_supervisor.run()
             self.running.append(self.tasks.create_task(watching, name="watch reward"))

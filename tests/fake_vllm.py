@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
-from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
+from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, Json, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
@@ -111,6 +111,12 @@ class FakeVllm(FakeServer):
         self, path: str, answer: type[Answer], *, timeout_s: float | None
     ) -> Answer:
         return await self.post(path, None, answer, timeout_s=timeout_s)
+
+    async def read(
+        self, method: str, path: str, body: Any, timeout_s: float | None
+    ) -> bytes:
+        await self.post(path, body, Json, timeout_s=timeout_s)
+        return b""
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         num_told = 0

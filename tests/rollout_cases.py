@@ -12,6 +12,7 @@ from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 from token_cases import completion_of
 
 from asyncrl.base.errors import WouldWait
+from asyncrl.buffer.buffer import OnRequeued
 from asyncrl.config import EvalConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.messages.records import (
@@ -65,6 +66,9 @@ class FakeSink:
         self.failed: list[GroupId] = []
         self.phases: list[tuple[GroupId, str]] = []
         self._tickets, self._changed = num_tickets, asyncio.Event()
+
+    def requeue_to(self, owner: OnRequeued) -> None:
+        """It requeues nothing by itself."""
 
     def allow(self, num_tickets: int) -> None:
         """Allow this number of further groups."""

@@ -68,7 +68,7 @@ def test_last_line_is_the_outcome_or_a_failure() -> None:
     ):
         assert last_line_outcome(text) == outcome
     for text in ("nan", '{"rewrd": 1}', "{"):
-        with pytest.raises(RolloutFailure, match="last line is no outcome"):
+        with pytest.raises(RolloutFailure, match="last line is not an outcome"):
             last_line_outcome(text)
 
 

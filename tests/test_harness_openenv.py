@@ -364,7 +364,7 @@ def test_fields_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("url", "args", "says"),
     [
-        ("localhost:8000", {}, "is no address, package or MODULE:APP"),
+        ("localhost:8000", {}, "is not an address, package or MODULE:APP"),
         ("no_such_env", {}, "there is no module no_such_env.server.app"),
         ("job_runs", {}, "there is no module job_runs.server.app"),
         ("http://localhost:8000", {"max_turns": 0}, "max_turns .*greater than"),

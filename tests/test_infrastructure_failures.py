@@ -41,6 +41,7 @@ from asyncrl.rollouts.rollout import (
     RolloutRunner,
     Score,
     Slots,
+    TurnProgress,
 )
 from asyncrl.tasks import TaskScorer
 
@@ -439,7 +440,7 @@ class Ends:
         kind = self._kind_of(attempt)
         if kind is not None:
             raise RolloutFailure(f"{attempt.rollout_id} met {kind}", kind=kind)
-        attempt.has_asked = lambda: True
+        attempt.progress = TurnProgress(attempt.sample_index)
         return scored((one_token(attempt.sample_index),))
 
 
@@ -569,7 +570,7 @@ def test_worker_of_another_version_may_name_a_kind_that_is_unknown_here() -> Non
 @virtual
 async def test_failures_that_the_policy_may_cause_end_no_run() -> None:
     def raises(attempt: RolloutAttempt) -> FailureKind | None:
-        attempt.has_asked = lambda: True
+        attempt.progress = TurnProgress(attempt.sample_index)
         return FailureKind.AGENT_CRASH if attempt.sample_index else None
 
     gauges = (await produce(raises, limit=0.0)).gauges()

@@ -374,14 +374,10 @@ async def test_failed_attempt_has_another_key() -> None:
 
 @virtual
 async def test_masked_group_is_given_up_while_it_waits() -> None:
-    def requeued(*group: Any) -> None:
-        app.producers.on_requeued(*group)
-
     buffer = Buffer(
         BufferConfig(max_staleness=1, look_ahead=1),
         num_groups=1,
         num_batches=9,
-        on_requeued=requeued,
     )
     async with application(sink=buffer, group_size=1) as app:
         app.host.rollout = lambda index, outcome, reward, **_: (  # type: ignore[method-assign]
@@ -407,14 +403,10 @@ async def test_masked_group_is_given_up_while_it_waits() -> None:
 
 @virtual
 async def test_resume_does_not_renew_the_time_of_a_masked_group() -> None:
-    def requeued(*group: Any) -> None:
-        app.producers.on_requeued(*group)
-
     buffer = Buffer(
         BufferConfig(max_staleness=2, look_ahead=2, on_overdue="mask"),
         num_groups=1,
         num_batches=9,
-        on_requeued=requeued,
     )
     tickets = [Ticket(GroupId(group_id), 0) for group_id in (0, 1)]
     # Batches 0 to 2 were taken with other groups. These two have tokens of versions 0

@@ -99,7 +99,6 @@ class Life:
         self.trainer = SupervisedTrainer(
             [FakeProcess(self.worker)],
             supervision,
-            before_start=never,
             bring_back=never,
         )
         self.producers = self

@@ -175,6 +175,10 @@ def kill_in_both_slices(
     )
     (server,) = job_runs.children_of(process, kind)
     server.kill()
+    job_runs.wait_until(
+        lambda: f"slice, to start {kind}" in (run_dir / "status.json").read_text(),
+        process,
+    )
     job_runs.wait_until(lambda: lost(1), process)
     assert not job_runs.children_of(process, kind), (
         "it waits for the engines' time slice"

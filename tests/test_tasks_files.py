@@ -69,16 +69,16 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             QUESTION,
             "line 1 has no column prompt; its columns are question, answer",
         ),
-        ("a.jsonl", TORN, "a.jsonl cannot be read: .*line 3 is no JSON object"),
+        ("a.jsonl", TORN, "a.jsonl cannot be read: .*line 3 is not a JSON object"),
         (
             "a.jsonl",
             QUESTION.replace(b"question", b"prompt") + b'\n["prompt", "answer"]',
-            "line 2 is no JSON",
+            "line 2 is not a JSON",
         ),
         (
             "a.json",
             b'[{"prompt": "x", "answer": "1"}, [["prompt", "x"]]]',
-            "item 2 is no JSON object: .*list",
+            "item 2 is not a JSON object: .*list",
         ),
         (
             "a.json",
@@ -88,7 +88,7 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
         (
             "a.jsonl",
             b'{"prompt": "x", "prompt": "y", "answer": "1"}',
-            "line 1 is no JSON object: an object has the key 'prompt' twice",
+            "line 1 is not a JSON object: an object has the key 'prompt' twice",
         ),
         (
             "a.json",

@@ -59,7 +59,6 @@ class House:
                 self.told.append,
                 lambda *_: None,
             ),
-            before_start=partial(asyncio.sleep, 0),
             bring_back=self.bring_back,
             timeout_s=timeout_s,
         )

@@ -296,7 +296,7 @@ def last_line_outcome(text: str) -> Outcome:
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
         raise RolloutFailure(
-            f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}",
+            f"the command's last line is not an outcome: {last[:200]!r}: {first_fault(error)}",
             rule='print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text',
             kind=FailureKind.CORRUPT_RESULT,
         ) from None

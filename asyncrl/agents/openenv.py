@@ -39,7 +39,7 @@ FULL = "CAPACITY_REACHED"
 INVALID = "VALIDATION_ERROR"
 """The server's codes: no free place, and an action that breaks its rules."""
 BROKEN = ("timeout", "transport_error")
-"""Kinds of errors of an MCP tool that are no answers of the tool."""
+"""Kinds of errors of an MCP tool that are not answers of the tool."""
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
 """Fields of every observation; the metadata is not for the model."""
 
@@ -370,7 +370,7 @@ class OpenEnvHarness:
             arguments = json.loads(function.arguments or "{}")
         except ValueError as error:
             # The model's own fault: it may correct it.
-            return f"The arguments are no JSON: {error}", None, False
+            return f"The arguments are not JSON: {error}", None, False
         if not isinstance(arguments, dict):
             return "The arguments must be a JSON object.", None, False
         action = {
@@ -447,7 +447,7 @@ def _tool_text(result: object) -> str:
 
 
 def _number(reward: object) -> float | None:
-    """Return a step's reward. Raises RolloutFailure if it is no number."""
+    """Return a step's reward. Raises RolloutFailure if it is not a number."""
     if reward is None:
         return None
     if not isinstance(reward, int | float):

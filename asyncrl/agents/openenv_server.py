@@ -43,7 +43,7 @@ class EnvironmentServer:
         parts = APP.fullmatch(name)
         if parts is None:
             raise ConfigError(
-                f"{self._said} is no address, package or MODULE:APP",
+                f"{self._said} is not an address, package or MODULE:APP",
                 way_out="write http://HOST:PORT of a server, or what each worker starts.",
             )
         module, app = parts.groups()

@@ -140,7 +140,7 @@ class VerifiersHarness:
             raise RolloutFailure(
                 f"{said} failed: {why.replace(session.api_key, 'KEY')}", kind=kind
             )
-        # Of all agents: what a judge gives that was not ready is no reward either.
+        # Of all agents: what a judge gives that was not ready is not a reward either.
         for trace in episode.traces:
             _refuse_late(trace, said)
         for trace in traces:

@@ -190,7 +190,7 @@ class RolloutQueue:
         the queue, and is in this answer. A poll with number 1 that still waits ends
         without work.
         """
-        message, worker_id = await self._heard(request, wire.TakeRequest)
+        message, worker_id = await self._receive(request, wire.TakeRequest)
         worker = self._workers[worker_id]
         # Items that were withdrawn, or that belong to an ended lease or an earlier
         # gateway. The worker cancels their harnesses.
@@ -259,7 +259,7 @@ class RolloutQueue:
         return []
 
     async def _result(self, request: Request) -> Message:
-        message, worker_id = await self._heard(request, wire.ResultRequest)
+        message, worker_id = await self._receive(request, wire.ResultRequest)
         item = self._workers[worker_id].held.get(message.item_id)
         if item is None:
             why = "its rollout has ended, ran past rollout.timeout_s, was requeued, or another worker has it"
@@ -301,7 +301,7 @@ class RolloutQueue:
 
     # ---- inside
 
-    async def _heard(
+    async def _receive(
         self, request: Request, shape: type[FromWorker]
     ) -> tuple[FromWorker, WorkerId]:
         body = await read_body(request, wire.MAX_MESSAGE_BYTES)
@@ -374,7 +374,7 @@ class RolloutQueue:
         return replace(
             posted,
             metrics={**posted.metrics, **returned.metrics},
-            # They are no rewards, so their source does not matter.
+            # They are not rewards, so their source does not matter.
             turn_states=posted.turn_states or returned.turn_states,
             roles=posted.roles or returned.roles,
         )

@@ -404,6 +404,7 @@ def work(
             if health_fd is not None:
                 await _serve_health(harnesses, health_fd)
             worker = Worker(harnesses, caller, spec)
+            loop = asyncio.get_running_loop()
 
             def on_sigterm() -> None:
                 # The second signal does not wait for the harnesses.
@@ -413,7 +414,6 @@ def work(
                 # Also if the gateway gives no answer, for which a request waits.
                 loop.call_later(spec.drain_s + GOODBYE_TIMEOUT_S, task.cancel)
 
-            loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, on_sigterm)
             await worker.run()
             if worker.is_cut:

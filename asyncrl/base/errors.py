@@ -178,7 +178,7 @@ class WouldWait(Exception):  # noqa: N818  no failure
 
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error that is no group, preferring AsyncrlError."""
+    """Return the first error that is not a group, preferring AsyncrlError."""
     # The other errors of a group are mostly consequences, such as a connection that
     # broke with the process.
     cause: BaseException = errors.subgroup(AsyncrlError) or errors

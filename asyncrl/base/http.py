@@ -143,6 +143,17 @@ class Caller:
         answer: type[Answer],
         timeout_s: float | None,
     ) -> Answer:
+        text = await self.read(method, path, body, timeout_s)
+        with contextlib.suppress(ValidationError):
+            return answer.model_validate_json(text)
+        raise self._refusal(path, 200, text, answer)
+
+    async def read(
+        self, method: str, path: str, body: Body, timeout_s: float | None
+    ) -> bytes:
+        """Return the body of an answer, such as plain text. Raises CallRefused or
+        CallLost.
+        """
         # The limit is outside of _lost(): asyncio.timeout raises a TimeoutError, which
         # is an OSError, and _lost() would report it as a broken connection.
         async with within(
@@ -152,12 +163,9 @@ class Caller:
             with _lost(self.name, path):
                 async with await self._begin(method, path, body) as response:
                     text = await response.read()
-        if response.status < 400:
-            # A body that does not parse becomes CallGarbled below, with the beginning
-            # of its text.
-            with contextlib.suppress(ValidationError):
-                return answer.model_validate_json(text)
-        raise self._refusal(path, response.status, text, answer)
+        if response.status >= 400:
+            raise self._refusal(path, response.status, text)
+        return text
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         """POST a message and yield lines of the answer as they arrive. Raises
@@ -166,9 +174,8 @@ class Caller:
         with _lost(self.name, path):
             async with await self._begin("POST", path, body) as response:
                 if response.status >= 400:
-                    raise self._refusal(
-                        path, response.status, await response.read(), ErrorBody
-                    )
+                    text = await response.read()
+                    raise self._refusal(path, response.status, text)
                 rest = b""
                 while read := await response.content.readany():
                     *lines, rest = (rest + read).split(b"\n")
@@ -193,7 +200,7 @@ class Caller:
         )
 
     def _refusal(
-        self, path: str, status: int, text: bytes, answer: type[BaseModel]
+        self, path: str, status: int, text: bytes, answer: type[BaseModel] = ErrorBody
     ) -> CallRefused | CallGarbled:
         if status >= 400:
             with contextlib.suppress(ValidationError):
@@ -204,7 +211,7 @@ class Caller:
         return CallGarbled(
             self.name,
             path,
-            f"status {status} with a body that is no {answer.__name__}: {shown}",
+            f"status {status} with a body that is not {answer.__name__}: {shown}",
             status=status,
             text=text,
         )

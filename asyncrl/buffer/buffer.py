@@ -36,7 +36,7 @@ class Buffer:
     """Groups between admission and training.
 
     Life: admitted -> running -> ready -> in a batch; or failed, filtered, or returned
-        through `on_requeued`.
+        to the owner that requeue_to() names.
 
     Waits: producers in wait_open, the trainer in wait_batch. Cancelling either loses
     nothing: a group or batch is delivered without a sleep.
@@ -46,6 +46,7 @@ class Buffer:
     """
 
     name = "buffer"
+    _on_requeued: OnRequeued
 
     def __init__(
         self,
@@ -53,9 +54,8 @@ class Buffer:
         *,
         num_groups: int,
         num_batches: int,
-        on_requeued: OnRequeued,
     ) -> None:
-        self.config, self._on_requeued = config, on_requeued
+        self.config = config
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -76,6 +76,10 @@ class Buffer:
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
+
+    def requeue_to(self, owner: OnRequeued) -> None:
+        """Pass requeued groups to `owner`, which admits groups."""
+        self._on_requeued = owner
 
     def restore_nowait(
         self,
@@ -138,7 +142,7 @@ class Buffer:
         """Mark a group as ready, or drop it by buffer.filter.
 
         Raises TaskError with the last of MAX_FILTERED_GROUPS in a row. A filtered group
-        is not passed to `on_requeued`.
+        is not requeued.
         """
         # Before the rule hears of it: a filtered group leaves like a failed one and
         # frees its admission for another prompt.
@@ -158,7 +162,8 @@ class Buffer:
         self._changed()
         if is_useless:
             self._requeue(group.group_id)
-        return "requeued" if is_useless else "ready"
+            return "requeued"
+        return "ready"
 
     def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1

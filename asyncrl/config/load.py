@@ -98,7 +98,7 @@ def _read_yaml(path: str | Path) -> object:
 
 
 def _way_out_of(error: Exception) -> str:
-    """Return what to do about a file that is no YAML."""
+    """Return what to do about a file that is not YAML."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return "give the path of a YAML file, like configs/quickstart.yaml."
@@ -199,7 +199,7 @@ def _with(values: object, override: str, around: Sequence[str]) -> object:
         if not (separator and all(names) and key.split() == [key]):
             if spaced := SPACED.search(" ".join(around)):
                 way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
-            raise ValueError("it is no key=value")
+            raise ValueError("it is not key=value")
         return _set(values, names, yaml.safe_load(text))
     except (TypeError, *_NO_YAML) as error:
         raise ConfigError(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
-from asyncrl.base.waits import loop_iteration
+from asyncrl.base.waits import Signal, loop_iteration
 from asyncrl.messages import codec
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import BEHAVIOUR, SUPPORT, Ragged, SegmentPart, Tokens
@@ -182,9 +182,9 @@ class Link:
         self._asked: list[OpenRequest] = []
         self._resumed: list[int] = []
         self._aborted: list[int] = []
-        # Set, not sent at once: requests, resumes and aborts of one loop iteration
+        # Notified, not sent at once: requests, resumes and aborts of one loop iteration
         # become one frame of each kind.
-        self._has_news = asyncio.Event()
+        self._news = Signal()
         self._broken: Exception | None = None
         self._running = asyncio.ensure_future(self._run())
 
@@ -209,7 +209,7 @@ class Link:
         opened.number = next(self._numbers)
         self._open[opened.number] = opened
         self._asked.append(opened)
-        self._has_news.set()
+        self._news.notify()
         try:
             return await opened.done
         finally:
@@ -217,11 +217,11 @@ class Link:
             # keep sampling for nobody.
             if self._open.pop(opened.number, None) is not None:
                 self._aborted.append(opened.number)
-                self._has_news.set()
+                self._news.notify()
 
     def abort_nowait(self, opened: OpenRequest) -> None:
         self._aborted.append(opened.number)
-        self._has_news.set()
+        self._news.notify()
 
     def close_nowait(self) -> None:
         """Open requests raise CallLost."""
@@ -256,8 +256,9 @@ class Link:
     async def _write(self, socket: FrameSocket) -> None:
         try:
             while True:
-                await self._has_news.wait()
-                self._has_news.clear()
+                await self._news.wait_for(
+                    lambda: self._asked or self._resumed or self._aborted
+                )
                 # Swapped before the first await below: what arrives during a send
                 # belongs to the next round.
                 asked, self._asked = self._asked, []
@@ -333,7 +334,7 @@ class Link:
                 # Resumes of all rows of this block leave as one frame, and the server
                 # continues them in their slots.
                 self._resumed.append(row.number)
-                self._has_news.set()
+                self._news.notify()
             else:
                 # Ends the server's hold on the slot. The request goes elsewhere with
                 # the tokens that it has got.

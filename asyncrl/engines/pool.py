@@ -274,7 +274,7 @@ class Router:
         """(last server, requests in flight) by route key."""
 
     def take(self, route_key: str, near: int = -1) -> Charge:
-        """Charge a server until the block ends. "" is no key; a server must be up."""
+        """Charge a server until the block ends. "" is not a key; a server must be up."""
         # Siblings of a group, and the calls of an agent, share a key: the prompt is
         # read once, where the first of them went.
         index, num_taken = self._keys.get(route_key, (near, 0))

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
@@ -57,22 +57,6 @@ Json = RootModel[dict[str, Any]]
 
 class Read(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Text(Read):
-    text: str = ""
-
-    @classmethod
-    def model_validate_json(
-        cls, json_data: str | bytes | bytearray, **_: object
-    ) -> Self:
-        # Caller decodes every answer with this method, and routes like /metrics answer
-        # plain text, or nothing.
-        return cls(
-            text=json_data
-            if isinstance(json_data, str)
-            else json_data.decode(errors="replace")
-        )
 
 
 class WorkerAnswer(TypedDict, total=False):
@@ -281,7 +265,7 @@ class VllmProcess(CallScope):
         # EngineLost restarts the server.
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
-                await self.get("/health", Text, _HEALTH_LIMIT_S)
+                await self.read("/health", _HEALTH_LIMIT_S)
             except (CallLost, CallRefused) as dead:
                 answer = f"answered {failure.status} to {failure.path} ({failure.body.error})"
                 return self.lost(f"{answer} and is not well: {dead}")
@@ -294,6 +278,10 @@ class VllmProcess(CallScope):
     ) -> Answer:
         with _vllm_errors():
             return await self.caller.get(path, answer, timeout_s=timeout_s)
+
+    async def read(self, path: str, timeout_s: float | None = None) -> bytes:
+        with _vllm_errors():
+            return await self.caller.read("GET", path, None, timeout_s)
 
     async def post(
         self,
@@ -313,7 +301,10 @@ class VllmProcess(CallScope):
         body: dict[str, object] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        await self.post(path, body, Text, timeout_s)
+        # Routes like /resume answer nothing.
+        content = None if body is None else Json(body)
+        with _vllm_errors():
+            await self.caller.read("POST", path, content, timeout_s)
 
     async def stream(self, body: dict[str, object]) -> AsyncGenerator[Generated, None]:
         """Yield parts of GENERATE. Closing it ends the request."""
@@ -378,7 +369,7 @@ class VllmProcess(CallScope):
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
         """Return counts from its metrics."""
-        text = (await self.get("/metrics", Text, timeout_s)).text
+        text = (await self.read("/metrics", timeout_s)).decode(errors="replace")
         values = dict.fromkeys(
             (name for names in _COUNTS.values() for name in names), 0.0
         )
@@ -515,6 +506,6 @@ async def _until_up(process: VllmProcess) -> None:
         with contextlib.suppress(CallLost):
             # Without a limit: while our server loads its model, the connection waits in
             # the backlog of its socket. The caller limits the whole start.
-            await process.get("/health", Text)
+            await process.read("/health")
             return
         await asyncio.sleep(ASK_AGAIN_S)

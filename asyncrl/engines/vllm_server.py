@@ -21,7 +21,6 @@ from asyncrl.engines.vllm_process import (
     GENERATE,
     Generated,
     ProcessState,
-    Text,
     VllmProcess,
     VllmRequirements,
     WorkerAnswer,
@@ -275,7 +274,7 @@ class VllmServer(EngineClient):
     async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         process = self._process
         async with process.calls():
-            await process.get("/health", Text, timeout_s)
+            await process.read("/health", timeout_s)
             # vLLM's own label, not our record of it: this shows an external server that
             # another run has pushed to.
             label = await process.served_label(timeout_s)

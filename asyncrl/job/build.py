@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -31,6 +30,8 @@ from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.reporter import Reporter
+from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, ServerFactory, start_mps
@@ -64,10 +65,6 @@ from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import Demonstrate
-
-if TYPE_CHECKING:
-    from asyncrl.job.reporter import Reporter
-    from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
 
@@ -125,9 +122,6 @@ async def build(
         staging_dir,
         journal,
         checkpoints,
-        # A closure, because scheduler and fleet need each other. It is called only
-        # when a running server restarts, long after both exist.
-        lambda: scheduler,
         demonstrate,
     )
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
@@ -148,8 +142,6 @@ async def build(
         config.buffer,
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
-        # Buffer and producers need each other; groups are requeued only during the run.
-        on_requeued=lambda *group: producers.on_requeued(*group),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
@@ -421,7 +413,7 @@ def _make_scheduler(
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )
-    return make(
+    scheduler = make(
         fleet.trainer,
         fleet.clients,
         timeout_s=sync.timeout_s,
@@ -432,6 +424,9 @@ def _make_scheduler(
         wait_released=at_once if evaluation is None else evaluation.wait_released,
         num_steps=config.trainer.num_steps,
     )
+    if isinstance(scheduler, Colocated):
+        fleet.share_devices(scheduler)
+    return scheduler
 
 
 async def publish_to(

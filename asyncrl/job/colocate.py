@@ -75,9 +75,6 @@ class Disaggregated(PushLoop):
         ):
             await super().bring_up(name)
 
-    async def wait_devices_free(self) -> None:
-        """Return at once."""
-
     def status(self) -> dict[str, object]:
         return {}
 
@@ -220,8 +217,9 @@ class Colocated(ColocatedPush):
         if cancelled is not None:
             raise cancelled
 
-    async def wait_devices_free(self) -> None:
-        """Return when the engines have no time slice, or a handover waits."""
+    @contextlib.asynccontextmanager
+    async def device_for_trainer(self) -> AsyncIterator[None]:
+        """Enter the block when the engines have no time slice, or a handover waits."""
         with waiting(
             "the engines to leave the devices, to start the trainer",
             on="the train loop",
@@ -233,6 +231,7 @@ class Colocated(ColocatedPush):
                     not in (LeaseState.GENERATING, LeaseState.HANDOVER)
                 )
             )
+        yield
 
     async def _hand_to_trainer(self) -> TransferStats:
         now_s = asyncio.get_running_loop().time()
@@ -283,7 +282,7 @@ class Colocated(ColocatedPush):
 
     async def _needing(self, call: Awaitable[T]) -> T:
         # Also within a handover, whose answer the trainer may owe: it must be allowed
-        # to restart (wait_devices_free), or the handover would run into its limit.
+        # to restart (device_for_trainer), or the handover would run into its limit.
         self._num_needing += 1
         self._changed.notify()
         try:

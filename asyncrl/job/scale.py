@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from asyncrl.base.errors import ComponentError, ConfigError
@@ -43,7 +43,7 @@ class EngineSupervisor(Supervisor):
         leaving -> parked.
     Waits: park() waits for its requests to move, and for a push.
     Invariant: the pool sends it work only while it serves the announced version, or a
-        newer one. Parking is no restart.
+        newer one. Parking is not a restart.
     """
 
     kind = "engine"
@@ -60,6 +60,7 @@ class EngineSupervisor(Supervisor):
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
+        self.start_within(partial(scheduler.device_for_engine, self.name))
         self.state = EngineState.WORKING
 
     def park_nowait(self) -> None:
@@ -98,9 +99,6 @@ class EngineSupervisor(Supervisor):
 
     def _down(self, lost: ComponentError) -> None:
         self._disconnect_nowait()
-
-    def _room(self) -> AbstractAsyncContextManager[None]:
-        return self._scheduler.device_for_engine(self.name)
 
     async def _before_start(self) -> None:
         self._client.reset_nowait()

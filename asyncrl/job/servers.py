@@ -5,7 +5,6 @@ engines/kinds.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -456,7 +455,7 @@ def first_ranks(
 class DeviceSlices(Protocol):
     """When a new process may take its device (job/colocate.py)."""
 
-    async def wait_devices_free(self) -> None: ...
+    def device_for_trainer(self) -> AbstractAsyncContextManager[None]: ...
     def device_for_engine(self, name: str) -> AbstractAsyncContextManager[None]: ...
 
 
@@ -470,12 +469,10 @@ class Fleet:
         staging_dir: Path,
         journal: Journal,
         checkpoints: Checkpoints,
-        scheduler: Callable[[], DeviceSlices],
         demonstrations: Demonstrate | None,
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
-        self._scheduler = scheduler
         self._tokenizer = factory.tokenizer
         self.placement = factory.placement
         self.staging_dir = staging_dir
@@ -494,7 +491,6 @@ class Fleet:
             self.supervision,
             timeout_s=config.trainer.timeout_s,
             on_start=forget_ranks,
-            before_start=lambda: scheduler().wait_devices_free(),
             bring_back=partial(
                 recover_trainer,
                 checkpoints=checkpoints,
@@ -538,13 +534,6 @@ class Fleet:
         if extra.role.is_dispensable:
             extra.on_gone = self._continue_without
         else:
-
-            def room() -> AbstractAsyncContextManager[None]:
-                # Only in the engines' time slice: a new process has its model in memory.
-                if self.placement.leaves(name):
-                    return self._scheduler().device_for_engine(name)
-                return contextlib.nullcontext()
-
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,
@@ -552,9 +541,18 @@ class Fleet:
                 on_down=lambda _: client.disconnect_nowait(),
                 on_start=client.reset_nowait,
                 on_up=client.up_nowait,
-                room=room,
             )
         return extra
+
+    def share_devices(self, slices: DeviceSlices) -> None:
+        """Let the trainer, and the servers that leave its devices, restart in their own
+        time slices only: a new process has its model in memory.
+        """
+        self.trainer.start_within(slices.device_for_trainer)
+        for name in self.extra:
+            if self.placement.leaves(name):
+                room = partial(slices.device_for_engine, name)
+                self.supervisors[name].start_within(room)
 
     def _continue_without(self, lost: ComponentError) -> None:
         self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")

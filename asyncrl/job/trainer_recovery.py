@@ -15,7 +15,6 @@ from asyncrl.journal.read import ResumeState
 from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.records import Batch
-from asyncrl.sync.push import at_once
 from asyncrl.trainer.trainer_client import Demonstrate, TrainerClient
 
 T = TypeVar("T")
@@ -41,20 +40,18 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         *,
         timeout_s: float | None = None,
         on_start: Callable[[], None] | None = None,
-        before_start: Callable[[], Awaitable[None]] = at_once,
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
         demonstrations: Demonstrate | None = None,
     ) -> None:
         """Supervise ranks that are not started yet; the first takes the calls.
-        `before_start` returns when new ranks may start, then `on_start` is called;
-        `bring_back` catches up to a version.
+        `on_start` is called before new ranks start; `bring_back` catches up to a
+        version.
         """
         Supervisor.__init__(self, ranks, supervision, on_start=on_start)
         TrainerClient.__init__(
             self, ranks[0].caller, timeout_s=timeout_s, demonstrations=demonstrations
         )
         self._catch_up = bring_back
-        self._wait_devices_free = before_start
         self._over: ComponentError | None = None
         self._up_changed = Signal()
         self._offloaded = frozenset[TrainerPart]()
@@ -123,10 +120,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             raise TrainerLost(
                 "trainer", "is restarting", rule="a checkpoint is of a finished step"
             )
-
-    async def _before_start(self) -> None:
-        await self._wait_devices_free()
-        await super()._before_start()
 
     async def _bring_back(self) -> None:
         # Calls of this client wait until the trainer is up, which it is only after this

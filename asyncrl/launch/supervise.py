@@ -112,17 +112,16 @@ class Supervisor:
         on_down: Callable[[ComponentError], None] | None = None,
         on_start: Callable[[], None] | None = None,
         on_up: Callable[[], None] | None = None,
-        room: Room = contextlib.nullcontext,
     ) -> None:
         """`kind` names the processes in events. `on_down` gets each loss, perhaps
         twice; `on_start` is called before new processes start, and `on_up` once they
-        serve. New processes start within `room`.
+        serve.
         """
         self.kind = kind or self.kind
         self._on_down = on_down
         self._on_start = on_start
         self._on_up = on_up
-        self._in_room = room
+        self._room: Room = contextlib.nullcontext
         self._processes = tuple(processes)
         self.config = supervision.config
         self.heartbeat_s = supervision.heartbeat_s
@@ -144,6 +143,10 @@ class Supervisor:
     @property
     def name(self) -> str:
         return self._processes[0].name
+
+    def start_within(self, room: Room) -> None:
+        """Let new processes start within `room`, such as a time slice of their device."""
+        self._room = room
 
     def lost_nowait(self, error: errors.EngineLost) -> None:
         """Report a broken call; the component is down on return."""
@@ -350,9 +353,6 @@ class Supervisor:
         self.is_up = False
         if self._on_down is not None:
             self._on_down(lost)
-
-    def _room(self) -> AbstractAsyncContextManager[None]:
-        return self._in_room()
 
     async def _before_start(self) -> None:
         """Forget the old processes' state."""

@@ -391,12 +391,15 @@ class RunLog:
             self.warn(text)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Ignore the error: a full disk must not hide the error being reported."""
+
+
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
     """Write the log of the run to logs/controller.log."""
-    handler = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
-    # a full disk must not hide the error being reported
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
+    handler = _LogFile(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger("asyncrl")
     root.addHandler(handler)

@@ -202,7 +202,7 @@ class TrainedRecord:
             broken += self._faults[version]
             for group in batch["group_ids"]:
                 # Each group is trained once. Lines before a restore are gone here, so a
-                # batch that was trained again is no repetition.
+                # batch that was trained again is not a repetition.
                 if (earlier := trained_in.setdefault(group, version)) != version:
                     broken.append(
                         f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"

@@ -100,7 +100,7 @@ class HeldOut:
     Evaluated versions: the first at or after each multiple of config.every (0 included
     with config.at_start), and the last. `evaluated`: newest version evaluated before a
     resume. `broken`: engine errors that reached a harness; with one, a failed rollout
-    is no data.
+    is not data.
 
     Every token was sampled at its version. Seeds depend only on prompt and sample, so
     that two evaluations differ only by weights.

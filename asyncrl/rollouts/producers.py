@@ -53,8 +53,7 @@ class RunningGroup:
     """An admitted group: new, or of a killed run.
 
     `failures`: (number of attempts, reason) by sample_index, with 0 attempts for a
-    prompt that can never be sampled. `phases`: of the rollouts that have all their
-    tokens.
+    prompt that can never be sampled.
     """
 
     ticket: Ticket
@@ -63,19 +62,12 @@ class RunningGroup:
     rollouts: dict[int, Rollout]
     failures: dict[int, tuple[int, str]]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    phases: dict[int, Phase] = field(default_factory=dict)
-    to_run: set[int] = field(init=False)
-    """Indices of the rollouts that have not ended."""
-    sampling: set[int] = field(init=False)
-    """Indices of such rollouts that lack tokens."""
+    phases: dict[int, Phase] = field(init=False)
+    """By index of the rollouts that have not ended."""
 
     def __post_init__(self) -> None:
-        self.to_run = {*range(self.size)} - self.rollouts.keys() - self.failures.keys()
-        self.sampling = set(self.to_run)
-
-    def end(self, index: int) -> None:
-        self.to_run.discard(index)
-        self.sampling.discard(index)
+        to_run = {*range(self.size)} - self.rollouts.keys() - self.failures.keys()
+        self.phases = dict.fromkeys(sorted(to_run), "sampling")
 
     @property
     def is_usable(self) -> bool:
@@ -154,6 +146,7 @@ class Producers:
 
     def __post_init__(self, capacity: int) -> None:
         self._slots = Slots(capacity)
+        self.sink.requeue_to(self.on_requeued)
 
     def gauges(self) -> dict[str, float]:
         counted = ("finished", "dropped", "failed_groups", "given_up")
@@ -174,7 +167,7 @@ class Producers:
         """
         rule = self.sink.rule
         size = self.config.group_size
-        ended = [size - len(group.to_run) for group in self._groups.values()] + [
+        ended = [size - len(group.phases) for group in self._groups.values()] + [
             size
         ] * rule.num_ready
         num = sum(sorted(ended)[-rule.num_groups :])
@@ -236,7 +229,7 @@ class Producers:
             dict(unfinished.failures),
         )
         self._groups[group_id] = group
-        for index in sorted(group.to_run):
+        for index in group.phases:
             name = f"g{group_id}/r{index}"
             # The oldest group goes first: its deadline is the earliest, and its
             # siblings have begun to age.
@@ -246,7 +239,14 @@ class Producers:
             # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
-                name, group_id, group.prompt, index, number, partial, self.journal
+                name,
+                group_id,
+                group.prompt,
+                index,
+                number,
+                partial,
+                self.journal,
+                on_phase=functools.partial(self._on_phase, group, index),
             )
             task = self.spawn(
                 self._run_rollout(group, attempt, order), name=f"rollout {name}"
@@ -256,7 +256,7 @@ class Producers:
             group.tasks.append(task)
         for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
-        if not group.to_run:  # killed before its end was journaled
+        if not group.phases:  # killed before its end was journaled
             self._sampled(group)
 
     def returns_nowait(self, start_version: int, prompt: Prompt) -> None:
@@ -293,23 +293,22 @@ class Producers:
                 task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
-        """Notify the buffer when a group only waits for rewards or teaching, or samples
-        again.
+        group.phases[index] = phase
+        group_id = group.ticket.group_id
+        if phase != "sampling":
+            self._note_sampled(group)
+        elif self._groups.get(group_id) is group:
+            self.sink.samples_again_nowait(group_id)
+
+    def _note_sampled(self, group: RunningGroup) -> None:
+        """Notify the buffer if a group only waits for rewards or teaching.
 
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
         """
         group_id = group.ticket.group_id
-        is_running = self._groups.get(group_id) is group
-        if phase == "sampling":
-            group.sampling.add(index)
-            if is_running:
-                self.sink.samples_again_nowait(group_id)
-            return
-        group.phases[index] = phase
-        group.sampling.discard(index)
-        if is_running and not group.sampling:
-            phases = {group.phases[other] for other in group.to_run}
+        phases = {*group.phases.values()}
+        if self._groups.get(group_id) is group and "sampling" not in phases:
             has_rewards = phases == {"teaching"} and not group.is_unscored
             self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
 
@@ -318,15 +317,12 @@ class Producers:
     ) -> None:
         group_id = attempt.group_id
         index = attempt.sample_index
-        on_phase = functools.partial(self._on_phase, group, index)
-        outcome = await self.runner.run(
-            attempt, slots=self._slots, order=order, on_phase=on_phase
-        )
+        outcome = await self.runner.run(attempt, slots=self._slots, order=order)
         # The buffer has revoked the group, and its prompt is in use again: this outcome
         # must not count.
         if self._groups.get(group_id) is not group:
             return
-        group.end(index)
+        del group.phases[index]
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome)
             self.journal.add_failure_nowait(
@@ -343,11 +339,11 @@ class Producers:
             self.journal.add_rollout_nowait(group_id, outcome)
             if digest is not None and early is None:
                 self._await_nowait(group, index, digest)
-        if not group.to_run:
+        if not group.phases:
             self._sampled(group)
         elif isinstance(outcome, FailedRollout):
             # The failed rollout may have been the last of its group that sampled.
-            self._on_phase(group, index, "scoring")
+            self._note_sampled(group)
 
     def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
         self._failed[group.prompt.task] += 1
@@ -398,7 +394,7 @@ class Producers:
             await self.late.settle(digest)
         # The reward of a sibling may have completed the group while this one was
         # written.
-        if self._groups.get(group_id) is group and not group.to_run:
+        if self._groups.get(group_id) is group and not group.phases:
             self._sampled(group)
 
     async def _score(self, group: RunningGroup) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -199,19 +199,35 @@ class RolloutClock:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
 
+class AttemptProgress:
+    """What an attempt has sampled so far; here nothing. An attempt that fails or is
+    cancelled returns nothing, and its tokens must still be counted and shown.
+    """
+
+    @property
+    def num_spent(self) -> int:
+        """Return the number of sampled tokens, without those of a killed run."""
+        return 0
+
+    @property
+    def has_asked(self) -> bool:
+        """Return whether the policy was asked: its text, or its length, may then be why
+        the attempt fails.
+        """
+        return False
+
+    def rollout(self) -> Rollout:
+        """Return the tokens so far. Raises RolloutFailure."""
+        return ()
+
+
 @dataclass(slots=True)
 class RolloutAttempt:
     """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a
-    killed run.
+    killed run. `num_kept`: tokens in the journal's unfinished completion.
 
-    `seen` returns the tokens so far, or raises RolloutFailure. `num_spent` counts them,
-    without those of a killed run. `num_kept`: tokens in the journal's unfinished
-    completion.
-
-    The generator sets `seen` and `num_spent` while it samples: an attempt that fails or
-    is cancelled returns nothing, and its tokens must still be counted and shown.
-    `has_asked`: the policy was asked, so its text, or its length, may be why the attempt
-    fails.
+    `on_phase` is called after sampling, and before a retry samples again. The generator
+    replaces `progress` by its own.
     """
 
     rollout_id: str
@@ -221,11 +237,9 @@ class RolloutAttempt:
     attempt: int = 0
     partial: Completion | None = None
     journal: Journal | None = None
+    on_phase: Callable[[Phase], None] = lambda phase: None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
-    seen: Callable[[], Rollout] = field(default=tuple, init=False)
-    num_spent: Callable[[], int] = field(default=int, init=False)
-    has_asked: Callable[[], bool] = field(default=bool, init=False)
-    on_phase: Callable[[Phase], None] = field(default=lambda phase: None, init=False)
+    progress: AttemptProgress = field(default_factory=AttemptProgress, init=False)
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -248,7 +262,7 @@ class RolloutAttempt:
             cancelled             100; a resume continues from the 200
             failed                100, and 200 when the journal drops the completion
         """
-        num_lost = self.num_spent() + (
+        num_lost = self.progress.num_spent + (
             0 if self.partial is None else self.partial.tokens.num_sampled
         )
         if isinstance(outcome, tuple):
@@ -314,11 +328,8 @@ class RolloutRunner:
         *,
         slots: Slots,
         order: tuple[int, ...],
-        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> Rollout | FailedRollout:
-        """`on_phase` is called after sampling, and before a retry samples again. A
-        resumed rollout gets a new time budget.
-        """
+        """A resumed rollout gets a new time budget."""
         attempt.clock = RolloutClock(self._timeout_of(attempt.prompt))
         try:
             while True:
@@ -333,7 +344,7 @@ class RolloutRunner:
                     self.started_s.setdefault(
                         attempt.rollout_id, asyncio.get_running_loop().time()
                     )
-                    outcome = await self._run_attempt(attempt, slots, on_phase)
+                    outcome = await self._run_attempt(attempt, slots)
                 finally:
                     slots.give_back_nowait(attempt.rollout_id)
                     attempt.count_lost(outcome)
@@ -343,7 +354,7 @@ class RolloutRunner:
                         self.failures.note_end_nowait(None, attempt.prompt.prompt_id)
                     return outcome
                 attempt.clock.note_left()
-                if attempt.has_asked():
+                if attempt.progress.has_asked:
                     outcome.kind = outcome.kind.after_answer
                 self.failures.note_end_nowait(outcome, attempt.prompt.prompt_id)
                 num_attempts = attempt.attempt + 1
@@ -363,13 +374,15 @@ class RolloutRunner:
                     num_attempts = 0
                 if not 0 < num_attempts <= retries or attempt.clock.left_s == 0.0:
                     return FailedRollout(
-                        attempt.sample_index, num_attempts, outcome, attempt.seen
+                        attempt.sample_index,
+                        num_attempts,
+                        outcome,
+                        attempt.progress.rollout,
                     )
-                # replace() also resets seen, num_spent and num_kept, which are of one
-                # attempt.
+                # replace() also resets progress and num_kept, which are of one attempt.
                 attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
-                on_phase("sampling")
+                attempt.on_phase("sampling")
         finally:
             self.started_s.pop(attempt.rollout_id, None)
 
@@ -377,17 +390,16 @@ class RolloutRunner:
         return self.task_timeouts_s.get(prompt.task, self.timeout_s)
 
     async def _run_attempt(
-        self, attempt: RolloutAttempt, slots: Slots, on_phase: Callable[[Phase], None]
+        self, attempt: RolloutAttempt, slots: Slots
     ) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
         limit = attempt.clock.start()
-        attempt.on_phase = on_phase
         try:
             async with limit:
                 score = await self.generator.sample(attempt)
                 # A reward or a judge may take long, and needs no sequence of an engine.
                 slots.give_back_nowait(attempt.rollout_id)
-                on_phase("scoring")
+                attempt.on_phase("scoring")
                 rollout = await score()
             if not all(branch.tokens.spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
@@ -417,6 +429,33 @@ class RolloutRunner:
 # ---- generators
 
 
+@dataclass(eq=False)
+class TurnProgress(AttemptProgress):
+    """Of one completion. `ended_s` is 0 until its end."""
+
+    sample_index: int
+    num_spent: int = 0
+    has_asked: bool = True
+    completion: Completion | None = None
+    begun_s: float = field(default_factory=time.time)
+    ended_s: float = 0.0
+
+    def add_spent(self, num_tokens: int) -> None:
+        self.num_spent += num_tokens
+
+    def rollout(self, reward: float = 0.0) -> Rollout:
+        if self.completion is None:
+            return ()
+        trajectory = make_trajectory(
+            self.sample_index,
+            self.completion,
+            reward,
+            self.begun_s,
+            self.ended_s or time.time(),
+        )
+        return (trajectory,)
+
+
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     engine: EnginePool
@@ -433,11 +472,6 @@ class SingleTurn:
     """
     _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of recent prompts, so that a group's requests share one object."""
-    _parameters: dict[str, Any] = field(init=False)
-    """Of `sampling`, for each request."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_parameters", self.sampling.parameters)
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         ids = self._known_ids.get(prompt.prompt_id)
@@ -467,16 +501,12 @@ class SingleTurn:
                 rule=f"1 to rollout.max_prompt_tokens={self.max_prompt_tokens} are allowed; none is cut",
                 way_out="raise rollout.max_prompt_tokens, or leave such prompts out of the task.",
             )
-        spent = list[int]()
-        attempt.num_spent = lambda: sum(spent)
-        attempt.has_asked = lambda: True
-        begun_s = time.time()
+        progress = TurnProgress(index)
+        attempt.progress = progress
 
         def keep(partial: Completion) -> None:
             attempt.keep_segment(partial)
-            attempt.seen = lambda: (
-                make_trajectory(index, partial, 0.0, begun_s, time.time()),
-            )
+            progress.completion = partial
 
         completion = await self.engine.generate(
             SamplingRequest(
@@ -484,7 +514,7 @@ class SingleTurn:
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
-                **self._parameters,
+                **self.sampling.parameters,
                 stop=self.stop,
                 seed=derive_seed(
                     self.run_seed,
@@ -498,16 +528,13 @@ class SingleTurn:
             ),
             partial=attempt.partial,
             on_segment=keep,
-            on_spent=spent.append,
+            on_spent=progress.add_spent,
         )
-        ended_s = time.time()
-
-        def rollout(reward: float = 0.0) -> Rollout:
-            return (make_trajectory(index, completion, reward, begun_s, ended_s),)
-
-        attempt.seen = rollout
+        progress.completion = completion
+        progress.ended_s = time.time()
+        scorer = self.scorers.of(prompt)
         return functools.partial(
-            score_completion, self.scorers.of(prompt), attempt, completion, rollout
+            score_completion, scorer, attempt, completion, progress.rollout
         )
 
 
@@ -535,6 +562,23 @@ def make_trajectory(
         num_interruptions=completion.num_interruptions,
         calls=(call,),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionProgress(AttemptProgress):
+    session: RolloutSession
+    sample_index: int
+
+    @property
+    def num_spent(self) -> int:
+        return self.session.num_spent
+
+    @property
+    def has_asked(self) -> bool:
+        return self.session.num_calls > 0
+
+    def rollout(self) -> Rollout:
+        return self.session.rollout(self.sample_index, Outcome(), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,9 +619,7 @@ class HarnessGenerator:
             route_key=name,
             rules=replace(self.rules, shows_special=scorer.shows_special),
         )
-        attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
-        attempt.num_spent = lambda: session.num_spent
-        attempt.has_asked = lambda: session.num_calls > 0
+        attempt.progress = SessionProgress(session, index)
         outcome_key = digest = None
         if self.late is not None:
             outcome_key, digest = self.late.expect_nowait(name)
@@ -606,14 +648,9 @@ class HarnessGenerator:
             # would still change it.
             session.end_nowait(ends)
 
-        async def score() -> Rollout:
-            if digest is not None:
-                return posted_later(digest)
-            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
-            if reward is not None:
-                return rollout(reward)
-            completion = session.last_completion()
-            return await score_completion(scorer, attempt, completion, rollout)
+        rollout = functools.partial(
+            session.rollout, index, outcome, by_turn=self.by_turn
+        )
 
         def posted_later(digest: str) -> Rollout:
             assert self.late is not None
@@ -631,9 +668,15 @@ class HarnessGenerator:
             self.late.withdraw_nowait(name, "a limit cut it, and its reward is 0")
             return bare
 
-        rollout = functools.partial(
-            session.rollout, index, outcome, by_turn=self.by_turn
-        )
+        async def score() -> Rollout:
+            if digest is not None:
+                return posted_later(digest)
+            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
+            if reward is not None:
+                return rollout(reward)
+            completion = session.last_completion()
+            return await score_completion(scorer, attempt, completion, rollout)
+
         return score
 
     async def _outcome(

@@ -674,12 +674,10 @@ class PushLoop(Publisher):
         # The trainer exports a step as soon as it has trained it. If its batch is not
         # durable yet, a resume may train another one as this version.
         await self.trainer.wait_version_above(manifest.version - 1)
-        push = self._push(
-            manifest.version,
-            self._live,
-            on_lost or self.on_lost,
+        push = replace(
+            self._push(manifest.version, self._live, on_lost or self.on_lost),
+            is_down=self.is_down,
         )
-        push.is_down = self.is_down
         try:
             report = await push.whole(manifest)
         except WeightsLost:

@@ -256,7 +256,7 @@ def _read_json(path: Path) -> dict[str, Mapping[str, object]]:
                 found[f"{path} {unit} {number}"] = {**row}
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"{unit} {number} is no JSON object: {error}: {part!r:.80}"
+                    f"{unit} {number} is not a JSON object: {error}: {part!r:.80}"
                 ) from error
     return found
 

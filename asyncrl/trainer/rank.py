@@ -784,7 +784,7 @@ class TrainerRank(TrainedModel):
         # this one overwrites.
         self.before_change()
         self._state.wait_lent()
-        # Merged weights are no parameters: the offload would not see them, and they
+        # Merged weights are not parameters: the offload would not see them, and they
         # would keep their device memory.
         if self.adapters is not None:
             self.adapters.forget_merged()

@@ -253,7 +253,7 @@ def block_keys() -> npt.NDArray[np.int8]:
     num_values = 2 * _MAX_KEY + 1
     # Fixed keys, made without a random generator whose numbers could differ between
     # versions: both ends must have the same. Values of 254 and 255 are dropped, since
-    # 256 is no multiple of 127.
+    # 256 is not a multiple of 127.
     drawn = np.frombuffer(
         hashlib.shake_128(b"asyncrl weights").digest(2 * num_keys), np.uint8
     )

@@ -93,12 +93,12 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._busy_since_s = 0.0
 
     def health(self) -> engine_api.EngineHealth:
-        num_untold = sum(self._num_sampled(run) - run.num_told for run in self._running)
+        num_unsent = sum(self._num_sampled(run) - run.num_told for run in self._running)
         return engine_api.EngineHealth(
             policy_version=self.weights.version,
             num_running=len(self._running) + len(self.interrupted),
             num_queued=len(self.queued),
-            tokens_generated=self._num_tokens + num_untold,
+            tokens_generated=self._num_tokens + num_unsent,
             decode_s=self._busy_s
             + (_now_s() - self._busy_since_s if self._running else 0.0),
             asleep=self.weights.asleep,

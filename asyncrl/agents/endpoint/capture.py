@@ -67,6 +67,15 @@ class PromptPlan:
         )
 
     @property
+    def text(self) -> str:
+        """The text of a chat, as far as it is encoded; else ""."""
+        return self.match.text if self.match else ""
+
+    @property
+    def prefill(self) -> str:
+        return self.match.prefill if self.match else ""
+
+    @property
     def tail(self) -> list[int]:
         """The last prompt ids, which the text of the answer may depend on."""
         ids: list[int] = self.prompt_ids[-CONTEXT_TOKENS:].tolist()

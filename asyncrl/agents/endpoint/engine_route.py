@@ -160,32 +160,9 @@ class EngineRoute:
         session.budgets.count_call_nowait(agent)
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
-        prompt = planned.match.text if planned.match else ""
-        prefill = planned.match.prefill if planned.match else ""
-        marks = self.tool_format.thinking
-        is_open = opens_thought(prompt, marks)
-        tool_format = ToolFormat()
-        grammar = None
-        thinking = None
-        if isinstance(asked, ChatRequest):
-            # Without tools to call, text that looks like a call stays text.
-            tool_format = (
-                self.tool_format
-                if asked.callable_tools
-                else self.tool_format.without_tools()
-            )
-            # A stop text with the closing mark is meant to end the thought.
-            opening, closing = (mark.strip() for mark in marks)
-            if not any(closing in text for text in asked.stop):
-                thinking = ("" if is_open else opening, closing)
-            grammar = grammar_of(
-                asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt
-            )
-            # Before take_number: a refused grammar must not use up a number. Only an
-            # existing call is withdrawn.
-            if grammar is not None:
-                source = "response_format" if asked.response_format else "tools"
-                await self.checks.wait_checked(grammar, source)
+        # Before take_number: a refused grammar must not use up a number. Only an
+        # existing call is withdrawn.
+        grammar = await self._grammar(asked, planned)
         rules = self.rules
         most = session.rules.max_tokens or rules.max_tokens
         room = rules.max_length - planned.whole.length
@@ -205,6 +182,88 @@ class EngineRoute:
         key = call_key(
             digest, f"seed {asked.seed}" if number is None else f"number {number}"
         )
+        thinking = self._thinking(asked, planned)
+        answer = self._answer(session, dialect, asked, planned, key, thinking)
+        return GatewayCall(
+            name=f"{dialect.name}-{planned.number}",
+            model=rules.model_name,
+            order=order,
+            planned=planned,
+            agent=agent,
+            key=digest,
+            number=number,
+            answer=answer,
+            request=SamplingRequest(
+                # With the attempt: the first request of a retried rollout may reach an
+                # engine before it has ended those of the failed attempt.
+                request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
+                prompt_ids=planned.prompt_ids,
+                max_tokens=max_tokens,
+                **(rules.sampling.parameters | asked.sampling),
+                stop=_stop_texts(asked, answer),
+                seed=self.seed_of(
+                    session.prompt_id, session.sample_index, session.attempt, key
+                ),
+                route_key=session.route_key,
+                after=session.last_span,
+                grammar=grammar,
+                top_logprobs=asked.top_logprobs,
+                thinking=thinking,
+            ),
+            # The trainer knows one temperature, and other parameters by the supports
+            # that they leave.
+            is_trained=asked.sampling.keys() <= rules.replayed,
+        )
+
+    async def _grammar(self, asked: AnyRequest, planned: PromptPlan) -> str | None:
+        """Return the grammar of an answer, once it is checked. Raises ApiError."""
+        if not isinstance(asked, ChatRequest):
+            return None
+        grammar = grammar_of(
+            asked,
+            self.tool_format,
+            self.tokenizer,
+            prefill=planned.prefill,
+            prompt=planned.text,
+        )
+        if grammar is not None:
+            source = "response_format" if asked.response_format else "tools"
+            await self.checks.wait_checked(grammar, source)
+        return grammar
+
+    def _thinking(
+        self, asked: AnyRequest, planned: PromptPlan
+    ) -> tuple[str, str] | None:
+        """Return the marks between which stop texts do not count."""
+        if not isinstance(asked, ChatRequest):
+            return None
+        marks = self.tool_format.thinking
+        opening, closing = (mark.strip() for mark in marks)
+        # A stop text with the closing mark is meant to end the thought.
+        if any(closing in text for text in asked.stop):
+            return None
+        return ("" if opens_thought(planned.text, marks) else opening), closing
+
+    def _answer(
+        self,
+        session: GatewaySession,
+        dialect: Dialect,
+        asked: AnyRequest,
+        planned: PromptPlan,
+        key: int,
+        thinking: tuple[str, str] | None,
+    ) -> Answer:
+        """Return the answer of a call, empty: how its text is read, and what of it the
+        client gets.
+        """
+        tool_format = ToolFormat()
+        if isinstance(asked, ChatRequest):
+            # Without tools to call, text that looks like a call stays text.
+            tool_format = (
+                self.tool_format
+                if asked.callable_tools
+                else self.tool_format.without_tools()
+            )
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
@@ -219,57 +278,21 @@ class EngineRoute:
             before=planned.tail,
             thinking=thinking,
         )
-        answer = Answer(
+        return Answer(
             tokenizer=self.tokenizer,
             tool_format=tool_format,
             text=text,
-            prefill=prefill,
+            prefill=planned.prefill,
             options={
                 "tools": asked.tools,
                 # not the call's number: the next prompt may contain it
                 "name": f"call_{key:016x}",
-                "is_thinking": is_open,
+                "is_thinking": opens_thought(planned.text, self.tool_format.thinking),
                 "splits_thought": splits_thoughts,
                 "most_calls": 1 if asked.has_one_call else sys.maxsize,
             },
             has_logprobs=asked.logprobs,
             is_streamed=asked.stream,
-        )
-        stop = tuple(asked.stop)
-        # The engine stops behind the first call. If the format has no closing mark, the
-        # model continues, and the client gets the first call only.
-        if asked.has_one_call and tool_format.close is not None:
-            stop += (tool_format.close,)
-        request = SamplingRequest(
-            # With the attempt: the first request of a retried rollout may reach an
-            # engine before it has ended those of the failed attempt.
-            request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
-            prompt_ids=planned.prompt_ids,
-            max_tokens=max_tokens,
-            **(rules.sampling.parameters | asked.sampling),
-            stop=stop,
-            seed=self.seed_of(
-                session.prompt_id, session.sample_index, session.attempt, key
-            ),
-            route_key=session.route_key,
-            after=session.last_span,
-            grammar=grammar,
-            top_logprobs=asked.top_logprobs,
-            thinking=thinking,
-        )
-        return GatewayCall(
-            name=f"{dialect.name}-{planned.number}",
-            model=rules.model_name,
-            order=order,
-            planned=planned,
-            agent=agent,
-            key=digest,
-            number=number,
-            answer=answer,
-            request=request,
-            # The trainer knows one temperature, and other parameters by the supports
-            # that they leave.
-            is_trained=asked.sampling.keys() <= rules.replayed,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
@@ -381,6 +404,16 @@ class EngineRoute:
             return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
+
+
+def _stop_texts(asked: AnyRequest, answer: Answer) -> tuple[str, ...]:
+    """Return the texts at which the engine stops: also behind the only call. If the
+    format has no closing mark, the model continues, and the client gets the first call.
+    """
+    closing = answer.tool_format.close
+    if asked.has_one_call and closing is not None:
+        return (*asked.stop, closing)
+    return tuple(asked.stop)
 
 
 async def _run(

@@ -266,7 +266,7 @@ class Gateway:
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
     ) -> None:
         body = await read_body(request, MAX_BODY_BYTES)
-        # Equal calls of two agents are no retries of each other.
+        # Equal calls of two agents are not retries of each other.
         agent = agent_of(request)
         head = f"{dialect.name} {agent.name}\n".encode()
         digest = blake2b(head + body, digest_size=16).digest()

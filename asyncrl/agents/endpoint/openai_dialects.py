@@ -268,7 +268,7 @@ def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
             "content" in message and "content" in last and "tool_calls" not in last
         )
         is_next = is_next_text or "reasoning_content" in message
-        # a content that is no list has a message of its own, which the chat refuses
+        # a content that is not a list has a message of its own, which the chat refuses
         contents = [each.get("content", []) for each in (last, message)]
         is_next |= not all(isinstance(content, list) for content in contents)
         if is_next or not last.get("role") == message["role"] == "assistant":
@@ -376,7 +376,7 @@ def _functions(
                 functions |= _functions(tool.get("tools", []), reader, tool.get("name"))
             case _:
                 reader.log_once(
-                    "tools", f"a tool that is no function is omitted: {tool!r:.200}"
+                    "tools", f"a tool that is not a function is omitted: {tool!r:.200}"
                 )
     return functions
 

@@ -247,7 +247,7 @@ class AnswerReader:
         self._space.append(text[len(bare) :])
 
     def cut(self) -> None:
-        """Something follows that is no text."""
+        """Something follows that is not text."""
         self._space = []
         self._is_cut = True
 
@@ -509,7 +509,7 @@ class ToolFormat:
     Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `)`, `, `, and
         `]</calls>`.
 
-    `noise`: pattern of text that is no content, such as heads of channels.
+    `noise`: pattern of text that is not content, such as heads of channels.
     `has_channels`: thoughts are noise, and templates refuse thoughts sent back.
     """
 
@@ -700,7 +700,7 @@ class UserFormat(ToolFormat):
             text = json.dumps(arguments, ensure_ascii=False)
             check_arguments(text)
             if not re.fullmatch(_TOOL, name):
-                raise ValueError(f"{name!r:.200} is no name of a tool")
+                raise ValueError(f"{name!r:.200} is not the name of a tool")
             reader.begin(name)
             reader.grow(text)
 

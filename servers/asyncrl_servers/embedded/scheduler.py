@@ -197,7 +197,7 @@ class Rows:
             sequence.num_routed = num_read
             start = end
 
-    def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
+    def unsent(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
         """Return the unreported tokens and mark them as reported; with experts first
         the whole prompt.
         """
@@ -422,7 +422,7 @@ class Scheduler(RunQueue[Sequence]):
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
             sequence.marks.append((length, version))
-            # Without logits the row is no source for new sequences, which would copy
+            # Without logits the row is not a source for new sequences, which would copy
             # the cache of older weights.
             sequence.next_logits_V = None
             # With keep_kv the cache stays mixed until the sequence ends. Then the row
@@ -634,7 +634,7 @@ class Scheduler(RunQueue[Sequence]):
     def _report(self, row: int, then: str) -> None:
         self.report(
             self.rows.sequences[row],
-            self.rows.untold(row, then, self._runner.cache.routing),
+            self.rows.unsent(row, then, self._runner.cache.routing),
         )
 
     def _remove(self, row: int) -> None:
