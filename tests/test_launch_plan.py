@@ -47,6 +47,7 @@ from asyncrl.launch.plan import (
     resolve_auto,
     size_text,
 )
+from asyncrl_servers.embedded.fused_decode import DRAWN_ROWS
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 
@@ -407,14 +408,12 @@ def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
 
 
 def test_graphs_of_fused_steps_stay_beside_the_trainer() -> None:
-    here, slots = single_node(machine(1)), 4
-    large = [ZERO, f"rollout.slots={slots}", "trainer.micro_batch_tokens=1000000"]
+    large = [ZERO, "rollout.slots=4", "trainer.micro_batch_tokens=1000000"]
     plain, fused = (
-        make_plan(load(*large, *more), here)
-        for more in ([], ["rollout.fused_decode=true"])
+        planned(1, *large, *more) for more in ([], ["rollout.fused_decode=true"])
     )
     assert plain.placement.moves
-    held = plain.shape.vocab * (4 * slots + 40 * 32)  # float32 logits, and 32 draws
+    held = plain.shape.vocab * (4 * 4 + 40 * DRAWN_ROWS)  # float32 logits, draws
     assert fused.needed_bytes("cuda:0") - plain.needed_bytes("cuda:0") == held
     engines = [memory(one, "engine-0").total for one in (plain, fused)]
     assert engines[1] - engines[0] == held

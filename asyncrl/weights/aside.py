@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.weights.host_memory import HostMemory, return_free_memory
-from asyncrl.weights.ipc import ALIGNMENT
+from asyncrl.weights.ipc import aligned
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
@@ -42,9 +42,7 @@ def copy_out(
         # `found` holds once.
         if tensor.ndim and is_here and storage.resizable():
             found[storage._cdata] = storage
-    sizes = [
-        -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()
-    ]
+    sizes = [aligned(storage.nbytes()) for storage in found.values()]
     pieces = torch.split(memory.of(sum(sizes)), sizes) if sizes else ()
     copies: Copies = []
     for storage, piece in zip(found.values(), pieces, strict=True):

@@ -66,6 +66,11 @@ GRANULE = 2**21
 LAZY_PEER_ACCESS = 1
 
 
+def aligned(num_bytes: int) -> int:
+    """Round up to ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def limit_memory(device: torch.device, share: float | None, taken: int = 0) -> None:
     """Limit torch's memory to a fraction of the current CUDA device, without `taken`
     bytes that torch does not count. None, or CPU: no limit.
@@ -323,7 +328,7 @@ def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
         placed.append(PlacedTensor(name=name, dtype=dtype, shape=shape, start=end))
         size = math.prod(shape) * getattr(torch, dtype).itemsize
         # view(dtype) needs a start that its item size divides.
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += aligned(size)
     return placed, end
 
 

@@ -334,11 +334,7 @@ def build_engine(
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     weights = Weights(loaded, spec)
-    is_fixed = (
-        is_fused
-        and spec.moves
-        and fix_addresses(runner, weights, spec.name, spec.share)
-    )
+    is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec)
     engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()
@@ -369,25 +365,26 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
     return True
 
 
-def fix_addresses(
-    runner: Runner, weights: Weights, name: str, share: float | None
-) -> bool:
+def fix_addresses(runner: Runner, weights: Weights, spec: EmbeddedSpec) -> bool:
     """Let weights and KV cache keep their addresses over sleeps; return whether they do."""
-    loaded = runner.loaded
     try:
         weights.fix()
         runner.fix_cache()
     except (MemoryError, OSError, RuntimeError) as error:
         log.warning(
             "%s: decode steps are captured again after each sleep: no memory at fixed addresses: %s",
-            name,
+            spec.name,
             error,
         )
         return False
     finally:
         # torch does not count this memory, and `share` limits all of the engine's.
-        places = runner.memory, weights.fixed and weights.fixed.memory
-        limit_memory(loaded.device, share, sum(one.num_bytes for one in places if one))
+        taken = 0
+        if weights.fixed is not None:
+            taken += weights.fixed.memory.num_bytes
+        if runner.memory is not None:
+            taken += runner.memory.num_bytes
+        limit_memory(runner.loaded.device, spec.share, taken)
     return True
 
 

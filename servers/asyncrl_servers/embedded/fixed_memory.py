@@ -31,7 +31,7 @@ from asyncrl.weights.cuda_driver import (
     ordinal_of,
 )
 from asyncrl.weights.host_memory import HostMemory
-from asyncrl.weights.ipc import ALIGNMENT
+from asyncrl.weights.ipc import aligned
 
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE and
@@ -216,10 +216,6 @@ class FixedMemory:
     def _clear(self) -> None:
         if self._data.is_cuda:  # the driver promises no content, the kernel zeros
             self._data.zero_()
-
-
-def aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class FixedTensors:

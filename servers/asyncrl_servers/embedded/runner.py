@@ -19,13 +19,14 @@ from torch import Tensor
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.models.devices import pinned, to_device
+from asyncrl.weights.ipc import aligned
 from asyncrl_servers.embedded.decoder import (
     EmbeddedSpec,
     LoadedModel,
     PlainDecoder,
     to_host,
 )
-from asyncrl_servers.embedded.fixed_memory import FixedMemory, aligned
+from asyncrl_servers.embedded.fixed_memory import FixedMemory
 from asyncrl_servers.embedded.kv_attention import (
     CHUNK,
     LENGTH_STEP,
