@@ -6,19 +6,23 @@ import asyncio
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from job_runs import environment, write_config
+from job_runs import environment, read_lines, write_config
 
 import asyncrl
 from asyncrl.base.errors import CallbackError, ConfigError
 from asyncrl.job.lifecycle import SentSignals
+from asyncrl.journal import journal
+from asyncrl.messages.records import Batch
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -90,6 +94,28 @@ def test_run_in_an_event_loop_ends_by_interrupt_or_callback(tmp_path: Path) -> N
         assert (steps, resumed.problems) == ([*range(1, len(steps) + 1)], [])
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_no_step_is_recorded_before_its_batch_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = yaml.safe_load(
+        write_config(tmp_path, trainer={"num_steps": 3}).read_text()
+    )
+    recorded: list[tuple[int, int]] = []
+
+    def slowly(connection: sqlite3.Connection, batch: Batch) -> None:
+        add_batch(connection, batch)
+        time.sleep(1.0)  # a slow disk: a step of this model takes 0.1 s
+        recorded.append(
+            (batch.version, len(read_lines(tmp_path / "run/trained.jsonl")))
+        )
+
+    add_batch = journal._add_batch
+    monkeypatch.setattr(journal, "_add_batch", slowly)
+    asyncrl.run(config, ["observe.console=none"], run_dir=tmp_path / "run")
+    assert recorded == [(0, 0), (1, 1), (2, 2)]
 
 
 async def _async(step: int, metrics: object) -> None: ...

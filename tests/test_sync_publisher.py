@@ -110,9 +110,9 @@ async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) 
 
 
 @virtual
-async def test_no_engine_gets_a_step_before_its_batch_is_durable() -> None:
+async def test_no_engine_gets_a_step_before_its_report() -> None:
     class Ahead(FakeTrainer):
-        """Has trained version 2, whose batch becomes durable after 30 s."""
+        """Has trained version 2, and reports it after 30 s."""
 
         async def begin_export(self) -> int:
             self._begun = 2

@@ -331,11 +331,11 @@ class Job:
                 await recording  # also if the next step has failed
 
     async def _train(self, run: Components, batch: Batch) -> TrainResponse:
-        """Train on a batch, which becomes durable at the same time."""
-        # The new version counts only once its batch is durable. If the process dies
-        # before, a resume finds the groups in the buffer, and no trace of the step. If it
-        # dies later, a resume trains on the same groups as the same version. So no group
-        # is in two batches.
+        """Train on a batch, which becomes durable while it is packed."""
+        # The step begins only once its batch is durable. If the process dies before, a
+        # resume finds the groups in the buffer, and no trace of the step. If it dies
+        # later, a resume trains on the same groups as the same version. So no group is
+        # in two batches.
         durable = asyncio.ensure_future(run.journal.add_batch(batch))
         try:
             with span("trainer", "to trainer", batch.version):

@@ -671,8 +671,8 @@ class PushLoop(Publisher):
     ) -> None:
         # Read before the push, because the trainer may be restarted during it.
         num_restarts = self.trainer.num_restarts
-        # The trainer exports a step as soon as it has trained it. If its batch is not
-        # durable yet, a resume may train another one as this version.
+        # The trainer exports a step as soon as it has trained it. Until its report is
+        # here, the run's version is lower, and tokens of this one would be too new.
         await self.trainer.wait_version_above(manifest.version - 1)
         push = replace(
             self._push(manifest.version, self._live, on_lost or self.on_lost),

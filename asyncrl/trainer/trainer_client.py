@@ -134,12 +134,12 @@ class TrainerClient:
     async def train(
         self, batch: Batch, durable: Awaitable[None] | None = None
     ) -> api.TrainResponse:
-        """Train on a batch. Its version counts once `durable` has ended too."""
+        """Train on a batch, once `durable` has ended."""
         # If the process dies after the step and before its answer, the step is lost.
         # The next process catches up to batch.version, so a repeated call trains the
         # batch once.
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
-            report = await self._retried(lambda: self._train_durably(batch, durable))
+            report = await self._retried(lambda: self._train(batch, durable))
         self._reached(report.policy_version)
         return report
 
@@ -300,25 +300,17 @@ class TrainerClient:
             )
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
-    async def _train_durably(
-        self, batch: Batch, durable: Awaitable[None] | None
+    async def _train(
+        self, batch: Batch, durable: Awaitable[None] | None = None
     ) -> api.TrainResponse:
-        number = self.num_restarts
-        report = await self._train(batch)
-        if durable is not None:
-            with span("trainer", "journal", batch.version):
-                await durable
-            # If the process was lost during this wait, its step is lost too: the next
-            # process only catches up to the version before.
-            self._check_up()
-            if self.num_restarts != number:
-                raise TrainerLost("trainer", "was lost before its batch was durable")
-        return report
-
-    async def _train(self, batch: Batch) -> api.TrainResponse:
         # In a thread: packing a large batch would hold up every rollout on the event
         # loop.
         body = await run_in_thread(lambda: self._pack(batch))
+        if durable is not None:
+            # Before the call: the step writes the batch into trained.jsonl, which must
+            # not name a batch that the journal could still lose.
+            with span("trainer", "journal", batch.version):
+                await durable
         report = await self._post("/train", body, api.TrainResponse)
         # Version v + 1 is batch v, trained once. Anything else would break staleness
         # and resume silently.
