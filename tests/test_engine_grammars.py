@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLParserLimits
-from test_engine_resumed import SMALL, iterate_until
+from test_engine_resumed import SMALL, answers, iterate_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
@@ -68,12 +68,6 @@ def grammar_of(schema: dict[str, Any]) -> str:
 def asking(schema: dict[str, Any], seed: int = 7, **fields: Any) -> SamplingRequest:
     given = {"seed": seed, "max_tokens": LONG, "grammar": grammar_of(schema), **fields}
     return make_request(f"r{seed}", **given)
-
-
-def answers(engine: Engine, *requests: SamplingRequest) -> list[SegmentPart]:
-    replies = ask(engine, requests)
-    iterate_until(engine, *replies)
-    return [reply.result() for reply in replies]
 
 
 TEXT = {"type": "string", "maxLength": 6}

@@ -90,6 +90,12 @@ def iterate_until(engine: Engine, *futures: Any) -> None:
     raise AssertionError(f"not over after 1000 iterations: {engine.health()}")
 
 
+def answers(engine: Engine, *requests: SamplingRequest) -> list[SegmentPart]:
+    replies = ask(engine, requests)
+    iterate_until(engine, *replies)
+    return [reply.result() for reply in replies]
+
+
 def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
     version = engine.weights.version + 1
     digest = engine.weights.prepare(weights.staged(version)).digest

@@ -128,22 +128,24 @@ def resources() -> Iterator[tuple[str, list[tuple[str, Any, str]]]]:
         server.server_close()
 
 
+def adds(prompt: str) -> str:
+    """Return the answers of a model that lets a tool add."""
+    role, text = last_turn(prompt)
+    if role == "tool":
+        return f"It is {json.loads(text)['sum']}."
+    return tool_call("add", first=12, second=30)
+
+
 def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
     config = load_config(ROOT / "examples/nemo_gym/nemo_gym.yaml")
     item = build_task(config.task, config.seed).prompt(0)
     task = Task("0/0", ({"role": "user", "content": str(item.content)},), item.info)
 
-    def answer(prompt: str) -> str:
-        role, text = last_turn(prompt)
-        if role == "tool":
-            return f"It is {json.loads(text)['sum']}."
-        return tool_call("add", first=12, second=30)
-
     async def story(url: str) -> Outcome:
         harness = build_harness(
             GeneratorConfig(python="examples.nemo_gym.agent:run", args={"url": url})
         )
-        engine = ScriptedEngine(lambda request: answer(text_of(request)))
+        engine = ScriptedEngine(lambda request: adds(text_of(request)))
         async with gateway_world(engine) as world:
             session = Session(f"{world.url}/v1", world.session.key, "policy")
             async with session.client:

@@ -71,9 +71,6 @@ from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.kv_attention import RoutedExperts
 
-NUM_ROUTED = 4
-"""Experts that read a token of the tiny model: 2 in each of its 2 layers."""
-
 
 class Heard:
     def __init__(self) -> None:

@@ -167,11 +167,9 @@ class WaitingTokenizer(ByteTokenizer):
     def __init__(self) -> None:
         self.has_begun = threading.Event()
         self.may_end = threading.Event()
-        self.num_long = 0
 
     def _wait(self, is_long: bool) -> None:
         if is_long:
-            self.num_long += 1
             self.has_begun.set()
             assert self.may_end.wait(60), "the loop stands still"
 

@@ -455,14 +455,13 @@ class Trainer:
     """
 
     def __init__(self) -> None:
-        self.version, self.num_begun, self.fails = 0, 0, dict[str, Exception]()
+        self.version, self.fails = 0, dict[str, Exception]()
         self.go = asyncio.Event()
         self.go.set()
 
     async def begin_save_state(self, path: Path) -> int:
         self._fail("begin")
         path.mkdir()  # noqa: ASYNC240  one folder
-        self.num_begun += 1
         self._folder, self._begun = path, self.version
         return self.version
 

@@ -32,6 +32,7 @@ from trainer_cases import (
     make_spec,
     mesh_of_one,
     plain_attention,
+    train_versions,
 )
 
 from asyncrl.algorithms.advantages import gae, whitened
@@ -399,30 +400,25 @@ def test_adapters_leave_the_critic_all_its_weights(make_step: MakeStep) -> None:
 # ---- state
 
 
-def train(step: TrainerRank, first: int, last: int) -> None:
-    for version in range(first, last):
-        step.train(*make_batch(version=version, seed=version))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loaded_critic_continues_to_the_same_bits(
     make_step: MakeStep, tmp_path: Path, dtype: str
 ) -> None:
     values = {**PPO, "dtype": dtype, "trainer": {"mini_batches": 2}}
     whole = make_step(**values)
-    train(whole, 0, 3)
+    train_versions(whole, 0, 3)
     whole.offload(("weights", "optimizer"))
     assert {tensor.untyped_storage().nbytes() for tensor in big(whole)} == {0}
     whole.begin_save_state(tmp_path / "state").result()
     whole.onload(("weights", "optimizer"))
-    train(whole, 3, 5)
+    train_versions(whole, 3, 5)
     step = make_step(**values)
     step.load_state(tmp_path / "state")
-    train(step, 3, 5)
+    train_versions(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
     assert_equal(critic_weights(step), critic_weights(whole))
     never_moved = make_step(**values)
-    train(never_moved, 0, 5)
+    train_versions(never_moved, 0, 5)
     assert_equal(critic_weights(never_moved), critic_weights(whole))
 
 
@@ -438,8 +434,8 @@ def test_state_with_other_models_is_refused(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     with_critic, without = make_step(**PPO), make_step()
-    train(with_critic, 0, 1)
-    train(without, 0, 1)
+    train_versions(with_critic, 0, 1)
+    train_versions(without, 0, 1)
     with_critic.begin_save_state(tmp_path / "with").result()
     without.begin_save_state(tmp_path / "without").result()
     before = critic_weights(with_critic)
@@ -458,7 +454,7 @@ def test_state_with_other_models_is_refused(
 
 def test_stale_tokens_pass_rewards_on_and_train_nothing(make_step: MakeStep) -> None:
     rank = make_step(**PPO)
-    train(rank, 0, 1)
+    train_versions(rank, 0, 1)
     header, arrays = make_batch(version=1, seed=4)
     versions = arrays.versions.copy()
     for entry in header.trajectories:
@@ -484,7 +480,7 @@ def test_offloaded_critic_comes_back(make_step: MakeStep) -> None:
     moved, still = make_step(**PPO), make_step(**PPO)
     for version in range(2):
         for rank in (moved, still):
-            train(rank, version, version + 1)
+            train_versions(rank, version, version + 1)
         moved.offload(["weights", "optimizer"])
         assert moved.critic is not None
         masters = moved.critic.trained.masters.named
@@ -520,7 +516,7 @@ def test_two_ranks_train_the_critic_of_one(
             assert found["critic/grad_norm"] > 0
         save_state(group, tmp_path / "state" / "of_two")
         mine = critic_weights(alone)
-        train(alone, 3, 4)
+        train_versions(alone, 3, 4)
         alone.load_state(tmp_path / "state" / "of_two")
         for name, weight in critic_weights(alone).items():
             torch.testing.assert_close(weight, mine[name], rtol=1e-3, atol=1e-4)

@@ -10,20 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_cases import MakeStep, full_disk, make_batch
+from trainer_cases import MakeStep, full_disk, train_versions
 
 from asyncrl.base.http import Refused
-from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.rank_process import _words
 from asyncrl.trainer.ranks import BrokenStepError, loss_behind
 from asyncrl.trainer.trainer_client import LOST_STATUS
 
 LORA = {"rank": 4, "alpha": 8.0}
-
-
-def train(step: TrainerRank, first: int, last: int) -> None:
-    for version in range(first, last):
-        step.train(*make_batch(version=version, seed=version))
 
 
 @pytest.mark.parametrize(
@@ -42,16 +36,16 @@ def test_loaded_trainer_continues_to_the_same_bits(
     make_step: MakeStep, tmp_path: Path, values: Any
 ) -> None:
     whole = make_step(**values)
-    train(whole, 0, 3)
+    train_versions(whole, 0, 3)
     torch.manual_seed(123)
     whole.begin_save_state(tmp_path / "state").result()
     drawn = torch.rand(4)
-    train(whole, 3, 5)
+    train_versions(whole, 3, 5)
     step = make_step(**values)
     step.load_state(tmp_path / "state")
     assert step.policy_version == 3
     assert torch.equal(torch.rand(4), drawn), "the random generator continues"
-    train(step, 3, 5)
+    train_versions(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
     exports = [one.export(tmp_path / "weights").digest for one in (step, whole)]
     assert exports[0] == exports[1], (
@@ -68,7 +62,7 @@ def test_state_of_other_weights_is_refused_and_changes_nothing(
 ) -> None:
     adapters, whole = make_step(trainer={"lora": LORA}), make_step()
     saved, loaded = (adapters, whole) if is_saved_with_lora else (whole, adapters)
-    train(saved, 0, 1)
+    train_versions(saved, 0, 1)
     saved.begin_save_state(tmp_path / "state").result()
     before = loaded.weights_digest()
     with pytest.raises(Refused) as refused:
@@ -89,7 +83,7 @@ def test_deterministic_kernels_change_no_bit_on_a_cpu(make_step: MakeStep) -> No
             }
         )
         assert torch.are_deterministic_algorithms_enabled() == is_on
-        train(step, 0, 2)
+        train_versions(step, 0, 2)
         digests.add(step.weights_digest())
     assert len(digests) == 1
 
@@ -109,7 +103,7 @@ def test_state_is_copied_beside_the_forward_pass(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
-    train(step, 0, 1)
+    train_versions(step, 0, 1)
     at_save = step.weights_digest()
     copy = step._state._copy
     change = step._optimizer.step
@@ -127,12 +121,12 @@ def test_state_is_copied_beside_the_forward_pass(
     step._state._copy = copy_late  # type: ignore[method-assign]
     step._optimizer.step = change_now  # type: ignore[assignment]
     pending = step.begin_save_state(tmp_path / "state")
-    train(step, 1, 2)
+    train_versions(step, 1, 2)
     pending.result()
     loaded = make_step()
     loaded.load_state(tmp_path / "state")
     assert (changes, loaded.weights_digest()) == ([True], at_save)
-    train(loaded, 1, 2)
+    train_versions(loaded, 1, 2)
     assert loaded.weights_digest() == step.weights_digest() != at_save
 
 
@@ -140,7 +134,7 @@ def test_load_waits_for_the_state_that_is_being_written(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     step, has_loaded = make_step(), threading.Event()
-    train(step, 0, 1)
+    train_versions(step, 0, 1)
     step.begin_save_state(tmp_path / "first").result()
     write, write_back = step._state._write, step.masters.write_back
     was_written = list[bool]()
@@ -172,7 +166,7 @@ def test_failed_save_is_an_error_and_the_next_succeeds(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     step, folder = make_step(), tmp_path / "state"
-    train(step, 0, 1)
+    train_versions(step, 0, 1)
     with (
         full_disk(limit=50_000),
         pytest.raises(Refused, match=r"cannot write or read .*half: OSError"),
@@ -200,14 +194,14 @@ def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(
 ) -> None:
     step = make_step()
     record = step.spec.record_path
-    train(step, 0, 1)
+    train_versions(step, 0, 1)
     written = record.read_bytes()
     whole = make_step()
-    train(whole, 0, 3)
+    train_versions(whole, 0, 3)
     expected = whole.weights_digest()
     record.write_bytes(written)  # both have this file
     with full_disk(limit=len(written) + 100):
-        train(step, 1, 3)
+        train_versions(step, 1, 3)
         assert record.read_bytes() == written, "no part of a line is left"
         with pytest.raises(Refused, match="lacks trained steps: File too large"):
             step.begin_save_state(tmp_path / "state")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world
-from test_environments import ROOT, resources
+from test_environments import ROOT, adds, resources
 from test_harness_openenv import Server, framework
-from test_harness_verifiers import last_turn, text_of, tool_call
+from test_harness_verifiers import last_turn, text_of
 
 from asyncrl.agents import Outcome
 from asyncrl.messages.records import Rollout
@@ -145,18 +145,12 @@ def test_nemo_gym_server_is_played_by_the_library() -> None:
     """The package with the servers is not in the index; the routes are NeMo Gym's."""
     path = os.pathsep.join([os.environ["PATH"], str(framework("bin"))])
 
-    def answer(prompt: str) -> str:
-        role, text = last_turn(prompt)
-        if role == "tool":
-            return f"It is {json.loads(text)['sum']}."
-        return tool_call("add", first=12, second=30)
-
     with resources() as (url, seen):
         dataset = ROOT / "examples" / "nemo_gym" / "rows.jsonl"
         taskset = {"dataset": str(dataset), "task": {"resources_url": url}}
         agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
         args = {"taskset": taskset, "agent": agent}
-        outcome, rollout, _ = play("nemo_gym", args, answer, PATH=path)
+        outcome, rollout, _ = play("nemo_gym", args, adds, PATH=path)
     assert outcome.reward == 1.0
     assert [path for path, *_ in seen] == ["/seed_session", "/add", "/verify"]
     assert len(rollout) == 1

@@ -47,11 +47,6 @@ def completion_of(
     return Completion(tokens, len(prompt), finish, num_interruptions)
 
 
-def spans_of_sampled(completion: Completion) -> tuple[VersionSpan, ...]:
-    """Count from the first sampled token."""
-    return completion.sampled.spans
-
-
 def masked_tokens(
     ids: Any,
     mask: Any,

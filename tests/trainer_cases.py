@@ -94,6 +94,12 @@ def make_batch(
     )
 
 
+def train_versions(step: TrainerRank, first: int, last: int) -> None:
+    """Train on the batches of these versions."""
+    for version in range(first, last):
+        step.train(*make_batch(version=version, seed=version))
+
+
 def halves_of(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, Tokens]]:
     """Return the batch twice: with the loss tokens of the first groups, and with those
     of the others.
