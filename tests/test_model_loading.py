@@ -22,10 +22,9 @@ from model_zoo import make_config, random_model
 from safetensors.torch import load_file, save_file
 from test_experts import prepare_request
 from test_run_export import MadeRun
-from test_trainer_state import train
 from tiny_model import make_tiny_model, make_tiny_moe
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_cases import make_spec, mesh_of_one
+from trainer_cases import make_spec, mesh_of_one, train_versions
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -92,7 +91,7 @@ def test_head_of_the_file_is_trained_pushed_and_written(
         assert torch.equal(pushed[HEAD], stored[HEAD])
         assert torch.equal(pushed[EMBEDDING], stored[EMBEDDING])
         made = MadeRun(tmp_path, folder)
-        train(step, 0, 2)
+        train_versions(step, 0, 2)
         made.checkpoint(step)
         made.end(step)
         exported = made.export(tmp_path / "out", step="2")
@@ -238,7 +237,7 @@ def test_text_part_is_trained_under_the_names_of_its_folder(
         step = TrainerRank(make_spec(tmp_path / "model", tmp_path), ranks)
         pushed = dict(whole_tensors(step.exports.lazy_weights()))
         assert all(torch.equal(stored[name], tensor) for name, tensor in pushed.items())
-        train(step, 0, 1)
+        train_versions(step, 0, 1)
         step.save(tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
     assert written.keys() == stored.keys()
@@ -277,7 +276,7 @@ def test_adapters_of_a_text_part_have_its_folders_names(
             make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks
         )
         made = MadeRun(tmp_path, folder, trainer=lora)
-        train(step, 0, 2)
+        train_versions(step, 0, 2)
         made.checkpoint(step)
         pushed = step.export(tmp_path / "adapters.safetensors")
         expected = {
@@ -402,7 +401,7 @@ def test_mxfp4_experts_are_trained_and_written_as_plain_ones(tmp_path: Path) -> 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     of_engine = load_language_model(folder, dtype=torch.float32)
     assert torch.equal(logits(again), logits(of_engine))
-    train(step, 0, 1)
+    train_versions(step, 0, 1)
     step.save(tmp_path / "trained")
     trained = load_file(tmp_path / "trained" / "model.safetensors")
     assert not any(

@@ -17,9 +17,8 @@ import torch
 import yaml
 from job_runs import write_config
 from safetensors.torch import load_file
-from test_trainer_state import train
 from tiny_model import STACKED, make_tiny_moe
-from trainer_cases import MakeStep
+from trainer_cases import MakeStep, train_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
@@ -123,7 +122,7 @@ def test_exported_checkpoint_equals_the_trainers_save(
         model={"dtype": dtype, "chat_template": str(template)},
         trainer={"lora": lora},
     )
-    train(step, 0, 2)
+    train_versions(step, 0, 2)
     made.checkpoint(step)
     out = made.export(tmp_path / "out")
     made.end(step)
@@ -165,7 +164,7 @@ def test_exported_adapters_compute_like_the_merged_model(
         make_step(trainer={"lora": LORA}),
         MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA}),
     )
-    train(step, 0, 3)
+    train_versions(step, 0, 3)
     made.checkpoint(step)
     merged = logits(loaded(made.export(tmp_path / "merged")))
     adapter = made.export(tmp_path / "adapter", adapter=True)
@@ -188,7 +187,7 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
     """Checkpoints of steps 1 to 3, evaluated; step 2 is the best."""
     step, made = make_step(), MadeRun(tmp_path, tiny_model_dir, checkpoint={"every": 1})
     for version in range(3):
-        train(step, version, version + 1)
+        train_versions(step, version, version + 1)
         made.checkpoint(step)
     rewards = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.3}
     lines = [

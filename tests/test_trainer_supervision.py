@@ -120,18 +120,24 @@ def live(story: Callable[[House], Any], **knobs: Any) -> House:
     return run_virtual(play())
 
 
-def test_step_begins_once_its_batch_is_durable() -> None:
+@pytest.mark.parametrize(("died_s", "num_caught_up"), [(2.0, 2), (23.5, 1)])
+def test_step_begins_once_its_batch_is_durable(
+    died_s: float, num_caught_up: int
+) -> None:
+    """The trainer dies before, and has caught up by then or must be waited for."""
+
     async def story(house: House) -> None:
-        clock = asyncio.get_running_loop().time
+        await house.steps(2)
+        house.server.calls.clear()
         running = house.go(1, durable_s=30.0)
-        await asyncio.sleep(TRAIN_S + 1.0)
-        house.server.die()  # while it waits: the restart is over before the batch is durable
-        await asyncio.sleep(28.9 - TRAIN_S)
-        assert (clock(), house.server.calls, house.journal) == (29.9, [], [])
+        await asyncio.sleep(died_s)
+        house.server.die()
+        await asyncio.sleep(29.9 - died_s)
+        assert house.server.calls == ["/train"] * num_caught_up
+        assert len(house.journal) == 2
         await running
         house.check()
-        assert (house.trainer.policy_version, house.trainer.num_restarts) == (1, 1)
-        assert clock() == 30.0 + TRAIN_S
+        assert (house.trainer.policy_version, house.trainer.num_restarts) == (3, 1)
 
     live(story)
 

@@ -135,11 +135,18 @@ class TrainerClient:
         self, batch: Batch, durable: Awaitable[None] | None = None
     ) -> api.TrainResponse:
         """Train on a batch, once `durable` has ended."""
+        body = await self._packed(batch)
+        if durable is not None:
+            # Before the call: the step writes the batch into trained.jsonl, which must
+            # not name a batch that the journal could still lose. And outside of the
+            # retries: a trainer that dies during this wait must be up before the call.
+            with span("trainer", "journal", batch.version):
+                await durable
         # If the process dies after the step and before its answer, the step is lost.
         # The next process catches up to batch.version, so a repeated call trains the
         # batch once.
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
-            report = await self._retried(lambda: self._train(batch, durable))
+            report = await self._retried(lambda: self._train(batch.version, body))
         self._reached(report.policy_version)
         return report
 
@@ -235,7 +242,7 @@ class TrainerClient:
                 )
                 version = max(version, loaded.policy_version)
             async for batch in batches:
-                report = await self._train(batch)
+                report = await self._train(batch.version, await self._packed(batch))
                 version = max(version, report.policy_version)
                 on_step(batch, report)
         # Once, at the end: the publisher would export each version on the way, although
@@ -300,22 +307,17 @@ class TrainerClient:
             )
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
-    async def _train(
-        self, batch: Batch, durable: Awaitable[None] | None = None
-    ) -> api.TrainResponse:
-        # In a thread: packing a large batch would hold up every rollout on the event
-        # loop.
-        body = await run_in_thread(lambda: self._pack(batch))
-        if durable is not None:
-            # Before the call: the step writes the batch into trained.jsonl, which must
-            # not name a batch that the journal could still lose.
-            with span("trainer", "journal", batch.version):
-                await durable
+    async def _train(self, version: int, body: bytes) -> api.TrainResponse:
         report = await self._post("/train", body, api.TrainResponse)
         # Version v + 1 is batch v, trained once. Anything else would break staleness
         # and resume silently.
-        assert report.policy_version == batch.version + 1, report
+        assert report.policy_version == version + 1, report
         return report
+
+    async def _packed(self, batch: Batch) -> bytes:
+        # In a thread: packing a large batch would hold up every rollout on the event
+        # loop.
+        return await run_in_thread(lambda: self._pack(batch))
 
     def _pack(self, batch: Batch) -> bytes:
         # A function of the version, so a batch that is trained again, after a restart
