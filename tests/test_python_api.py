@@ -103,16 +103,15 @@ def test_no_step_is_recorded_before_its_batch_is_durable(
     config = yaml.safe_load(
         write_config(tmp_path, trainer={"num_steps": 3}).read_text()
     )
+    add_batch = journal._add_batch
     recorded: list[tuple[int, int]] = []
 
     def slowly(connection: sqlite3.Connection, batch: Batch) -> None:
         add_batch(connection, batch)
         time.sleep(1.0)  # a slow disk: a step of this model takes 0.1 s
-        recorded.append(
-            (batch.version, len(read_lines(tmp_path / "run/trained.jsonl")))
-        )
+        lines = read_lines(tmp_path / "run/trained.jsonl")
+        recorded.append((batch.version, len(lines)))
 
-    add_batch = journal._add_batch
     monkeypatch.setattr(journal, "_add_batch", slowly)
     asyncrl.run(config, ["observe.console=none"], run_dir=tmp_path / "run")
     assert recorded == [(0, 0), (1, 1), (2, 2)]
