@@ -246,6 +246,7 @@ def test_without_any_checkpoint_the_journal_is_enough(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     first_life = read_timeline(run_dir, [])
+    num_batches = len(read_evidence(run_dir).batches)
     assert "resuming from policy_version 0" in goes_on(on_policy, run_dir)
     assert differences(whole, run_dir) == []
     assert_nothing_lost(on_policy, run_dir)
@@ -255,6 +256,8 @@ def test_without_any_checkpoint_the_journal_is_enough(
     assert (both[: len(first_life)], problems) == (first_life, []), (
         "spans of the first life stay"
     )
+    saved = [row.number for row in both[len(first_life) :] if row.kind == "checkpoint"]
+    assert saved[0] == num_batches, "the next catch-up begins there"
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2

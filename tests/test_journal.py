@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import resource
 import shutil
@@ -353,6 +354,23 @@ def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
         assert counted == {"rollout/failed/sums": 1, "rollout/filtered/sums": 1}
 
     with_journal(tmp_path / "journal.sqlite", story)
+
+
+def test_costs_are_durable_with_the_rollouts_that_caused_them(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    spent = {"judge/tokens": 0}
+
+    async def life(journal: Journal, *, group: int, tokens: int) -> None:
+        spent["judge/tokens"] = 0  # each process counts from 0
+        journal.costs = lambda: dict(spent)
+        admit(journal, group)
+        await journal.flush()
+        spent["judge/tokens"] = tokens
+        journal.add_rollout_nowait(GroupId(group), make_rollout(group, 0))
+
+    for group, tokens in enumerate((40, 7)):
+        with_journal(path, functools.partial(life, group=group, tokens=tokens))
+    assert read_resume(path, 0).counted["judge/tokens"] == 47
 
 
 def test_rollout_without_tokens_leaves_the_oldest_version(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ async def test_last_turn_earns_what_the_group_reward_gives() -> None:
 
 
 def unscored(group_id: int, index: int) -> Rollout:
-    first, *others = make_rollout(group_id, index)
+    first, *others = make_rollout(group_id, index, version=3 - index)
     text = f"answer {index} \ud800"
     branches = (replace(first, unscored=text), *others)
     return tuple(replace(branch, reward=0.0) for branch in branches)
@@ -329,10 +329,18 @@ def test_journal_holds_a_group_unscored_then_scored_whole(tmp_path: Path) -> Non
     }
     assert rewards == {0: {(2.5, None)}, 1: {(2.5, None)}}
     assert group.failures == {2: (1, "no grade"), 3: (1, "it timed out")}
-    assert asked(path, group_story, 0)["reward_mean"] == 2.5
+    story = asked(path, group_story, 0)
+    assert (story["reward_mean"], story["oldest_version"]) == (2.5, 2)
     counted = "tokens/generated"
     assert after.counted[counted] == before.counted[counted], "none is lost"
     assert after.counted["rollout/failed"] == 2
+
+    async def without_grades(journal: Journal) -> None:
+        journal.add_scores_nowait(GroupId(0), [], dict.fromkeys(range(2), "no grade"))
+
+    with_journal(path, without_grades)
+    story = asked(path, group_story, 0)
+    assert (story["num_rollouts"], story["oldest_version"]) == (0, None)
 
 
 def test_late_rewards_of_a_requeued_group_change_nothing(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.load import config_from
 from asyncrl.job.check import validate
+from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task, judge
 from asyncrl.tasks.judge import Judge, MinuteLimits, check_endpoint, retry_after_s
@@ -715,6 +716,8 @@ async def test_run_is_paid_by_a_judge(
     # The evaluation after the last step may be in it or not.
     assert len(server.asked) >= last["judge/requests"] > len(trained) >= 12
     assert last["judge/tokens"] == 10 * last["judge/requests"]
+    journaled = read_resume(tmp_path / "run" / "journal.sqlite", 3).counted
+    assert len(server.asked) >= journaled["judge/requests"] >= last["judge/requests"]
     assert last["reward/mean"] == pytest.approx(0.5)
     assert last["reward/equal_fraction"] == 0.0
 

@@ -489,6 +489,10 @@ def test_journal_keeps_what_waits_and_what_was_posted(tmp_path: Path) -> None:
         limit.await_nowait("g0/r1", digests[1] or "", lambda _: None)
         with pytest.raises(RewardFailure, match="got no reward within"):
             await limit.wait("g0/r1", digests[1] or "")
+        late.expect_nowait("g0/r2")
+        late.withdraw_nowait("g0/r2", "its group was requeued")
+        await journal.flush()
+        assert read_resume(path, 0).counted["reward/posted"] == 1
 
     with_journal(path, before)
     with_journal(path, after)

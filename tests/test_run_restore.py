@@ -551,6 +551,34 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
     live(story, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("saved", "reached", "every", "is_made"),
+    [
+        (0, 7, 5, True),
+        (0, 5, 5, True),
+        (5, 12, 5, True),
+        (7, 10, 5, True),
+        (5, 9, 5, False),
+        (0, 4, 5, False),
+        (7, 9, 5, False),
+        (0, 9, None, False),
+    ],
+)
+def test_catch_up_past_a_due_checkpoint_makes_one(
+    tmp_path: Path, saved: int, reached: int, every: int | None, is_made: bool
+) -> None:
+    async def story(house: House) -> None:
+        if saved:
+            save_checkpoint(house.checkpoints, saved)
+        house.trainer.version = reached
+        await house.checkpointer.after_catch_up(reached)
+        if house.tasks:
+            await asyncio.wait(house.tasks)
+        assert house.whole == [saved] * bool(saved) + [reached] * is_made
+
+    live(story, tmp_path, every=every)
+
+
 def break_at(house: House, place: str) -> None:
     if place == "finish":
         house.checkpoints.finish = Mock(side_effect=NO_SPACE)  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -41,6 +41,7 @@ from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
+from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.demonstrations import (
@@ -60,7 +61,7 @@ from asyncrl.rollouts.rollout import (
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
-from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.scorer import Scorers, judge_gauges
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -176,6 +177,9 @@ async def build(
         evaluation = _make_evaluation(
             lifecycle, fleet, found.evals, tokenizer, agents, checkpoints, reporter
         )
+    held_out = () if evaluation is None else evaluation.held_out
+    scorers = (scorer, *(each.scorers for each in held_out))
+    journal.costs = partial(costs_of_rewards, fleet, scorers)
     scheduler = _make_scheduler(lifecycle, fleet, journal, buffer, evaluation, reporter)
     scale = _make_scale(lifecycle, fleet, scheduler, producers, num_engines)
     if agents is not None:
@@ -478,6 +482,14 @@ def _make_scale(
             num_rollouts(lifecycle.config, num)
         ),
     )
+
+
+def costs_of_rewards(fleet: Fleet, scorers: Sequence[Scorers]) -> dict[str, float]:
+    """Return what rewards have cost in this process. `scorers`: the run's, then those
+    of evaluations.
+    """
+    found = {**scorers[0].gauges(), **fleet.gauges(), **judge_gauges(scorers)}
+    return {name: value for name, value in found.items() if is_total(name)}
 
 
 def controller_state(

@@ -22,9 +22,9 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 class Checkpointer:
     """Makes checkpoints in parallel with training.
 
-    Life: after_step() -> begun (copied during the next step) -> written, checked,
+    Life: after_step() or after_catch_up() -> begun (copied during the next step) -> written, checked,
         renamed -> idle.
-    Waits: after_step sleeps until the copy has begun.
+    Waits: both sleep until the copy has begun.
     Invariant: one at a time; a checkpoint due during another write is skipped, and a
         failed write only warns.
     """
@@ -53,6 +53,21 @@ class Checkpointer:
             text = "the previous one is still being written"
             self.lifecycle.log.warn(f"checkpoint of version {version} skipped: {text}")
             return
+        await self._begin(version)
+
+    async def after_catch_up(self, version: int) -> None:
+        """Make a checkpoint if batches that were trained again have passed a due one.
+        Otherwise each of several kills would make the next catch-up longer.
+
+        Example: every=5. A resume from version 0 trains 7 batches again, and makes a
+        checkpoint of version 7.
+        """
+        every = self.checkpoints.config.every
+        newest = max(self.checkpoints.versions(), default=0)
+        if every is not None and version // every > newest // every:
+            await self._begin(version)
+
+    async def _begin(self, version: int) -> None:
         begun = asyncio.Event()
         self._writing = self.lifecycle.spawn(
             self._make(begun), name=f"checkpoint {version}"

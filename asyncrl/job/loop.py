@@ -257,6 +257,8 @@ class Job:
         )
         run.write_pins()
         await point.set_damaged_aside(self.lifecycle.log)
+        # After the damaged ones have moved: one of them may have this version.
+        await run.checkpointer.after_catch_up(run.trainer.policy_version)
         return unfinished
 
     async def _start_services(

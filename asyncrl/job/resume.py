@@ -297,6 +297,7 @@ async def restore(
     if state.order is not None:
         feed.check_order(state.order)
     unfinished, ended = _from_journal(run, state)
+    run.late.is_used = "reward/posted" in state.counted
 
     # Runs once: at the first step that is trained again, or below if there is none. By
     # then the trainer has loaded its state, so nothing refuses anymore, and

@@ -13,7 +13,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from datetime import date
@@ -24,8 +24,9 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.waits import waiting
-from asyncrl.journal.read import ResumeState, read_note, read_resume
+from asyncrl.journal.read import ResumeState, costs_of, read_note, read_resume
 from asyncrl.journal.schema import (
+    COSTS,
     DISK_ERRORS,
     EPOCH,
     cannot_use,
@@ -134,10 +135,6 @@ def _add_rollout(
     connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout
 ) -> None:
     sample_index = rollout[0].sample_index
-    oldest = min(
-        (span.version for branch in rollout for span in branch.tokens.spans),
-        default=None,
-    )
     # The condition of _is_running, in the same statement for speed.
     # SQLite's min() with a NULL is NULL, and a rollout may have no sampled token.
     is_running = connection.execute(
@@ -148,7 +145,7 @@ def _add_rollout(
         {
             "num_sampled": sum(branch.num_sampled for branch in rollout),
             "reward": float(rollout[0].reward),
-            "oldest": oldest,
+            "oldest": _oldest_version([rollout]),
             "group": group_id,
             "sample": sample_index,
         },
@@ -168,6 +165,12 @@ def _add_rollout(
         "DELETE FROM segments WHERE group_id = ? AND sample_index = ?",
         (group_id, sample_index),
     )
+
+
+def _oldest_version(rollouts: Iterable[Rollout]) -> int | None:
+    branches = (branch for rollout in rollouts for branch in rollout)
+    versions = (span.version for branch in branches for span in branch.tokens.spans)
+    return min(versions, default=None)
 
 
 def _add_failure(
@@ -219,17 +222,21 @@ def _add_scores(
             (float(rollout[0].reward), group_id),
         )
     # Only for failures: it decodes all tokens of the group.
-    unscored = rollouts_of(connection, group_id) if failures else {}
+    kept = rollouts_of(connection, group_id) if failures else {}
     for sample_index, why in failures.items():
-        num_sampled = sum(branch.num_sampled for branch in unscored[sample_index])
+        num_sampled = sum(branch.num_sampled for branch in kept.pop(sample_index))
         connection.execute(
             "DELETE FROM trajectories WHERE group_id = ? AND sample_index = ?",
             (group_id, sample_index),
         )
         connection.execute(
             "UPDATE groups SET num_rollouts = num_rollouts - 1, num_sampled = num_sampled - :num,"
-            " lost_tokens = lost_tokens + :num WHERE group_id = :group",
-            {"num": num_sampled, "group": group_id},
+            " lost_tokens = lost_tokens + :num, oldest_version = :oldest WHERE group_id = :group",
+            {
+                "num": num_sampled,
+                "oldest": _oldest_version(kept.values()),
+                "group": group_id,
+            },
         )
         _add_failure(connection, group_id, sample_index, 1, why)
 
@@ -428,6 +435,12 @@ class Journal:
         self._error: JournalError | None = None
         """The same, for _put(): a Future takes a lock for each question."""
         self._is_closed = False
+        self.costs: Callable[[], Mapping[str, float]] = dict
+        """Counts of this process that cost money or time, such as a judge's tokens. The
+        journal's thread calls it at each commit, so that a journaled rollout's cost is
+        durable too. It must only read numbers of parts that stay the same.
+        """
+        self._earlier_costs = costs_of(connection)
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         # Ends the gathering early: a caller waits for the commit.
         self._is_awaited = threading.Event()
@@ -578,6 +591,10 @@ class Journal:
                 # answered yet.
                 _decided_s.set(job.decided_s)
                 outcomes.append(job.decide(self._connection))
+            if costs := self.costs():
+                earlier = self._earlier_costs
+                totals = {name: earlier.get(name, 0) + costs[name] for name in costs}
+                _note(self._connection, COSTS, earlier | totals)
             self._connection.execute("COMMIT")
         except Exception as error:  # a thread cannot raise; the waiters must
             # If the disk is gone, the rollback fails too; nothing was written.

@@ -14,9 +14,11 @@ from typing import Any
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.schema import (
+    COSTS,
     DISK_ERRORS,
     EPOCH,
     MOVE_ASIDE,
+    REWARD,
     WITHOUT_IT,
     cannot_use,
     connect,
@@ -80,7 +82,7 @@ class ResumeState:
     next_group_id: GroupId
     order: Mapping[str, Any] | None
     """Settings of the prompt order, if written."""
-    counted: Mapping[str, int]
+    counted: Mapping[str, float]
     """Initial counters."""
     epochs: Sequence[tuple[str, int, str]] = ()
     """(task, number, prompts) of each epoch by difficulty."""
@@ -200,14 +202,28 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     )
 
 
-def _counted(connection: sqlite3.Connection) -> dict[str, int]:
+def costs_of(connection: sqlite3.Connection) -> dict[str, float]:
+    row = connection.execute(
+        "SELECT value FROM meta WHERE key = ?", (COSTS,)
+    ).fetchone()
+    costs: dict[str, float] = {} if row is None else json.loads(row[0])
+    return costs
+
+
+def _counted(connection: sqlite3.Connection) -> dict[str, float]:
     (num_partial,) = connection.execute(
         "SELECT total(num_tokens) FROM segments"
     ).fetchone()
     # Tokens of unfinished completions are in no group's row yet.
-    counted = Counter(
+    counted = Counter[str](
         dict.fromkeys(_COUNTED, 0) | {"tokens/generated": int(num_partial)}
     )
+    num_noted, num_posted = connection.execute(
+        "SELECT count(*), total(json_extract(value, '$.why') IS NULL) FROM meta WHERE key GLOB ?",
+        (f"{REWARD}*",),
+    ).fetchone()
+    if num_noted:
+        counted["reward/posted"] = int(num_posted)
     connection.create_function("task_of", 1, task_of, deterministic=True)
     query = f"SELECT task_of(prompt_id), {', '.join(_COUNTED.values())} FROM groups GROUP BY 1"
     for task, *counts in connection.execute(query):
@@ -215,7 +231,7 @@ def _counted(connection: sqlite3.Connection) -> dict[str, int]:
             counted[name] += num
             if task and num and name in _BY_TASK:
                 counted[f"{name}/{task}"] = num
-    return counted
+    return {**counted, **costs_of(connection)}
 
 
 def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:

@@ -40,6 +40,12 @@ FILE_NAME = "journal.sqlite"
 SCHEMA_VERSION = 11
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
+COSTS = "costs"
+"""Key in the table meta: what the run has spent until the newest commit, by metric."""
+REWARD = "reward/"
+"""Prefix of keys in the table meta: posted rewards by the digest of their keys, or `why`
+a rollout needs none.
+"""
 # Seconds that SQLite waits for another program's lock, such as a backup or a browser of
 # the file.
 BUSY_S = 10.0

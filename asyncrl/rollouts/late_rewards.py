@@ -14,6 +14,7 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import waiting, within
 from asyncrl.journal.journal import Journal
+from asyncrl.journal.schema import REWARD
 from asyncrl.messages.records import Outcome, Rollout
 
 ONCE = "a rollout has one reward; the same one may be posted again"
@@ -62,14 +63,15 @@ class LateRewards:
         self._digests: dict[str, str] = {}
         """Of each rollout's newest attempt."""
         self._num_posted = 0
-        self._is_used = False
+        self.is_used = False
+        """Set once a reward is expected, also by a killed run."""
         self.is_open = False
         """Set while the run knows all awaited rewards: not before a resume has read
         them.
         """
 
     def gauges(self) -> dict[str, float]:
-        if not self._is_used:
+        if not self.is_used:
             return {}
         return {"reward/awaited": self.num_awaited, "reward/posted": self._num_posted}
 
@@ -182,7 +184,7 @@ class LateRewards:
         self._journal.note_nowait(_note_of(digest), record)
 
     def _add(self, rollout_id: str, digest: str) -> ExpectedReward:
-        self._is_used = True
+        self.is_used = True
         self._digests[rollout_id] = digest
         expected = self._expected[digest] = ExpectedReward(rollout_id)
         return expected
@@ -316,4 +318,4 @@ def _digest_of(key: str) -> str:
 
 
 def _note_of(digest: str) -> str:
-    return f"reward/{digest}"
+    return f"{REWARD}{digest}"
