@@ -460,10 +460,12 @@ class VllmServer(EngineClient):
             if interrupt == "wait":
                 started = clock()
             # End streams, whose tokens could not be reported early, and leave the
-            # canary a slot.
+            # canary a slot. Requests from before the first adapter would continue
+            # without it.
+            is_other_model = load.model != process.model
             kept = (
                 []
-                if interrupt == "abort"
+                if interrupt == "abort" or is_other_model
                 else [one for one in process.sent if one.on_chunk is None]
             )
             if load.manifest.canary is not None:
