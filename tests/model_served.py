@@ -30,7 +30,7 @@ from vllm_process import packages_for, vllm_python
 from asyncrl.base.errors import ConfigError, EngineError, find_fatal
 from asyncrl.base.http import SECRET_ENV, Caller
 from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_server import CANARY_LIMITS, CANARY_TOKENS, VllmServer
+from asyncrl.engines.vllm_server import CANARY_TOKENS, VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.models.loading import load_language_model
@@ -194,7 +194,6 @@ class Serving:
             SLOTS,
             MAX_LENGTH,
             (),
-            canary_limit=CANARY_LIMITS["float32"],
         )
         caller = Caller("engine-0", fork.url, SECRET)
         try:

@@ -8,7 +8,6 @@ its server in servers/asyncrl_servers.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements
-from asyncrl.engines.vllm_server import CANARY_LIMITS, CANARY_TOKENS, VllmServer
+from asyncrl.engines.vllm_server import CANARY_TOKENS, VllmServer
 from asyncrl.messages.worker_api import ChatTokenizer
 
 Body = dict[str, object]
@@ -165,10 +164,6 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
     """Return a client whose ready() checks the server's settings."""
     config = order.config
     limit = config.weight_sync.canary_limit
-    if limit is None:
-        limit = math.inf
-    elif limit == "auto":
-        limit = CANARY_LIMITS[config.model.dtype]
     tokenizer = order.tokenizer
     # vLLM finds stop strings in text, where special tokens have none. Those are passed
     # as stop ids.
@@ -186,7 +181,7 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
         stays=order.stays,
         returns_routing=order.returns_routing,
         returns_supports=order.returns_supports,
-        canary_limit=limit,
+        canary_limit=None if limit == "auto" else limit,
         decode=tokenizer.decode,
         # New for each client, and so for each run: an external server outlives a run,
         # and its tokens of a run before must not pass as ours.

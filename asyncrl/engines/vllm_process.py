@@ -390,9 +390,9 @@ class VllmRequirements:
     """Requirements of the run.
 
     `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for
-    stop strings. `stays`: keeps its memory during sleep. `canary_limit` in nats.
-    `decode`: for stop strings across two segments. `mark`: in all labels; tokens of
-    other runs raise EngineError.
+    stop strings. `stays`: keeps its memory during sleep. `canary_limit` in nats; None:
+    from the canary's noise. `decode`: for stop strings across two segments. `mark`: in
+    all labels; tokens of other runs raise EngineError.
     """
 
     model_path: str
@@ -404,7 +404,7 @@ class VllmRequirements:
     stays: bool = False
     returns_routing: bool = False
     returns_supports: bool = False
-    canary_limit: float = math.inf
+    canary_limit: float | None = None
     decode: Decode | None = None
     mark: str = ""
 

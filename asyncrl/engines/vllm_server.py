@@ -31,13 +31,15 @@ from asyncrl.engines.vllm_sampling import Segment, check_request
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
-from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.messages.trainer_api import Canary, ExportChunkResponse, ExportResponse
 
 ADAPTER = "policy-adapter"
-CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
-"""weight_sync.canary_limit=auto, in nats. vLLM with correct weights: 6e-6 in float32,
-0.09 in bfloat16.
+NOISE_FACTOR = 2.0
+"""weight_sync.canary_limit=auto: multiple of the noise that the trainer measures. vLLM
+with the right weights differs by 0.4 to 1.1 times the noise.
 """
+LEAST_LIMIT = 1e-3
+"""In nats. In float32 vLLM's kernels differ by up to 3e-5, five times the noise."""
 CANARY_TOKENS = 160
 """Longer than vLLM's CPU block, so that its prefix cache takes part."""
 RESUME_LIMIT_S = 10.0
@@ -160,8 +162,9 @@ def load_of(
     return (AdapterLoad if manifest.kind == "lora" else Load)(process, manifest)
 
 
-async def check_canary(load: Load, limit: float) -> None:
-    """Raise CanaryError if vLLM's logprobs are not the trainer's.
+async def check_canary(load: Load, limit: float | None) -> None:
+    """Raise CanaryError if vLLM's logprobs are not the trainer's. `limit`: None for
+    NOISE_FACTOR times the noise.
 
     The first probe uses the prefix cache; the second recomputes the prompt.
     """
@@ -185,20 +188,44 @@ async def check_canary(load: Load, limit: float) -> None:
     sampled = choices[0].logprobs
     assert sampled is not None, "requested with logprobs"
     assert sampled.content, "one token was requested"
-    next_gap = abs(sampled.content[0].logprob - canary.next_logprob)
     # `answer` is the last probe's, which asked for prompt logprobs. The first token has
     # no entry, because nothing predicts it.
     scored = zip(answer.prompt_logprobs or [], canary.token_ids, strict=True)
     prompt = [entry[token].logprob for entry, token in scored if entry is not None]
-    prompt_gap = float(np.abs(np.subtract(prompt, canary.logprobs)).mean())
-    # `not <=` instead of `>`: NaN agrees with nothing.
-    if labels != [label, label] or not next_gap <= limit or not prompt_gap <= limit:
+    gaps = canary_gaps(canary, sampled.content[0].logprob, prompt)
+    limits = canary_limits(canary, limit)
+    if labels != [label, label] or not is_within(gaps, limits):
         what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
-        what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
-        what += f"{prompt_gap:.6f} on average"
-        rule = f"the canary must agree to weight_sync.canary_limit={limit} nats"
-        way_out = "if model.dtype rounds so much, raise weight_sync.canary_limit; else start again."
+        what += f"the next token's logprob differs by {gaps[0]:.6f}, the prompt's by "
+        what += f"{gaps[1]:.6f} on average"
+        rule = f"the limits are {limits[0]:.6f} and {limits[1]:.6f} nats (weight_sync.canary_limit="
+        rule += f"{limit or f'auto: {NOISE_FACTOR:g} times the rounding noise of the trainer'})"
+        way_out = "start again; if the weights are right, set weight_sync.canary_limit above the numbers."
         raise CanaryError(process.name, what, rule=rule, way_out=way_out)
+
+
+def canary_gaps(
+    canary: Canary, next_logprob: float, logprobs: Sequence[float]
+) -> tuple[float, float]:
+    """Return the differences of the next token's logprob, and of the prompt's logprobs
+    on average, in nats.
+    """
+    prompt_gap = np.abs(np.subtract(logprobs, canary.logprobs)).mean()
+    return abs(next_logprob - canary.next_logprob), float(prompt_gap)
+
+
+def canary_limits(canary: Canary, limit: float | None) -> tuple[float, float]:
+    """Return the limits of canary_gaps. One token may differ as much as the noisiest."""
+    if limit is not None:
+        return limit, limit
+    next_limit = NOISE_FACTOR * canary.largest_noise
+    prompt_limit = NOISE_FACTOR * canary.noise
+    return max(LEAST_LIMIT, next_limit), max(LEAST_LIMIT, prompt_limit)
+
+
+def is_within(gaps: Sequence[float], limits: Sequence[float]) -> bool:
+    """Return whether no gap is above its limit, or NaN."""
+    return all(gap <= limit for gap, limit in zip(gaps, limits, strict=True))
 
 
 class VllmServer(EngineClient):
@@ -433,10 +460,12 @@ class VllmServer(EngineClient):
             if interrupt == "wait":
                 started = clock()
             # End streams, whose tokens could not be reported early, and leave the
-            # canary a slot.
+            # canary a slot. Requests from before the first adapter would continue
+            # without it.
+            is_other_model = load.model != process.model
             kept = (
                 []
-                if interrupt == "abort"
+                if interrupt == "abort" or is_other_model
                 else [one for one in process.sent if one.on_chunk is None]
             )
             if load.manifest.canary is not None:

@@ -51,6 +51,7 @@ from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size, dtype_name
 from asyncrl_servers.vllm.loaded_parts import Expected, LoadedParts
 from asyncrl_servers.vllm.monkeypatches import (
+    patch_adapters,
     patch_device_penalties,
     patch_gemma3n,
     patch_penalties,
@@ -68,6 +69,7 @@ from asyncrl_servers.weight_state import (
 
 patch_penalties()
 patch_gemma3n()
+patch_adapters()
 if current_platform.is_cpu():
     patch_worker()
     # vLLM's bfloat16 attention uses AMX where the CPU has it, and Linux admits only
