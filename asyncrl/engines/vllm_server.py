@@ -433,10 +433,12 @@ class VllmServer(EngineClient):
             if interrupt == "wait":
                 started = clock()
             # End streams, whose tokens could not be reported early, and leave the
-            # canary a slot.
+            # canary a slot. Of a request that it reads again, vLLM reports the experts
+            # of the first reading; of a new request, those of its own.
+            has_new_experts = interrupt == "keep" and self.needed.returns_routing
             kept = (
                 []
-                if interrupt == "abort"
+                if interrupt == "abort" or has_new_experts
                 else [one for one in process.sent if one.on_chunk is None]
             )
             if load.manifest.canary is not None:
