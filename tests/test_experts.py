@@ -4,17 +4,25 @@ routes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from engine_in_process import answered, make_request, publish, running_engine
+from engine_in_process import (
+    answered,
+    make_request,
+    publish,
+    running_engine,
+    stage_file,
+)
 from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
+from gateway_cases import HI, ByteTokenizer, in_loop, talking
 from job_runs import read_lines, run, write_config
 from model_zoo import TYPES, make_config, random_model
 from rank_processes import running
@@ -25,7 +33,12 @@ from test_weights_export import chunks_of
 from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import changed, learned, make_batch, make_spec
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3PreTrainedModel,
 )
@@ -33,8 +46,8 @@ from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Refused
-from asyncrl.engines.pool import SegmentJoin
+from asyncrl.engines.link import SegmentCheck
+from asyncrl.engines.pool import EnginePool, SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.journal.schema import (
@@ -43,7 +56,6 @@ from asyncrl.journal.schema import (
     encode_partial,
     encode_trajectory,
 )
-from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     CommitRequest,
     Interrupt,
@@ -54,6 +66,7 @@ from asyncrl.messages.records import (
     Completion,
     Group,
     GroupId,
+    Outcome,
     Prompt,
     Trajectory,
     VersionSpan,
@@ -68,19 +81,9 @@ from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl_servers.embedded import embedded_engine
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.kv_attention import RoutedExperts
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.rows: list[Sampled] = []
-
-    def on_sampled(self, rows: Sequence[Sampled]) -> None:
-        self.rows += rows
-
-    def on_refused(self, number: int, refusal: Refused) -> None:
-        raise refusal
 
 
 @pytest.mark.parametrize("model_type", STACKED)
@@ -165,15 +168,23 @@ def test_float32_router_is_pushed_unrounded(
 # ---- router replay
 
 
-def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
-    """int64 [T, E]: the experts that transformers' own forward reads these tokens with."""
+def read_after(
+    cache: DynamicCache, folder: Path, token_ids: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the experts int64 [T, E] and logprobs [T, V] of transformers' own forward,
+    after the keys and values of `cache`, which it extends.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chosen = list[Tensor]()
     for router in routers_of(model):
         router.register_forward_hook(lambda _, inputs, found: chosen.append(found[2]))
     with torch.no_grad():
-        model(torch.tensor([token_ids]))
-    return torch.cat(chosen, dim=1)
+        logits = model(torch.tensor([token_ids]), cache=cache).logits[0]
+    return torch.cat(chosen, dim=1), logits.log_softmax(-1)
+
+
+def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
+    return read_after(DynamicCache(), folder, token_ids)[0]
 
 
 def read_by(tokens: Tokens) -> Tensor:
@@ -213,43 +224,102 @@ def test_engine_tells_which_experts_read_each_token(
         assert (known.max() > 255) == (num_experts > 256)
 
 
-@pytest.mark.parametrize("interrupt", ["keep", "abort"])
-def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
-    tmp_path: Path, interrupt: Interrupt
+class SteppedServer:
+    """An engine of this process as a pool's server. It pushes after `push_in` steps."""
+
+    def __init__(self, folder: Path, push: Callable[[], None]) -> None:
+        self.name, self.push_in, self.push = "engine-0", 0, push
+        spec = engine_spec(folder, deterministic=False, returns_routing=True)
+        self.engine = build_engine(spec)
+        self.is_streamed = False
+
+    @property
+    def policy_version(self) -> int:
+        return self.engine.weights.version
+
+    async def generate_segment(
+        self, request: SamplingRequest, *, on_chunk: Any, on_interrupted: Any
+    ) -> SegmentPart:
+        how = {"is_streamed": self.is_streamed, "ends": False}
+        (reply,) = ask(self.engine, [request], **how)
+        check = SegmentCheck(self.name, request, oldest=self.policy_version)
+        while True:
+            await asyncio.sleep(0)
+            self.engine.iterate()
+            self.push_in -= 1
+            if self.push_in == 0:
+                self.push()
+            rows, reply.rows = reply.rows, []
+            for row in rows:
+                check.accept(row.part, newest=self.policy_version)
+                if row.then == "more":
+                    on_chunk(row.part)
+                elif row.then != "interrupted":
+                    return row.part
+                elif on_interrupted(row.part):
+                    reply.resume()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv"])
+@in_loop
+async def test_agent_records_the_experts_that_read_its_fresh_tokens(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupt: Interrupt,
+    is_streamed: bool,
 ) -> None:
-    folder, other, at = (
-        make_tiny_moe(tmp_path / "model"),
-        make_tiny_moe(tmp_path / "other", seed=1),
-        30,
-    )
-    step = make_step(other, tmp_path)
-    step.policy_version = 1
-    export = step.export(tmp_path / "w1.safetensors")
-    engine = build_engine(
-        engine_spec(folder, deterministic=False, returns_routing=True)
-    )
-    prepare = prepare_request(export)
-    staged = engine.weights.prepare(prepare)
-    heard = Heard()
-    sequence = engine.run(Asked(0, make_request(max_tokens=80), False), heard)
-    engine.submit([sequence])
-    for _ in range(at):
-        engine.iterate()
-    engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt=interrupt))
-    while not heard.rows or heard.rows[-1].then != "length":
-        engine.iterate()
-        if heard.rows and heard.rows[-1].then == "interrupted":
-            engine.resume([sequence])
-    join = SegmentJoin(make_request(max_tokens=80))
-    for row in heard.rows:
-        join.add(row.part)
-    tokens = join.completion().tokens
-    token_ids = tokens.ids.tolist()
-    old, new = chosen_by(folder, token_ids)[:-1], chosen_by(other, token_ids)[:-1]
-    num_old = 3 + at - 1
-    assert len(heard.rows) == (1 if interrupt == "keep" else 2)
-    assert torch.equal(read_by(tokens), torch.cat([old[:num_old], new[num_old:]]))
-    assert not torch.equal(old[:num_old], new[:num_old])
+    """Pushes within answers and between two turns, and a fork. Transformers reads the
+    text with the weights that the engine had.
+    """
+    monkeypatch.setattr(embedded_engine, "STREAM_S", 0)
+    shape = MOE | {"vocab_size": 258}
+    folders = [
+        make_tiny_moe(tmp_path / f"{seed}", seed=seed, **shape) for seed in range(2)
+    ]
+
+    def push() -> None:
+        version = server.policy_version + 1
+        weights = load_file(folders[version % 2] / "model.safetensors")
+        staged = stage_file(weights, version, tmp_path)
+        digest = server.engine.weights.prepare(staged).digest
+        order = CommitRequest(version=version, digest=digest, interrupt=interrupt)
+        server.engine.commit(order)
+        server.engine.iterate()
+
+    server = SteppedServer(folders[0], push)
+    server.is_streamed = is_streamed
+    pool: Any = EnginePool([cast(Any, server)], slots=4)
+    async with talking(engine=pool, tokenizer=ByteTokenizer()) as talk:
+
+        async def chat(messages: list[Any], push_in: int) -> list[Any]:
+            server.push_in = push_in
+            stream = await talk.chat(messages, max_tokens=24, stream=True)
+            texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [*messages, {"role": "assistant", "content": "".join(texts)}]
+
+        said = await chat(HI, 9)
+        push()
+        for text, push_in in (("Ho", 7), ("Hey", 8)):
+            await chat([*said, {"role": "user", "content": text}], push_in)
+        branches = talk.world.session.rollout(0, Outcome(), 1.0)
+    assert sorted(branch.tokens.versions.max() for branch in branches) == [3, 4]
+    for branch in branches:
+        tokens = branch.tokens
+        newest = int(tokens.versions.max())
+        (fresh,) = np.nonzero(tokens.versions == newest)
+        # With keep_kv, new weights begin with the last token that old ones sampled.
+        start = int(fresh[0]) - 1 if interrupt == "keep_kv" else 0
+        cache, ids = DynamicCache(), tokens.ids.tolist()
+        parts = [(newest, ids[start:])]
+        if start:
+            parts = [(newest - 1, ids[:start]), *parts]
+        read = [read_after(cache, folders[one % 2], part) for one, part in parts]
+        experts, logprobs = (torch.cat(both) for both in zip(*read, strict=True))
+        assert torch.equal(read_by(tokens), experts[:-1])
+        expected = logprobs[fresh - 1, tokens.ids[fresh]]
+        found = torch.from_numpy(tokens.behaviour_logprobs[fresh])
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 
 def routed(
@@ -265,7 +335,7 @@ UNKNOWN = [NO_EXPERT] * 2
 
 
 @pytest.mark.parametrize("says_at_the_end", [False, True])
-def test_experts_are_kept_when_a_server_or_process_is_lost(
+def test_experts_of_a_lost_server_stay_until_the_next_reading(
     says_at_the_end: bool,
 ) -> None:
     """Prompts of 2 tokens, 2 experts a token. vLLM reports all experts with the end of
@@ -299,7 +369,7 @@ def test_experts_are_kept_when_a_server_or_process_is_lost(
                 rest("length", 9), [77] * 12 + [310, 311], context=[1, 2, 5, 6, 7, 8]
             )
         )
-        assert experts(life.completion()) == [*known, *UNKNOWN, 310, 311]
+        assert experts(life.completion()) == [77] * 12 + [310, 311]
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]

@@ -231,11 +231,10 @@ class History:
                 credits.append((start, end, rewards[name]))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
-                if ROUTING in sampled.tokens.columns:
-                    read = sampled.tokens.columns[ROUTING][start:end]
-                    assert np.array_equal(
-                        branch.tokens.columns[ROUTING][start:end], read
-                    ), "of its call"
+            # The branch ends with this call, which has read all of it.
+            if ROUTING in sampled.tokens.columns:
+                read = sampled.tokens.columns[ROUTING]
+                assert np.array_equal(branch.tokens.columns[ROUTING], read)
             assert branch.tokens.spans == tuple(spans)
             assert [
                 (credit.start, credit.end, credit.reward) for credit in branch.credits

@@ -80,7 +80,7 @@ def make_tiny_moe(
     }
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        model_type, **{**shape, **(architecture or MOE), "vocab_size": 52}
+        model_type, **{**shape, "vocab_size": 52, **(architecture or MOE)}
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -366,12 +366,13 @@ class SegmentJoin:
         self._prompt = Tokens(np.asarray(request.prompt_ids, np.int32))
         self._kept = EMPTY
         """Sampled tokens of ended segments."""
+        self._read = EMPTY
+        """The context of the newest tokens, as their engine has read it. The trainer must
+        read it with the same experts. Older tokens belong to older versions.
+        """
         if partial is not None:
             self._kept = partial.sampled
-            # Keeps what the earlier process learned of the prompt (its experts): this
-            # process reads the prompt under newer weights.
-            if partial.num_prompt:
-                self._prompt = partial.tokens.slice(0, partial.num_prompt)
+            self._read = partial.tokens.slice(0, partial.num_prompt)
         self._chunks = list[Tokens]()
         """The newest sampled tokens of the current segment, by `_engine`."""
         self._blocks = list[Tokens]()
@@ -428,7 +429,7 @@ class SegmentJoin:
         self.num_tokens += len(new)
         self._has_stopped = part.finish_reason == "stop"
         if num_context:
-            self._learn(part.tokens.slice(0, num_context))
+            self._read = part.tokens.slice(0, num_context)
         if part.finish_reason is not None:
             self._end_segment(is_interrupted=part.finish_reason == "abort")
         return new
@@ -443,6 +444,7 @@ class SegmentJoin:
         if self.is_finished:
             finish = "stop" if self._has_stopped else "length"
         tokens = Tokens.join([self._prompt, self._kept, *self._blocks, *self._chunks])
+        tokens = tokens.read_again(self._read)
         num_prompt, grammar = len(self._prompt), self.request.grammar
         adjustment = self.request.adjustment
         # The trainer must mask and adjust the same logits, or its logprobs would be of
@@ -451,21 +453,6 @@ class SegmentJoin:
             call = CallSpan(num_prompt, len(tokens), grammar, adjustment)
             tokens = replace(tokens, calls=(call,) if self.num_tokens else ())
         return Completion(tokens, num_prompt, finish, self.num_interruptions)
-
-    def _learn(self, context: Tokens) -> None:
-        """Take the prompt's values from its first reading, and those of the segment's
-        chunks. Tokens of earlier segments were sampled by other weights: their values
-        stay, or stay unknown.
-        """
-        columns = context.as_context()
-        num_prompt = len(self._prompt)
-        self._prompt = self._prompt.with_columns(columns.slice(0, num_prompt).columns)
-        earlier = Tokens.join([*self._blocks, *self._chunks[:-1]])
-        self._blocks = [
-            earlier.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
-        ]
-        # The newest chunk is the part that brought the context, and has its own values.
-        del self._chunks[:-1]
 
     def _end_segment(self, *, is_interrupted: bool) -> None:
         num_before = len(self._kept)

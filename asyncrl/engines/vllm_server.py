@@ -461,11 +461,13 @@ class VllmServer(EngineClient):
                 started = clock()
             # End streams, whose tokens could not be reported early, and leave the
             # canary a slot. Requests from before the first adapter would continue
-            # without it.
+            # without it. Of a request that it reads again, vLLM reports the experts of
+            # the first reading; of a new request, those of its own.
             is_other_model = load.model != process.model
+            has_new_experts = interrupt == "keep" and self.needed.returns_routing
             kept = (
                 []
-                if interrupt == "abort" or is_other_model
+                if interrupt == "abort" or is_other_model or has_new_experts
                 else [one for one in process.sent if one.on_chunk is None]
             )
             if load.manifest.canary is not None:

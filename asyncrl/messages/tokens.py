@@ -89,8 +89,9 @@ DISTILL_IDS, DISTILL_LOGPROBS = "distill_ids", "distill_logprobs"
 Empty where a grammar held or a support was cut.
 """
 ROUTING = "routing"
-"""uint16 [T, E]: the experts, of each router in order, that read the token before. They
-belong to the sampling of this token. NO_EXPERT: unknown, as for the first token.
+"""uint16 [T, E]: the experts, of each router in order, that read the token before.
+NO_EXPERT: unknown, as for the first token. Of several readings, the record has the one
+from which the newest token was sampled: its keys and values are the token's context.
 """
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 """The likeliest tokens in order, for clients that ask for them; logprobs float32 in
@@ -204,11 +205,25 @@ class Tokens:
         return COLUMNS[name].filled(len(self.ids)) if values is None else values
 
     def with_columns(self, columns: Mapping[str, Values]) -> Tokens:
-        """Add columns; present ones stay."""
-        # In this order, because a value belongs to the weights that sampled the token.
-        # A later segment reads the same tokens with newer weights, and must not replace
-        # it.
-        return replace(self, columns={**columns, **self.columns}) if columns else self
+        """Add columns, in place of present ones of the same names."""
+        return replace(self, columns={**self.columns, **columns}) if columns else self
+
+    def read_again(self, context: Tokens) -> Tokens:
+        """Return the tokens, the first of them with the values that a later reading gave
+        them as `context`.
+
+        Example: an engine reads 5 6 again under other weights.
+            >>> def routed(*experts):
+            ...     columns = {ROUTING: np.array(experts, np.uint16)[:, None]}
+            ...     return Tokens(np.array([5, 6, 7][: len(experts)], np.int32), (), columns)
+            >>> routed(1, 1, 1).read_again(routed(3, 3)).columns[ROUTING].tolist()
+            [[3], [3], [1]]
+        """
+        columns = context.as_context().columns
+        if not columns:
+            return self
+        read, rest = self.split([len(context), len(self) - len(context)])
+        return Tokens.join([read.with_columns(columns), rest])
 
     def kept(self, is_kept: Callable[[Column], bool]) -> Tokens:
         """Return the tokens with only these columns, such as those of the journal."""

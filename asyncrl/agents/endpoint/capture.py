@@ -39,7 +39,7 @@ from asyncrl.messages.records import (
     Rollout,
     Trajectory,
 )
-from asyncrl.messages.tokens import Tokens, in_journal
+from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
 from asyncrl.messages.turn_rewards import check_names
 from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, decode_after
 
@@ -113,6 +113,8 @@ class Capture:
         self._nodes: dict[str, ChatNode] = {}
         self._ends: set[ChatNode] = set()
         """The last sampled node of each branch."""
+        self._read: dict[ChatNode, Tokens] = {}
+        """How the last trained call of each branch read the tokens before its own."""
         self._recorded = Recorded(self.frames)
         self._num_calls = 0
 
@@ -259,6 +261,14 @@ class Capture:
         if node.num_sampled:
             self._ends.difference_update(node.path())
             self._ends.add(node)
+        read = completion.tokens.slice(0, num_known).as_context()
+        if node.has_loss and read.columns:
+            # After a push, the next call reads the conversation again under newer
+            # weights, with other experts. A branch is trained with the reading of its
+            # last call, so older readings are dropped.
+            for earlier in node.path()[:-1]:
+                self._read.pop(earlier, None)
+            self._read[node] = read
         self._recorded.add(node, keys)
 
     @property
@@ -337,6 +347,7 @@ class Capture:
             own = set(path) - seen
             seen |= own
             tokens, credits, calls = _branch(path, own, credited)
+            tokens = tokens.read_again(self._read.get(path[-1], EMPTY))
             trajectory = Trajectory(
                 sample_index=sample_index,
                 branch=len(rollout),

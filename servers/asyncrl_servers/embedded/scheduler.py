@@ -84,6 +84,11 @@ class Sequence(Run):
         """Of unreported tokens: the experts that read the token before."""
         self.num_routed = 0
 
+    def forget_routing(self) -> None:
+        """Report the experts of the whole text again: other weights are to read it."""
+        self.routing = []
+        self.num_routed = 0
+
 
 class Rows:
     """Running sequences: row i is slot i of the KV cache. The last `num_kept` rows are
@@ -170,9 +175,8 @@ class Rows:
         self.lengths[rows] += 1
 
     def record_routing(self, rows: Iterable[int], routing_SPE: Tensor) -> None:
-        """Record the experts of tokens read since the last call, before other weights
-        read them again. `routing_SPE`: the KV cache's. One copy from the device for all
-        rows.
+        """Record the experts of tokens read since the last call. `routing_SPE`: the KV
+        cache's. One copy from the device for all rows.
         """
         num_experts = routing_SPE.shape[2]
         if not num_experts:
@@ -401,6 +405,7 @@ class Scheduler(RunQueue[Sequence]):
             sequence.token_ids = rows.token_ids[row, : rows.lengths[row]].copy()
             sequence.next_logits_V = None
             sequence.is_mixed = False
+            sequence.forget_routing()
             self.interrupted[sequence] = None
             # Nothing of the old cache is used again.
             self._runner.cache.release(row)
@@ -415,9 +420,6 @@ class Scheduler(RunQueue[Sequence]):
         rows, runner = self.rows, self._runner
         # Older weights computed them.
         self.forget_kept()
-        # Before other weights read these tokens again: the record is of the experts
-        # that took part in sampling.
-        rows.record_routing(range(len(rows)), runner.cache.routing)
         kept = []
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
@@ -428,6 +430,8 @@ class Scheduler(RunQueue[Sequence]):
             # With keep_kv the cache stays mixed until the sequence ends. Then the row
             # is not kept: the next turn would sample over a cache of older weights.
             sequence.is_mixed = not rereads
+            if rereads:
+                sequence.forget_routing()
             # Without the newest token, which the next decode step reads.
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
