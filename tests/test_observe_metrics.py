@@ -67,7 +67,7 @@ SPECIAL = SpecialTokens(end_ids=frozenset({9}), stray_ids=frozenset({0, 1}))
 
 def measured(*trajectories: Trajectory, mask_older: bool = False) -> dict[str, float]:
     return batch_metrics(
-        Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older),
+        Batch(7, (Group(GroupId(0), Prompt("0/0", ()), trajectories),), 4, mask_older),
         SPECIAL,
     )
 
@@ -124,6 +124,7 @@ def test_each_of_several_tasks_is_measured() -> None:
     )
     metrics = batch_metrics(Batch(7, groups, 4), SPECIAL)
     found = {name: value for name, value in metrics.items() if name.endswith("/a")}
+    assert metrics["sample/epoch"] == 4
     assert found == {
         "reward/mean/a": 0.5,
         "sample/length_mean/a": 3.0,
@@ -170,6 +171,7 @@ def test_a_rollout_with_branches_counts_once() -> None:
         "sample/unfinished_fraction": 0.5,
         "sample/masked_fraction": 0.0,
         "sample/interrupted_fraction": 0.5,
+        "sample/epoch": 1,
         "tokens/sampled": 6,
         "tokens/trained": 6,
         "task/solved": 0.5,

@@ -214,7 +214,7 @@ def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     )
     verdict = view["verdict"]
     assert verdict["headline"].startswith(
-        "No clear gain yet: reward 0.050 at the start"
+        "Too short to judge learning: 5 steps are needed, 4"
     )
     assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (
         pytest.approx(0.25),

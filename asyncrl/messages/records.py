@@ -147,6 +147,11 @@ def task_of(prompt_id: str) -> str:
     return name if len(rest) == 2 else ""
 
 
+def epoch_of(prompt_id: str) -> int:
+    """Return the pass over its task that the prompt is from, counted from 1."""
+    return int(prompt_id.split("/")[-2]) + 1
+
+
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     """Return the sum of counts, and gauge/TASK of several tasks."""
     return {gauge: sum(counts.values())} | {

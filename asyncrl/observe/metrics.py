@@ -18,7 +18,7 @@ from typing import Literal, cast
 import numpy as np
 
 from asyncrl.config.eval_config import PARTS_OF_EVALS
-from asyncrl.messages.records import Batch, Group, Rollout, Trajectory
+from asyncrl.messages.records import Batch, Group, Rollout, Trajectory, epoch_of
 
 GaugeKind = Literal["step", "now", "total", "eval"]
 KINDS: Mapping[GaugeKind, str] = {
@@ -164,6 +164,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
         "sample/interrupted_fraction": fmean(
             any(branch.num_interruptions for branch in r) for r in rollouts
         ),
+        "sample/epoch": max(epoch_of(group.prompt.prompt_id) for group in batch.groups),
         "tokens/sampled": num_sampled,
         "tokens/trained": num_trained,
         **_means(rollouts, ""),

@@ -25,6 +25,7 @@ FULL = 0.75
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
 POSTED = "Rewards that programs post"
+FUNCTIONS = "Rewards"
 PARTS = {
     "perf/request_s": "requests to the trainer",
     "perf/export_s": "exports of the weights",
@@ -102,7 +103,7 @@ class Pace:
             return POSTED
         totals = defaultdict[str, float](float)
         for name, task in self.config.tasks.items():
-            by = "The judge" if task.judge is not None else "Rewards"
+            by = "The judge" if task.judge is not None else FUNCTIONS
             by = "The reward model" if task.reward_model is not None else by
             totals[by] += self.steps.newest(f"perf/scoring_s{name and f'/{name}'}")
         return max(totals, key=totals.__getitem__)
@@ -174,7 +175,8 @@ class Pace:
     def _scorer_cures(self) -> Iterator[str]:
         if self._waited_for == "The reward model":
             yield self._faster("placement.reward")
-        if self._waited_for == POSTED:
+        # Plain functions that hold the controller or all workers have a cure of their own.
+        if self._waited_for in (POSTED, FUNCTIONS):
             yield from self._more_ahead()
         if self._waited_for != "The judge":
             return

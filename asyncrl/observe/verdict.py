@@ -33,11 +33,45 @@ MIN_STEPS_GAIN = 50
 """A shorter run is not said to learn: an early rise may be luck, or only a format."""
 MIN_STEPS_REASONS = 50
 """Reasons for a missing gain are looked for from here on."""
+FIRST = 5
+"""Steps at the start whose mean later steps are compared with. A shorter run has no
+headline.
+"""
 ALL = 0.95
+NEARLY_ALL = 0.9
+"""Share of cut answers in the first steps from which the limit is too low. An untrained
+model of the quickstart begins at 0.6.
+"""
+GROWN = 0.2
+"""Growth of a share of the answers that is named; batches of the quickstart differ by 0.1."""
+MOSTLY_EQUAL = 0.8
+"""Share of groups of equal rewards that is named."""
 FAILED = 0.05
 """Share of failed attempts from which the verdict names their kinds."""
 SIGMAS = 3.0
-"""Standard errors from which a change of the reward counts."""
+"""Standard errors from which a change counts."""
+ROUNDING = 1e-9
+"""Relative difference of means that rounding explains."""
+UNMOVED = COLLAPSED = 0.02
+"""Relative change of the entropy, and KL, below which the model has hardly moved; rest
+of the entropy below which it has collapsed.
+"""
+MIN_ESS = 0.3
+"""Effective sample size that only too large updates leave. In the quickstart it is 0.7 at
+the shipped learning rate, and 0.08 at 25 times this rate, which learns nothing.
+"""
+LARGEST_RATE = 1e-3
+"""Larger learning rates are not advised: the quickstart's model of 0.1 million
+parameters learns at this one.
+"""
+HELD = 0.25
+"""Force of the KL term, relative to the reward's, that keeps the reward flat. In the
+quickstart it is 0.35 for kl_coefficient=1, 9 for 50, and below 0.1 for the shipped 0.1.
+"""
+UNSCALED = ("dr_grpo", "rloo", "leave_one_out")
+"""Advantages in the reward's unit; the others have deviation 1."""
+MANY_EPOCHS = 20
+"""Passes over the prompts from which a rise may be memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +142,7 @@ def judge(
     pace = Pace(steps, config, time_shares(steps.total))
     reward = _reward_of(steps)
     has_risen = reward is not None and reward.has_risen
-    findings = [
-        *_gradient_findings(steps, config, run_dir, has_risen),
-        *_answer_findings(steps, config, run_dir, has_risen),
-        *_failure_findings(steps),
-    ]
+    findings = [*_findings(_Evidence(steps, config, run_dir, has_risen))]
     return Verdict(
         num_steps=len(steps),
         wall_s=float(steps.last.get("time_s", steps.total("perf/step_s"))),
@@ -141,8 +171,10 @@ def _reward_of(steps: Steps) -> Reward | None:
     rewards = [value for _, value in both]
     num = len(rewards)
     size = len(rewards[recent(num)])
-    size_first = max(1, min(5, num // 2))
+    size_first = max(1, min(FIRST, num // 2))
     noise = standard_error(rewards, size)
+    # Means of equal rewards differ in their last bits.
+    rounding = ROUNDING * max(map(abs, rewards))
     # Windows as long as the recent one, each shifted by half its length.
     ends = [*range(size, num, max(1, size // 2)), num]
     best, end = max((fmean(rewards[end - size : end]), end) for end in ends)
@@ -152,7 +184,8 @@ def _reward_of(steps: Steps) -> Reward | None:
         best=best,
         best_step=int(both[end - 1][0]),
         noise=noise,
-        margin=SIGMAS * math.hypot(noise, standard_error(rewards, size_first)),
+        margin=rounding
+        + SIGMAS * math.hypot(noise, standard_error(rewards, size_first)),
         step_noise=standard_error(rewards, 1),
     )
 
@@ -165,10 +198,14 @@ def _headline(
         if not losses:
             return "No step has a reward yet."
         return f"The loss went from {losses[0]:.4f} to {fmean(losses[recent(len(losses))]):.4f}."
-    first = f"{reward.first:.3f}"
-    last = f"{reward.last:.3f} ± {reward.noise:.3f}"
+    # A change shows in the decimals.
+    digits = 6 if reward.margin < abs(reward.last - reward.first) < 0.002 else 3
+    first = f"{reward.first:.{digits}f}"
+    last = f"{reward.last:.{digits}f} ± {reward.noise:.{digits}f}"
     ends = f"reward {first} at the start, {last} at the end"
     num = len(steps)
+    if num < FIRST:
+        return f"Too short to judge learning: {FIRST} steps are needed, {num} were trained."
     if reward.has_risen:
         rise = f"reward rose from {first} to {last}"
         if num >= MIN_STEPS_GAIN:
@@ -180,11 +217,11 @@ def _headline(
     # These reasons are guesses that fit any run. A short run gets no guess, unless
     # something certain is wrong.
     if is_certain or num >= MIN_STEPS_REASONS:
-        reasons += _reasons(reward, steps, config)
+        reasons += _reasons(reward, config)
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}." if reasons else ""
     if is_certain or num >= MIN_STEPS:
         if reward.was_lost:
-            peak = f"{reward.best:.3f} around step {reward.best_step}"
+            peak = f"{reward.best:.{digits}f} around step {reward.best_step}"
             return f"Learned and lost it again: reward {first} at the start, {peak}, {last} at the end.{why}"
         if reward.has_fallen:
             return f"Got worse: reward fell from {first} to {last}.{why}"
@@ -192,15 +229,12 @@ def _headline(
     return f"{result}: {ends} ({several(num, 'step')}).{why}"
 
 
-def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
+def _reasons(reward: Reward, config: RunConfig) -> Iterator[str]:
     """Likeliest first."""
-    learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
-    entropies = steps.values("policy/entropy")
-    if entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
-        yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
-    elif reward.was_lost or reward.has_fallen:
-        yield f"{learning_rate} may be too large"
-    yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
+    if reward.was_lost or reward.has_fallen:
+        yield f"trainer.learning_rate={config.trainer.learning_rate:g} may be too large"
+    if reward.step_noise:
+        yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
 
 
 # ---- is it healthy?
@@ -220,43 +254,145 @@ class _Finding(NamedTuple):
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _gradient_findings(
-    steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool
-) -> Iterator[_Finding]:
-    """Find steps that cannot move the weights, most serious first."""
-    part = recent(len(steps))
-    means = steps.values("reward/mean")
-    # Without the metric nothing is proved, so the default is a spread above 0.
-    is_constant = not any(steps.values("reward/std") or [1.0]) and len(set(means)) == 1
-    equal = steps.mean("reward/equal_fraction", part) or 0.0
-    has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
-    entropies = steps.values("policy/entropy")
-    last = set(entropies[part])
-    if (
-        not has_gradient
-        and not has_risen
-        and len(last) == 1
-        and entropies[0] not in last
-    ):
-        clause = f"the model is probably destroyed by trainer.learning_rate={config.trainer.learning_rate:g}"
-        clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    steps: Steps
+    config: RunConfig
+    run_dir: Path
+    has_risen: bool
+
+    def first(self, name: str) -> float:
+        return self.steps.mean(name, slice(FIRST)) or 0.0
+
+    def late(self, name: str) -> float:
+        return self.steps.mean(name, recent(len(self.steps))) or 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Return whether all answers of the run earned the same."""
+        means = self.steps.values("reward/mean")
+        # Without the metric nothing is proved, so the default is a spread above 0.
+        spreads = self.steps.values("reward/std") or [1.0]
+        return max(*spreads, max(means) - min(means)) <= ROUNDING * max(map(abs, means))
+
+    @property
+    def has_gradient(self) -> bool:
+        part = recent(len(self.steps))
+        return any(self.steps.values("policy/grad_norm", part) or [1.0])
+
+    @property
+    def samples(self) -> str:
+        folder = shlex.quote(str(self.run_dir))
+        return f"its samples (asyncrl inspect {folder} --samples)"
+
+
+def _findings(evidence: _Evidence) -> Iterator[_Finding]:
+    """Yield the faults of a run, causes before symptoms."""
+    yield from _not_finite(evidence)
+    yield from _gap(evidence)
+    # Without rewards the model imitates, and reaches a low entropy.
+    if evidence.steps.values("reward/mean"):
+        broken = [*_broken_by_rate(evidence)] or [*_held_by_kl(evidence)]
+        yield from broken or _symptoms(evidence)
+    yield from _failures(evidence.steps)
+
+
+def _symptoms(evidence: _Evidence) -> Iterator[_Finding]:
+    """Yield the faults in answers and rewards of a model that is not broken."""
+    # Cut answers leave equal rewards.
+    yield from _cut_answers(evidence)
+    yield from _no_signal(evidence)
+    yield from _special_tokens(evidence)
+    yield from _repeated_prompts(evidence)
+
+
+def _not_finite(evidence: _Evidence) -> Iterator[_Finding]:
+    updates = evidence.steps.by_step("trainer/skipped_steps")
+    skipped = [step for step, num in updates if num > 0]
+    if not skipped:
+        return
+    num = several(evidence.steps.total("trainer/skipped_steps"), "update")
+    where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
+    algorithm = evidence.config.algorithm
+    own = [name for name in (algorithm.loss, algorithm.advantage) if ":" in name]
+    advice = f"correct {' and '.join(own)}" if own else NOT_FINITE_ADVICE
+    yield _Finding(
+        f"{num} skipped because loss or gradient was not finite ({where})",
+        f"{advice}; {evidence.run_dir / 'logs/trainer-0.log'} has the values",
+        is_certain=len(skipped) == len(evidence.steps),
+        is_alarm=True,
+    )
+
+
+def _gap(evidence: _Evidence) -> Iterator[_Finding]:
+    gap = evidence.late("policy/logprob_gap_mean")
+    if gap > GAP_WARNING:
         yield _Finding(
-            clause, "start again with a lower one", is_certain=True, is_alarm=True
+            f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})",
+            "check model.dtype and the engine's version",
         )
-    if is_constant:
+
+
+def _broken_by_rate(evidence: _Evidence) -> Iterator[_Finding]:
+    if evidence.has_risen or evidence.is_constant:
+        return
+    entropies = evidence.steps.values("policy/entropy")
+    first, late = evidence.first("policy/entropy"), evidence.late("policy/entropy")
+    newest = {*entropies[-FIRST:]}
+    is_frozen = len(newest) == 1 and late != first and not evidence.has_gradient
+    ess = min(evidence.steps.values("policy/ess"), default=1.0)
+    is_broken = late < COLLAPSED * first or ess < MIN_ESS
+    if is_frozen or (is_broken and len(entropies) >= MIN_STEPS):
+        rate = evidence.config.trainer.learning_rate
         yield _Finding(
-            f"every answer earned {means[0]:.3g}, so no answer was better than another",
-            f"check the reward function on a right answer, and read {_samples_of(run_dir)}",
+            f"the model was probably broken by trainer.learning_rate={rate:g} "
+            f"(entropy {first:.2g} at first, then {late:.2g}; policy/ess down to {ess:.2g})",
+            f"start again with trainer.learning_rate={min(rate / 10, LARGEST_RATE):g}",
+            is_certain=is_frozen,
+            is_alarm=True,
+        )
+
+
+def _held_by_kl(evidence: _Evidence) -> Iterator[_Finding]:
+    """Compare gradients of a token: of the KL term, coefficient * log ratio, where the
+    mean square of the log ratio is twice the KL; of the reward, the advantage.
+    """
+    algorithm = evidence.config.algorithm
+    weight = algorithm.kl_coefficient
+    kl = evidence.late("policy/kl_reference")
+    is_scaled = algorithm.advantage in UNSCALED or algorithm.kl_in == "reward"
+    push = (evidence.late("reward/std") if is_scaled else 1.0) or 1.0
+    ratio = weight * math.sqrt(2 * max(0.0, kl)) / push
+    if evidence.has_risen or len(evidence.steps) < MIN_STEPS or ratio < HELD:
+        return
+    yield _Finding(
+        f"the model is held at its initial weights by algorithm.kl_coefficient={weight:g} (KL {kl:.2g})",
+        f"set algorithm.kl_coefficient={weight / (10 * ratio):.1g}",
+        is_alarm=True,
+    )
+
+
+def _no_signal(evidence: _Evidence) -> Iterator[_Finding]:
+    """Find rewards without differences, and weights that stay."""
+    steps = evidence.steps
+    equal = evidence.late("reward/equal_fraction")
+    first, late = evidence.first("policy/entropy"), evidence.late("policy/entropy")
+    if evidence.is_constant:
+        yield _Finding(
+            f"every answer earned {evidence.late('reward/mean'):.3g}, so no answer was better than another",
+            f"check the reward function on a right and a wrong answer, and read {evidence.samples}",
             is_certain=True,
             is_alarm=True,
         )
     # A run that has learned its task also ends with equal rewards.
-    elif equal >= 0.8 and not has_risen:
+    elif evidence.has_risen:
+        return
+    elif equal >= MOSTLY_EQUAL:
         yield _Finding(
             f"in {equal:.0%} of the groups all answers earned the same reward",
             "such groups teach nothing; use prompts neither too hard nor too easy",
         )
-    if not has_gradient and not is_constant and equal < 1:
+    elif not evidence.has_gradient:
         gradients = steps.by_step("policy/grad_norm")
         # NaN, of a step without a gradient, is not above 0
         moved = [step for step, gradient in gradients if abs(gradient) > 0]
@@ -266,73 +402,66 @@ def _gradient_findings(
             is_certain=True,
             is_alarm=True,
         )
-    updates = steps.by_step("trainer/skipped_steps")
-    if skipped := [step for step, num in updates if num > 0]:
-        num = several(steps.total("trainer/skipped_steps"), "update")
-        where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
-        yield _Finding(
-            f"{num} skipped because loss or gradient was not finite ({where})",
-            f"{NOT_FINITE_ADVICE}; {run_dir / 'logs/trainer-0.log'} has the values",
-            is_certain=len(skipped) == len(steps),
-            is_alarm=True,
-        )
-
-
-def _samples_of(run_dir: Path) -> str:
-    return f"its samples (asyncrl inspect {shlex.quote(str(run_dir))} --samples)"
-
-
-def _answer_findings(
-    steps: Steps, config: RunConfig, run_dir: Path, has_risen: bool
-) -> Iterator[_Finding]:
-    part = recent(len(steps))
-
-    def mean(name: str) -> float:
-        return steps.mean(name, part) or 0.0
-
-    if (truncated := mean("sample/truncated_fraction")) > 0.5:
-        limit = f"rollout.max_tokens={config.rollout.max_tokens}"
-        if config.trains_agent:
-            limit += " of a call, or a limit of the conversation"
-        # an agent continues after a cut call
-        is_alarm = truncated >= ALL and not config.trains_agent
-        yield _Finding(
-            f"{truncated:.0%} of the answers were cut off at a limit ({limit})",
-            "raise the limit, or have the reward punish answers that do not end",
-            is_alarm=is_alarm,
-        )
-    elif (unfinished := mean("sample/unfinished_fraction")) > 0.5:
-        yield _Finding(
-            f"{unfinished:.0%} of the answers do not end",
-            "have the reward punish such answers",
-        )
-    if (special := mean("sample/special_fraction")) > 0.05:
-        yield _Finding(
-            f"{special:.0%} of the answers contain special tokens such as <|system|>",
-            f"the reward may have a hole; read {_samples_of(run_dir)}",
-        )
-    entropies = steps.values("policy/entropy")
-    first = fmean(entropies[:5] or [0.0])
-    # Without rewards the model imitates, and a low entropy is what it should reach.
-    has_rewards = bool(steps.values("reward/mean"))
-    if (
-        has_rewards
-        and len(entropies) >= MIN_STEPS
-        and not has_risen
-        and (last := fmean(entropies[part])) < 0.02 * first
+    elif (
+        len(steps) >= MIN_STEPS_REASONS
+        and abs(late - first) < UNMOVED * first
+        and evidence.late("policy/kl_reference") < UNMOVED
     ):
         yield _Finding(
-            f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time",
-            "lower trainer.learning_rate, or raise algorithm.kl_coefficient",
+            f"the model hardly moved at trainer.learning_rate={evidence.config.trainer.learning_rate:g} "
+            f"(entropy {first:.3g}, then {late:.3g})",
+            "raise it tenfold, and again while the entropy stays",
         )
-    if (gap := mean("policy/logprob_gap_mean")) > GAP_WARNING:
+
+
+def _cut_answers(evidence: _Evidence) -> Iterator[_Finding]:
+    """Find answers that are cut. An untrained model begins so, and learns to end."""
+    config = evidence.config
+    metric = "sample/truncated_fraction"
+    first, late = evidence.first(metric), evidence.late(metric)
+    # Longer answers would earn the same.
+    is_pointless = evidence.is_constant and evidence.late("reward/mean") != 0
+    if late <= 0.5 or is_pointless:
+        return
+    if first >= NEARLY_ALL:
+        advice = "raise the limit"
+    elif late - first < GROWN:
+        return
+    else:
+        advice = "have the reward punish answers that do not end"
+        if not evidence.has_risen:
+            advice = f"raise the limit, or {advice}"
+    limit = f"rollout.max_tokens={config.rollout.max_tokens}"
+    if config.trains_agent:
+        limit += " of a call, or a limit of the conversation"
+    yield _Finding(
+        f"{late:.0%} of the answers were cut off at a limit ({limit}), {first:.0%} at first",
+        advice,
+        # an agent continues after a cut call
+        is_alarm=late >= ALL and not config.trains_agent,
+    )
+
+
+def _special_tokens(evidence: _Evidence) -> Iterator[_Finding]:
+    metric = "sample/special_fraction"
+    first, late = evidence.first(metric), evidence.late(metric)
+    if evidence.has_risen and late - first >= GROWN:
         yield _Finding(
-            f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})",
-            "check model.dtype and the engine's version",
+            f"{late:.0%} of the answers contain special tokens such as <|system|>, {first:.0%} at first",
+            f"the reward may have a hole; read {evidence.samples}",
         )
 
 
-def _failure_findings(steps: Steps) -> Iterator[_Finding]:
+def _repeated_prompts(evidence: _Evidence) -> Iterator[_Finding]:
+    epochs = evidence.late("sample/epoch")
+    if epochs >= MANY_EPOCHS and evidence.has_risen and not evidence.config.evals:
+        yield _Finding(
+            f"each prompt was trained on {epochs:.0f} times, and no evaluation covers other prompts",
+            "evaluate on other prompts (section eval), or add prompts",
+        )
+
+
+def _failures(steps: Steps) -> Iterator[_Finding]:
     part = recent(len(steps))
     shares = {kind: steps.mean(f"failure/{kind}", part) or 0.0 for kind in FailureKind}
     if sum(shares.values()) < FAILED:
