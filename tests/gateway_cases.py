@@ -57,6 +57,7 @@ class ByteTokenizer:
     text_ids = frozenset(range(256))
     special_ids = frozenset(NAMES)
     byte_ids: frozenset[int] = frozenset()
+    variables = frozenset({"enable_thinking"})
     closing = call_closing = "<|end|>"
 
     def render(

@@ -239,6 +239,8 @@ class ChatTokenizer(Protocol):
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
+    variables: frozenset[str]
+    """Names that the chat template reads and a call may set."""
     closing: str
     """Text that the template writes after an answer, through its last special token;
     may be empty.

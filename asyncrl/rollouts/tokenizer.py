@@ -126,12 +126,12 @@ class HFChatTokenizer:
             template, f"the chat template of {self.model_path}"
         ).environment
         known = find_undeclared_variables(environment.parse(template))
-        self._variables = known.difference(
+        self.variables = known.difference(
             environment.globals, RESERVED, tokenizer.special_tokens_map
         )
-        if unknown := sorted(set(self._settings) - self._variables):
+        if unknown := sorted(set(self._settings) - self.variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
-            known_names = ", ".join(sorted(self._variables)) or "nothing here"
+            known_names = ", ".join(sorted(self.variables)) or "nothing here"
             raise ConfigError(
                 what, way_out=f"model.chat_template_kwargs may set {known_names}."
             )
@@ -252,7 +252,7 @@ class HFChatTokenizer:
     ) -> dict[str, object]:
         known = {**self._settings, **(settings or {})}
         options = {
-            name: value for name, value in known.items() if name in self._variables
+            name: value for name, value in known.items() if name in self.variables
         }
         return {
             **self._constants,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
@@ -88,6 +91,7 @@ class MessagesRequest(CallParameters):
 
 
 def _read(reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer) -> Read:
+    reader.check_nested("messages", body)
     asked = reader.checked(body, MessagesRequest)
     thread = asked.thread
     previous = None
@@ -104,8 +108,9 @@ def _read(reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer) 
     chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking is not None and asked.thinking["type"] == "disabled":
         # Templates differ in the name of this variable.
-        off = {"enable_thinking": False, "thinking": False}
-        chat["chat_template_kwargs"] = off | asked.chat_template_kwargs
+        off = {"enable_thinking", "thinking"} & set(reader.variables)
+        settings = dict.fromkeys(off, False)
+        chat["chat_template_kwargs"] = settings | asked.chat_template_kwargs
     chat["reasoning_effort"] = asked.output_config.get("effort")
     chat["response_format"] = chat_format(
         asked.output_config.get("format"), name="output", strict=True
@@ -152,10 +157,12 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, obj
                 "input": arguments,
             }:
                 function = {"name": tool, "arguments": arguments}
-                calls.append({"id": name, "function": function})
+                calls.append({"id": _own_id(name), "function": function})
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
                 result = present(block, "content", "is_error")
-                results.append({"role": "tool", "tool_call_id": name, **result})
+                results.append(
+                    {"role": "tool", "tool_call_id": _own_id(name), **result}
+                )
             case _:
                 try:
                     texts.append(text_of(block))
@@ -283,10 +290,30 @@ def _block(block: Block, text: str) -> dict[str, object]:
     arguments = from_json(text or "{}")
     return {
         "type": "tool_use",
-        "id": block.id,
+        "id": _shown_id(block.id),
         "name": block.name,
         "input": arguments,
     }
+
+
+_ENCODED = "asyncrl-"
+"""Beginning of the id of a call whose own id does not fit Anthropic's pattern."""
+
+
+def _shown_id(own_id: str) -> str:
+    """Return an id of letters, digits, _ and -. Example: Kimi's `functions.f:0`."""
+    if re.fullmatch(r"[a-zA-Z0-9_-]+", own_id):
+        return own_id
+    return _ENCODED + base64.urlsafe_b64encode(own_id.encode()).decode().rstrip("=")
+
+
+def _own_id(shown_id: str) -> str:
+    """Return the id that the model wrote, from which templates write later prompts."""
+    encoded = shown_id.removeprefix(_ENCODED)
+    if encoded != shown_id:
+        with contextlib.suppress(ValueError):
+            return base64.urlsafe_b64decode(encoded + "==").decode()
+    return shown_id
 
 
 def _ending(answer: Answer) -> dict[str, object]:

@@ -82,7 +82,9 @@ class EngineRoute:
         run's, such as greedy ones.
         """
         self.frames: dict[Roles, Frame] = {}
-        self.reader = RequestReader(self.rules, text_joint(self.tokenizer))
+        self.reader = RequestReader(
+            self.rules, text_joint(self.tokenizer), self.tokenizer.variables
+        )
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.opened = WeakSet[GatewaySession]()

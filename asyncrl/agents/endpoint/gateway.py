@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -36,7 +37,14 @@ from asyncrl.agents.endpoint.chat_node import Deviation
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
-from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules, invalid
+from asyncrl.agents.endpoint.requests import (
+    NO_RETRY,
+    ApiError,
+    CallRules,
+    invalid,
+    shown,
+    too_large,
+)
 from asyncrl.agents.endpoint.sessions import (
     CLIENT_GONE,
     MAX_REMEMBERED,
@@ -55,8 +63,10 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.worker_api import ChatTokenizer
 
-MAX_BODY_BYTES = 2**22
-"""Size of the largest call; a larger one gets 413."""
+MAX_BODY_BYTES = 2**25
+"""Size of the largest call, with screenshots; Anthropic accepts 32 MB."""
+SMALL_BODY_BYTES = 2**22
+"""A session has at most MAX_LARGE_BODIES larger ones in memory."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192
@@ -265,7 +275,7 @@ class Gateway:
     async def _complete(
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
     ) -> None:
-        body = await read_body(request, MAX_BODY_BYTES)
+        body = await _call_body(session, request, reply.place)
         # Equal calls of two agents are not retries of each other.
         agent = agent_of(request)
         head = f"{dialect.name} {agent.name}\n".encode()
@@ -338,8 +348,8 @@ class Gateway:
 
     async def _count(self, request: Request) -> Response:
         session = self.sessions.find(shown_key(request))
-        async with session.in_hand(request.scope["connection"]):
-            body = await read_body(request, MAX_BODY_BYTES)
+        async with session.in_hand(request.scope["connection"]) as place:
+            body = await _call_body(session, request, place)
             count = self._route_of(session).count
             return JSONResponse({"input_tokens": await count(session, MESSAGES, body)})
 
@@ -423,9 +433,15 @@ def shown_key(request: Request) -> str:
     return key.strip()
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises ApiError: 413 above `max_bytes`, 408 after
-    READ_TIMEOUT_S.
+def _large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes.")
+
+
+async def read_body(
+    request: Request, max_bytes: int, large: Callable[[int], ApiError] = _large
+) -> bytes:
+    """Return the body of a request. Raises ApiError: `large` (413) above `max_bytes`,
+    408 after READ_TIMEOUT_S.
     """
     body = bytearray()
     is_here = not request.scope["connection"].cycle.more_body
@@ -435,8 +451,44 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         async for piece in request.stream():
             body += piece
             if len(body) > max_bytes:
-                raise ApiError(413, f"The body is larger than {max_bytes} bytes.")
+                raise large(max_bytes)
     return bytes(body)
+
+
+async def _call_body(
+    session: GatewaySession, request: Request, place: AsyncExitStack
+) -> bytes:
+    """Return the decompressed body of a call. Raises ApiError."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    length = request.headers.get("content-length", "")
+    is_small = length.isdecimal() and int(length) <= SMALL_BODY_BYTES
+    if encoding != "identity" or not is_small:
+        await place.enter_async_context(session.large_bodies)
+    body = await read_body(request, MAX_BODY_BYTES, too_large)
+    if encoding == "identity":
+        return body
+    return await asyncio.to_thread(_inflated, body, encoding)
+
+
+def _inflated(body: bytes, encoding: str) -> bytes:
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError(
+            415,
+            f"Content-Encoding {shown(encoding)} is not supported: send gzip, deflate or none.",
+            headers={"Accept-Encoding": "gzip, deflate"},
+        )
+    # Some clients send deflate without zlib's header.
+    is_bare = encoding == "deflate" and body[:1] and body[0] & 15 != zlib.DEFLATED
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else 32 + zlib.MAX_WBITS)
+    try:
+        inflated = inflater.decompress(body, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise invalid(f"The body is not {encoding}: {error}.") from None
+    if inflater.unconsumed_tail:
+        raise too_large(MAX_BODY_BYTES)
+    if not inflater.eof:
+        raise invalid(f"The body is cut: its {encoding} data has no end.")
+    return inflated
 
 
 async def _read_rest(request: Request) -> None:

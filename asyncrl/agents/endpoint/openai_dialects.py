@@ -152,6 +152,7 @@ class TextWriter(ChatWriter):
 def _read_chat(
     reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
+    reader.check_nested("chat", body)
     asked = reader.chat(body)
     return asked, ChatWriter(asked.stream_options)
 
@@ -159,6 +160,7 @@ def _read_chat(
 def _read_text(
     reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
+    reader.check_nested("text", body)
     asked = reader.text(body)
     return asked, TextWriter(asked.stream_options)
 
@@ -210,6 +212,7 @@ class ResponsesRequest(CallParameters):
 def _read_response(
     reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
 ) -> Read:
+    reader.check_nested("responses", body)
     asked = reader.checked(body, ResponsesRequest)
     previous = asked.previous_response_id
     before = find_chat(previous, "previous_response_id", chats).messages

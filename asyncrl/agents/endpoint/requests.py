@@ -8,8 +8,10 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from pydantic import (
@@ -106,6 +108,20 @@ def too_long(size: str, most: int, param: str) -> ApiError:
     return error
 
 
+def too_large(most: int) -> ApiError:
+    """Return the error for a body, in words by which clients know that they must
+    condense.
+    """
+    error = ApiError(
+        413,
+        f"The body is larger than {most} bytes, so it exceeds the maximum context length. "
+        "Your prompt is too long. Please reduce the length of the messages.",
+        code=TOO_LONG,
+    )
+    error.anthropics = f"prompt is too long: its body exceeds {most} bytes maximum"
+    return error
+
+
 def shown(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
@@ -115,8 +131,9 @@ def shown(value: object) -> str:
 
 # ---- messages and tools
 
-# cached strings would fragment the memory of ended sessions
-STRICT = ConfigDict(strict=True, extra="forbid", cache_strings="keys")
+# Clients of other languages write 2.0 or "2" for 2. OpenAI's clients and vLLM read
+# these, too. Cached strings would fragment the memory of ended sessions.
+CLOSED = ConfigDict(extra="forbid", cache_strings="keys")
 
 
 def wrong(why: str) -> PydanticCustomError:
@@ -208,7 +225,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 
 
 class OpenDict(TypedDict):
-    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]
 
 
 def repaired(arguments: object) -> object:
@@ -344,12 +361,12 @@ class _JsonSchema(OpenDict):
 
 # A schema at another place would be lost, and any object would be an answer.
 class _AnyObject(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
     type: Literal["json_object"]
 
 
 class _SchemaFormat(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
     type: Literal["json_schema"]
     json_schema: _JsonSchema
 
@@ -417,17 +434,17 @@ _REFUSED = {
 }
 """Refused parameters by reason, with the JSON values that have no effect."""
 
-OF_PROMPT = frozenset(
-    "messages tools documents add_generation_prompt continue_final_message".split()
-)
-"""Variables of a template that calls cannot set."""
-
 REFUSED: Mapping[str, tuple[str, list[object]]] = {
     name: (why, from_json(f"[{off}]"))
     for why, names in _REFUSED.items()
     for name, _, off in (each.partition("=") for each in names.split())
 }
 """(reason, values without an effect) by parameter."""
+
+
+KNOWN_KEYS = tomllib.loads(
+    Path(__file__).with_name("known_keys.toml").read_text(encoding="utf-8")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,9 +546,9 @@ def chat_format(form: object, **more: object) -> object:
 
 
 class CallParameters(BaseModel):
-    model_config = STRICT
+    model_config = CLOSED
 
-    model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
+    model: Annotated[str, Field(max_length=256)] = "policy"
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -662,10 +679,18 @@ Shape = TypeVar("Shape", bound=CallParameters)
 class RequestReader:
     """Parser of JSON bodies. Logs each ignored name once."""
 
-    def __init__(self, rules: CallRules, joint: str = "\n") -> None:
-        """`joint`: what the chat template writes between two texts of a message."""
+    def __init__(
+        self,
+        rules: CallRules,
+        joint: str = "\n",
+        variables: Collection[str] = (),
+    ) -> None:
+        """`joint`: what the chat template writes between two texts of a message.
+        `variables`: names that it reads.
+        """
         self._rules = rules
         self._joint = joint
+        self.variables = variables
         self._logged: set[str] = set()
         self.num_with_notes = 0
         """Calls with a note in place of an image or a file."""
@@ -697,8 +722,11 @@ class RequestReader:
         # The template writes tools as text. After validation they may lack unknown
         # keys, and a server would send another prompt.
         asked.tools = body.get("tools") or []  # unchanged, keys in order
-        for name in asked.chat_template_kwargs.keys() & OF_PROMPT:
-            self._check_unread(name, asked.chat_template_kwargs[name])
+        readable = ", ".join(sorted(self.variables)) or "no variable"
+        for name, value in asked.chat_template_kwargs.items():
+            if name not in self.variables and value is not None:
+                why = f"the chat template of this model reads {readable}"
+                self._check_unread(name, value, "chat_template_kwargs", (), why)
         limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None:  # like vLLM
@@ -740,21 +768,60 @@ class RequestReader:
         except ValidationError as error:
             raise refusal_of(error) from None
 
-    def _check_unread(self, name: str, value: object) -> None:
+    def _check_unread(
+        self,
+        name: str,
+        value: object,
+        where: str = "",
+        ignored: Collection[str] = IGNORED,
+        why: str = "there is no such parameter here",
+    ) -> None:
         """Raise ApiError for a parameter with an effect. A falsy value can have one,
-        too.
+        too. `where`: the object that contains it.
         """
-        param = name[:200]
-        why, off = REFUSED.get(name, ("there is no such parameter here", []))
-        if name in IGNORED:
+        code = "unknown_parameter"
+        param = f"{where}.{name}".lstrip(".")[:200]
+        if name in REFUSED and not where:
+            why, off = REFUSED[name]
+            code = "unsupported_parameter"
+            if value in off:
+                return
+        if name in ignored:
             self.log_once(name, f"calls give `{name}`, which has no effect")
-        elif value in off:
-            return
         else:
-            code = "unsupported_parameter" if name in REFUSED else "unknown_parameter"
             raise invalid(
                 f"{param}={shown(value)} is refused: {why}.", param, code=code
             )
+
+    def check_nested(self, dialect: str, body: Mapping[str, object]) -> None:
+        """Raise ApiError for an unknown key in an object of the body."""
+        for name, value in body.items():
+            self._check_inner(KNOWN_KEYS[dialect], name, name, value)
+
+    def _check_inner(
+        self,
+        places: Mapping[str, Sequence[str]],
+        place: str,
+        param: str,
+        value: object,
+    ) -> None:
+        """`place`: `param` without the numbers in lists."""
+        if isinstance(value, list) and f"{place}[]" in places:
+            for number, each in enumerate(value):
+                self._check_inner(places, f"{place}[]", f"{param}[{number}]", each)
+        # A client gets another error for an object of another type, or a note.
+        if (
+            not isinstance(value, dict)
+            or place not in places
+            or value.get("type", "text") not in KNOWN_KEYS["types"]
+        ):
+            return
+        known = places[place]
+        for name, inner in value.items():
+            if name in known and isinstance(inner, (dict, list)):
+                self._check_inner(places, f"{place}.{name}", f"{param}.{name}", inner)
+            elif name not in known and inner is not None:
+                self._check_unread(name, inner, param, KNOWN_KEYS["ignored"])
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle the sampling parameters (None: the run's)."""
@@ -796,6 +863,9 @@ class RequestReader:
 def parse_json(body: bytes) -> dict[str, object]:
     """Return the JSON object of a body. Raises ApiError."""
     try:
+        encoding = json.detect_encoding(body)
+        if encoding != "utf-8":  # a byte order mark, or UTF-16 of Windows clients
+            body = body.decode(encoding).encode()
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise invalid(f"The body is not JSON: {error}.") from None

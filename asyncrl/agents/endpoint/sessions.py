@@ -36,6 +36,8 @@ MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once."""
 OPEN_SHARE = 4
 """Requests read per answer being sampled."""
+MAX_LARGE_BODIES = 4
+"""Requests with large bodies that are read or sampled at once."""
 NUM_RETRIED = 16
 """Answers that a session remembers for retries."""
 MAX_REMEMBERED = 2**18
@@ -196,6 +198,7 @@ class GatewaySession:
         """Numbers of equal calls, by hash."""
         self._open_requests = asyncio.Semaphore(OPEN_SHARE * MAX_CONCURRENT_CALLS)
         """Bounds bodies in memory."""
+        self.large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.open[self.key] = self

@@ -223,12 +223,18 @@ class AnswerReader:
     def begin(self, name: str, own_id: str | None = None) -> None:
         self.cut()
         number = len(self.calls)
-        id = own_id or call_id(self._name, number)
+        id = own_id if self.is_free(own_id) else call_id(self._name, number)
         self.call = Block("call", number, name=name, id=id)
         if number < self.most_calls:
             self.calls.append(self.call)
             self.blocks.append(self.call)
             self.pieces.append((self.call, ""))
+
+    def is_free(self, id: str | None) -> bool:
+        """Return whether an id names no other call of this answer. Clients key results
+        by it.
+        """
+        return bool(id) and all(call.id != id for call in self.calls)
 
     def grow(self, arguments: str) -> None:
         """Append to the arguments of the last call."""
@@ -361,6 +367,10 @@ JSON_HEAD = (
 """`{"name": ..., "arguments": `, perhaps with an id; or arguments and then the name."""
 _QUOTED = r'"(?:[^"\\]|\\.)*+"|null\b'
 """Arguments as a text of JSON (Granite 4 writes them twice as JSON), or none."""
+_NO_ARGUMENTS = (
+    r"(?=\s*(?:<\|(?:call|end|return|tool_call_end)\|>|<｜tool▁call▁end｜>))"
+)
+"""What ends a call of gpt-oss, Kimi or DeepSeek."""
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
@@ -369,6 +379,8 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     groups = head.groupdict()
     if groups.get("arguments"):
         reader.grow(head["arguments"])
+    elif (yield from reader.read(_NO_ARGUMENTS)):
+        reader.grow("{}")
     elif quoted := (yield from reader.read(_QUOTED)):
         reader.grow(from_json(quoted[0]) or "{}")
     else:
@@ -377,7 +389,7 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     if groups.get("object"):
         end = yield from reader.need(JSON_END)
         # Mistral's and Apriel's models write the id last, and a stream has shown another.
-        if end["id"] and len(reader.calls) > reader.num_shown:
+        if reader.is_free(end["id"]) and len(reader.calls) > reader.num_shown:
             reader.call.id = end["id"]
 
 
