@@ -258,12 +258,9 @@ def test_parquet_rows_are_read(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert [row.num_sampled for row in found.rows] == [6, 3]
 
 
-def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """A base model's only end of text is another token than the template's."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
+def base_model(model: Path, folder: Path) -> Path:
+    """Return a copy whose only end of text is another token than the template's."""
+    shutil.copytree(model, folder)
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.exists():
@@ -272,8 +269,15 @@ def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
             )
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    first = HFChatTokenizer(tiny_model_dir).decode([0], skip_special_tokens=False)
+    first = HFChatTokenizer(model).decode([0], skip_special_tokens=False)
     path.write_text(json.dumps(settings | {"eos_token": first}))
+    return folder
+
+
+def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = base_model(tiny_model_dir, tmp_path / "model")
     tokenizer = tokenizer_of(folder, tmp_path, CHATML)
     assert tokenizer.end_ids == {0}
     tokens = demonstration_of({"messages": TURNS}, "row 1", tokenizer)
@@ -313,7 +317,13 @@ def test_marked_answer_is_only_context(
 ) -> None:
     tokenizer = tokenizer_of(tiny_model_dir, tmp_path, template)
     chat = [TURNS[0], TURNS[1] | {mark: value}, TURNS[2], TURNS[3] | {mark: True}]
-    columns = {"train": True, "weight": 1, "label": 0, "system": None, "images": []}
+    columns: dict[str, Any] = {
+        "train": True,
+        "weight": 1,
+        "label": 0,
+        "system": None,
+        "images": [],
+    }
     tokens = demonstration_of({"messages": chat, **columns}, "row", tokenizer)
     assert learned(tokens, tokenizer) == ["fg<|im_end|>"]
     plain = demonstration_of({"messages": TURNS}, "row", tokenizer)

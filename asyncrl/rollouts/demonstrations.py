@@ -46,7 +46,7 @@ UNREAD_COLUMNS = (
     "system history functions documents objects image images video videos audio audios "
     "chat_template_kwargs enable_thinking mask masks labels completion_mask assistant_masks"
 ).split()
-"""Columns with which other trainers learn something else from the same messages."""
+"""Columns that change what other trainers learn from the same messages."""
 RATINGS = ("label", "kto_tag")
 """Columns of preference data. False: an answer that must not be learned."""
 OWN_ROWS = "give each answer its own row, as `prompt` and `completion`. Or "
@@ -111,7 +111,7 @@ def _check(message: dict[str, Any]) -> dict[str, Any]:
     return {"reasoning_content": thought, **message} if thought else message
 
 
-_CHAT = TypeAdapter(
+_CHAT: TypeAdapter[Chat] = TypeAdapter(
     list[Annotated[_Message, AfterValidator(_check)]], config=ConfigDict(extra="forbid")
 )
 
@@ -284,8 +284,8 @@ def _refuse_columns(row: Mapping[str, object], place: str) -> None:
 
 
 def _way_out(row: _Row, *, is_inexact: bool) -> str:
-    """Return the setting of the template with which the row can be learned, which is
-    tried, else what its author can change.
+    """Return the setting of the template that makes the row exact, which is tried, else
+    what its author can change.
     """
     for name in sorted(row.tokenizer.variables):
         for value in (False, True) if "think" in name else ():
@@ -345,7 +345,7 @@ def _tools_of(given: object, place: str) -> Sequence[Mapping[str, Any]]:
             rule='a tool is {"type": "function", "function": {"name": ...}}; the list may be JSON text',
             way_out="correct the row.",
         ) from error
-    return tools
+    return list(tools)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -420,8 +420,8 @@ class HFChatTokenizer:
 
     @cached_property
     def next_ends(self) -> list[str]:
-        """Return the end tokens with which the message after an answer begins, if the
-        answer ends a chat without one: GLM's `<|user|>` after a text, and its
+        """Return the end tokens that begin the message after an answer, if the answer
+        ends a chat without an end token: GLM's `<|user|>` after a text, and its
         `<|observation|>` after a call. Empty: none.
         """
         found = list[str]()
