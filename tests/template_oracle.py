@@ -185,7 +185,9 @@ def _as_server(message: Message) -> Message:
     if thought := message.get("reasoning_content"):
         message |= {"reasoning": thought, "thinking": thought}
     for call in message.get("tool_calls", ()):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = json.loads(arguments)
     return message
 
 
@@ -239,14 +241,26 @@ class Oracle:
             json.dumps({"eos_token_id": self.end_ids})
         )
 
-    def text(self, chat: Chat, tools: Any = None, *, is_open: bool = True) -> str:
-        return self._text(json.dumps([chat, tools, is_open]))
+    def text(
+        self, chat: Chat, tools: Any = None, *, is_open: bool = True, **settings: object
+    ) -> str:
+        return self._text(json.dumps([chat, tools, is_open, settings]))
 
     def _rendered(self, key: str) -> str:
-        chat, tools, is_open = json.loads(key)
-        return rendered(
-            self.template, chat, tools, add_generation_prompt=is_open, **self.options
+        chat, tools, is_open, settings = json.loads(key)
+        options = {**self.options, **settings, "add_generation_prompt": is_open}
+        return rendered(self.template, chat, tools, **options)
+
+    def assistant_mask(self, chat: Chat, tools: Any) -> list[int]:
+        """Return the mask of transformers: the tokens of {% generation %} blocks."""
+        chat = [_as_server(message) for message in chat]
+        if not _writes(self.template, "u", self.options, wants_parts=False):
+            for message in chat:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        encoded = self.fast.apply_chat_template(
+            chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
+        return list(encoded["assistant_masks"])
 
     def ids(self, text: str) -> list[int]:
         return list(self.fast(text, add_special_tokens=False)["input_ids"])

@@ -47,8 +47,15 @@ CHATS = [
     }
     for number in (1, 5, 12)
 ]
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|user|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
+)
+"""TRL also learns the line end behind an answer, which no engine samples."""
 CASES = {
     "completions": (COMPLETIONS, None, {}),
+    "ChatML": (COMPLETIONS, CHATML, {}),
     "every answer": (CHATS, MARKED, {"assistant_only_loss": True}),
 }
 
@@ -88,6 +95,12 @@ def theirs(
         processing_class=tokenizer,
     )
     (inputs,) = [*made.get_train_dataloader()]
+    if case == "ChatML":
+        labels = inputs["labels"]
+        ends = inputs["input_ids"] == tokenizer.convert_tokens_to_ids("\n")
+        is_last = ends & (labels != -100)
+        assert int(is_last.sum()) == len(rows)
+        labels[is_last] = -100
     loss = made.compute_loss(made.model, dict(inputs))
     loss.backward()
     gradients = {

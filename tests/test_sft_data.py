@@ -49,6 +49,19 @@ TURNS = [
 ]
 
 
+GOOD = {"prompt": "a", "completion": "b"}
+
+
+def said(**fields: object) -> dict[str, Any]:
+    """Return a row whose answer has other fields."""
+    answer = {"role": "assistant", "content": "cd", **fields}
+    return {"messages": [TURNS[0], answer]}
+
+
+def call(arguments: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def tokenizer_of(
     model: Path, folder: Path, template: str | None = None
 ) -> HFChatTokenizer:
@@ -111,16 +124,57 @@ def test_answers_of_a_prompt_are_not_learned(
         ({"messages": [{"role": "boss"}]}, "messages is not a list .*0.role"),
         ({"prompt": 3, "completion": "a"}, "prompt is not a list"),
         ({"prompt": "a", "completion": "é"}, "a character that the tokenizer lacks"),
+        (said(content=None), "an answer has a text"),
+        (said(content=" \n"), "an answer has a text"),
+        (
+            said(function_call={"name": "f", "arguments": "{}"}),
+            "0?1.function_call Extra",
+        ),
+        (said(contnet="x"), "1.contnet Extra"),
+        (said(refusal="no"), "1.refusal Extra"),
+        (said(masked=True), "1.masked Extra"),
+        (said(mask=1), "1.mask Extra"),
+        (said(train_detail=[]), "1.train_detail Extra"),
+        (said(weight=0.5), "1.weight Input should be a valid boolean"),
+        (said(loss="maybe"), "1.loss Input should be a valid boolean"),
+        (said(tool_calls=[call("{")]), "1.tool_calls.0.function.arguments Value error"),
+        (said(tool_calls=[call("[1]")]), "arguments Input should be a valid dict"),
+        (said(tool_calls=[call("")]), "1.tool_calls.0.function.arguments Value error"),
+        (said(tool_calls=[call([1])]), "arguments Input should be a valid dict"),
+        (said(tool_calls=[{"name": "f"}]), "1.tool_calls.0.function Field required"),
+        (said(tool_calls=[call({"x": "y"})]), "leaves out 'f' of message 2"),
+        (said(reasoning="ab"), "leaves out 'ab' of message 2"),
+        (said(train=False), "has no assistant message to learn"),
+        (said(content="c<|im_end|>"), "'c<|im_end|>' of message 2 .* has <|im_end|>"),
+        (said(content="c<|im_end|>\nd"), "has <|im_end|>, which the chat template"),
+        ({"messages": [{"role": "user", "contnet": "a"}, TURNS[1]]}, "0.contnet Extra"),
+        ({"messages": [{"role": "user"}, TURNS[1]]}, "0 Value error, only an answer"),
+        ({"messages": [TURNS[0] | {"loss": True}, TURNS[1]]}, "0 Value error, only an"),
+        ({"messages": [{"from": "gpt", "value": "a"}]}, "0.role Field required"),
+        ({"messages": [TURNS[0] | {"role": "function"}]}, "0.role Input should be"),
+        ({"conversations": [{"from": "gpt", "value": "a"}]}, "columns conversations"),
+        ({"instruction": "a", "output": "b"}, "has the columns instruction, output"),
+        ({"query": "a", "response": "b", "history": []}, "has the columns query"),
+        (GOOD | {"tools": [{"name": "f"}]}, "tools is not a list of tools: KeyError"),
+        (GOOD | {"tools": "[{]"}, "tools is not a list of tools"),
+        (GOOD | {"tools": [call({})]}, r"leaves out 'f' of message 3 \(tools\)"),
+        (GOOD | {"train": False}, "has the column train: False"),
+        (GOOD | {"weight": 0}, "has the column weight: 0"),
+        (GOOD | {"loss_mask": [0, 1]}, "has the column loss_mask"),
+        (GOOD | {"label": False}, "has the column label: False"),
+        (GOOD | {"system": "be short"}, "has the column system: 'be short'"),
+        (GOOD | {"enable_thinking": False}, "has the column enable_thinking"),
+        (GOOD | {"chat_template_kwargs": {"a": 1}}, "has the column chat_template_kw"),
     ],
 )
 def test_bad_row_is_refused_with_its_line(
     row: dict[str, Any], said: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    good = {"prompt": "a", "completion": "b"}
-    path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
+    path.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(row)}\n")
     data = DataConfig(files=[str(path)])
-    with pytest.raises(ConfigError, match=rf"rows.jsonl line 3.*{said}"):
+    said = said.replace("|", r"\|")
+    with pytest.raises(ConfigError, match=rf"(?s)rows.jsonl line 3.*{said}"):
         read_demonstrations(data, HFChatTokenizer(tiny_model_dir), None)
 
 
@@ -204,12 +258,9 @@ def test_parquet_rows_are_read(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert [row.num_sampled for row in found.rows] == [6, 3]
 
 
-def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """A base model's only end of text is another token than the template's."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
+def base_model(model: Path, folder: Path) -> Path:
+    """Return a copy whose only end of text is another token than the template's."""
+    shutil.copytree(model, folder)
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.exists():
@@ -218,8 +269,15 @@ def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
             )
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    first = HFChatTokenizer(tiny_model_dir).decode([0], skip_special_tokens=False)
+    first = HFChatTokenizer(model).decode([0], skip_special_tokens=False)
     path.write_text(json.dumps(settings | {"eos_token": first}))
+    return folder
+
+
+def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = base_model(tiny_model_dir, tmp_path / "model")
     tokenizer = tokenizer_of(folder, tmp_path, CHATML)
     assert tokenizer.end_ids == {0}
     tokens = demonstration_of({"messages": TURNS}, "row 1", tokenizer)
@@ -248,10 +306,42 @@ def test_arguments_without_a_value_are_left_out() -> None:
     assert "content" not in message
 
 
-def test_weight_of_a_message_is_refused() -> None:
-    chat = [{"role": "assistant", "content": "a", "weight": 0}]
-    with pytest.raises(ConfigError, match=r"0\.weight Input should be 1"):
-        _messages(chat, None, "row 1")
+@pytest.mark.parametrize("value", [False, 0, 0.0, "0", "false"])
+@pytest.mark.parametrize(
+    "mark",
+    ["train", "train_on_turn", "trainable", "training", "loss", "loss_mask", "weight"],
+)
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_marked_answer_is_only_context(
+    template: str, mark: str, value: object, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(tiny_model_dir, tmp_path, template)
+    chat = [TURNS[0], TURNS[1] | {mark: value}, TURNS[2], TURNS[3] | {mark: True}]
+    columns: dict[str, Any] = {
+        "train": True,
+        "weight": 1,
+        "label": 0,
+        "system": None,
+        "images": [],
+    }
+    tokens = demonstration_of({"messages": chat, **columns}, "row", tokenizer)
+    assert learned(tokens, tokenizer) == ["fg<|im_end|>"]
+    plain = demonstration_of({"messages": TURNS}, "row", tokenizer)
+    assert tokens.ids.tolist() == plain.ids.tolist()
+
+
+def test_answer_is_not_cut_at_a_special_token_within(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """As `</think>` of GLM may be."""
+    template = (
+        "{% for message in messages %}<|user|>"
+        "{% if message.role == 'assistant' %}a<|user|>{% endif %}{{ message.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}<|user|>{% endif %}"
+    )
+    tokenizer = tokenizer_of(tiny_model_dir, tmp_path, template)
+    tokens = demonstration_of({"messages": TURNS}, "row", tokenizer)
+    assert learned(tokens, tokenizer) == ["a<|user|>cd\n", "a<|user|>fg\n"]
 
 
 def test_digest_covers_ids_and_answers(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -60,7 +60,12 @@ from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.demonstrations import read_demonstrations
-from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
+from asyncrl.rollouts.tokenizer import (
+    HFChatTokenizer,
+    is_written,
+    read_template,
+    read_vocabulary,
+)
 from asyncrl.tasks.judge import check_endpoint
 from asyncrl.tasks.rewards import (
     UserCodeFailed,
@@ -131,6 +136,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         longest = config.rollout.max_length
         rows = read_demonstrations(shown, found.tokenizer, longest)
         yield f"demonstrations: {rows.summary}"
+        yield from (f"warning: {text}" for text in rows.warnings(found.tokenizer))
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
@@ -176,6 +182,7 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
             rows = read_demonstrations(config.data, tokenizer, positions, key)
             longest = max(longest, rows.longest)
             yield f"data.{key}: {rows.summary}"
+            yield from (f"warning: {text}" for text in rows.warnings(tokenizer))
         # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
         # plan counts it.
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
@@ -538,6 +545,10 @@ def _check_model(
         )
     if config.rollout.facts.has_model:
         _refuse_beyond_positions(config.rollout, positions_of(model))
+        if not tokenizer.ends_answers:
+            found.notes.append(
+                f"the chat template ends answers with {tokenizer.no_end}"
+            )
     return tokenizer
 
 
@@ -634,7 +645,8 @@ def _check_lengths(
         else f"model.chat_template={template}"
     )
     try:
-        chats = [tokenizer.encode_chat(prompt.messages) for prompt in prompts]
+        texts = [tokenizer.render(prompt.messages) for prompt in prompts]
+        chats = [*map(tokenizer.encode, texts)]
     except ValueError as error:
         raise ConfigError(
             f"{source} cannot render a prompt of the {name}: {error}",
@@ -648,14 +660,24 @@ def _check_lengths(
             rule=f"the model's embedding has vocab_size={num_rows} rows",
             way_out="correct the template, or take the tokenizer that belongs to the model.",
         )
+    omitted = [
+        message["role"]
+        for prompt, text in zip(prompts, texts, strict=True)
+        for message in prompt.messages
+        if not is_written(message["content"], text)
+    ]
+    notes = [
+        f"{source} leaves out messages of the role {role} in prompts of the {name}"
+        for role in sorted({*omitted})
+    ]
     if not (num_too_long := sum(length > limit for length in lengths)):
-        return []
+        return notes
     note = (
         f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
         f"rollout.max_prompt_tokens={limit}; the longest has {max(lengths)} tokens"
     )
     if num_too_long < len(lengths):
-        return [f"{note}: their rollouts fail"]
+        return [*notes, f"{note}: their rollouts fail"]
     way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
     raise ConfigError(
         note, rule="prompts are never truncated; their rollouts fail", way_out=way_out

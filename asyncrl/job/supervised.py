@@ -140,8 +140,9 @@ class SftJob:
         )
         self._settle(data, feed)
         await start_reports(lifecycle, self.reporter, self.point)
-        for text in data.train.warnings(data.tokenizer):
-            lifecycle.log.warn(text)
+        for rows in filter(None, (data.train, data.held_out)):
+            for text in rows.warnings(data.tokenizer):
+                lifecycle.log.warn(text)
         trainer, checkpointer = await self._start_trainer(data, feed)
         lifecycle.stack.enter_context(rare_collections())
         lifecycle.spawn(trainer.run(), name="watch trainer")

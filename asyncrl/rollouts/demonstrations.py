@@ -5,26 +5,34 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+)
+from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import message_of
 from asyncrl.config import RowsConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
 from asyncrl.messages.tokens import Tokens, spans_of
-from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.rollouts.tokenizer import HFChatTokenizer, is_written
 from asyncrl.tasks.sources import read_dataset, read_files
 
 Chat = list[dict[str, Any]]
-Tools = Sequence[Mapping[str, Any]] | None
 Spans = list[tuple[int, int]]
 """[start, end) in characters or tokens."""
 FORM = "a row has `messages`, or `prompt` and `completion`: texts, or lists of messages"
@@ -32,19 +40,80 @@ EXACT = (
     "the loss is on exactly the tokens of an answer: in {% generation %} of the template, or after the "
     "prompt that the model would be given"
 )
+MARKS = "train train_on_turn trainable training loss loss_mask weight".split()
+"""Marks of other trainers: false keeps a message out of the loss."""
+UNREAD_COLUMNS = (
+    "system history functions documents objects image images video videos audio audios "
+    "chat_template_kwargs enable_thinking mask masks labels completion_mask assistant_masks"
+).split()
+"""Columns that change what other trainers learn from the same messages."""
+RATINGS = ("label", "kto_tag")
+"""Columns of preference data. False: an answer that must not be learned."""
+OWN_ROWS = "give each answer its own row, as `prompt` and `completion`. Or "
+OTHER_TEMPLATE = (
+    "set model.chat_template to a copy of the template whose generation prompt ends with a special token "
+    "that begins every answer, or which has {% generation %} around each answer (TRL has such copies: "
+    "trl/chat_templates/*_training.jinja)."
+)
 
 
-class _DemonstrationMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
+def _decoded(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
 
+
+class _Function(TypedDict):
+    name: str
+    arguments: NotRequired[Annotated[dict[str, object], BeforeValidator(_decoded)]]
+
+
+class _Call(TypedDict):
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: _Function
+    index: NotRequired[int]
+
+
+class _Message(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
-    tool_calls: list[dict[str, object]] | None = None
-    weight: Literal[1] | None = Field(default=None, exclude=True)
-    """OpenAI's 0 leaves a message out of the loss, which is not supported."""
+    content: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[_Call]]
+    tool_call_id: NotRequired[str]
+    annotations: NotRequired[object]
+    id: NotRequired[object]
+    timestamp: NotRequired[object]
+    type: NotRequired[object]
+    train: NotRequired[bool]
+    train_on_turn: NotRequired[bool]
+    trainable: NotRequired[bool]
+    training: NotRequired[bool]
+    loss: NotRequired[bool]
+    loss_mask: NotRequired[bool]
+    weight: NotRequired[bool]
 
 
-_CHAT = TypeAdapter(list[_DemonstrationMessage])
+def _check(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its thought under the name that the tokenizer reads."""
+    is_marked = any(message.get(name) for name in MARKS)
+    text = message.get("content")
+    has_calls = bool(message.get("tool_calls"))
+    is_answer = message["role"] == "assistant"
+    if is_answer and not has_calls and not (text or "").strip():
+        raise ValueError("an answer has a text or `tool_calls`")
+    if not is_answer and (text is None or has_calls or is_marked):
+        raise ValueError(
+            "only an answer has no text, `tool_calls`, or a mark to learn it"
+        )
+    thought = message.get("reasoning") or message.get("thinking")
+    return {"reasoning_content": thought, **message} if thought else message
+
+
+_CHAT: TypeAdapter[Chat] = TypeAdapter(
+    list[Annotated[_Message, AfterValidator(_check)]], config=ConfigDict(extra="forbid")
+)
 
 
 class InexactError(ValueError):
@@ -74,14 +143,7 @@ class Demonstrations:
 
     def warnings(self, tokenizer: HFChatTokenizer) -> Iterator[str]:
         if self.num_endless:
-            ends = tokenizer.decode(
-                sorted(tokenizer.end_ids), skip_special_tokens=False
-            )
-            yield (
-                f"the last answers of {self.num_endless} rows end with no token at which generation stops "
-                f"({ends}): set eos_token_id in the model's generation_config.json to "
-                "the token that the template writes after an answer"
-            )
+            yield f"the last answers of {self.num_endless} rows end with {tokenizer.no_end}"
         if self.num_skipped:
             yield f"{self.num_skipped} rows are too long, and are skipped"
 
@@ -147,8 +209,30 @@ def read_demonstrations(
             rule=FORM,
             way_out=f"give other files, or raise {section}.max_tokens.",
         )
-    num_endless = sum(int(row.ids[-1]) not in tokenizer.end_ids for row in found)
+    num_endless = sum(
+        tokenizer.end_ids.isdisjoint(row.ids[row.spans[-1].start :].tolist())
+        for row in found
+    )
     return Demonstrations(tuple(found), num_skipped, num_endless)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A chat whose messages with the numbers `answers` are learned."""
+
+    chat: Chat
+    answers: Sequence[int]
+    tools: Sequence[Mapping[str, Any]]
+    tokenizer: HFChatTokenizer
+    settings: Mapping[str, object] | None = None
+    """Template variables besides those of the run."""
+
+    def render(self, num: int | None = None, **options: Any) -> str:
+        """Return the text of the first `num` messages."""
+        chat = self.chat[:num]
+        return self.tokenizer.render(
+            chat, tools=self.tools, settings=self.settings, **options
+        )
 
 
 def demonstration_of(
@@ -157,48 +241,79 @@ def demonstration_of(
     """Return the tokens of a row, up to the end of its last answer. Raises ConfigError,
     which names `place`.
     """
+    _refuse_columns(row, place)
     chat, num_given = _chat_of(row, place)
     answers = [
         number
         for number, message in enumerate(chat)
-        if message["role"] == "assistant" and number >= num_given
+        if message["role"] == "assistant"
+        and number >= num_given
+        and all(message.get(name, True) for name in MARKS)
     ]
     if not answers:
         raise ConfigError(
-            f"{place} has no assistant message",
-            rule="the assistant's messages are learned, except in a `prompt`",
+            f"{place} has no assistant message to learn",
+            rule="assistant messages are learned, except in a `prompt` or with a mark like `train: false`",
             way_out="add one, or remove the row.",
         )
+    known = _Row(chat, answers, _tools_of(row.get("tools"), place), tokenizer)
     try:
-        return _tokens(chat, answers, row.get("tools") or None, tokenizer)
-    except InexactError as error:
-        raise ConfigError(
-            f"{place}: {error}",
-            rule=EXACT,
-            way_out="set model.chat_template to a template with {% generation %} around each answer, or give "
-            "each answer its own row, as `prompt` and `completion`.",
-        ) from error
+        return _tokens(known)
     except ValueError as error:
+        is_inexact = isinstance(error, InexactError)
         raise ConfigError(
             f"{place}: {error}",
-            way_out="correct the row, or set model.chat_template to another template.",
+            rule=EXACT if is_inexact else "",
+            way_out=_way_out(known, is_inexact=is_inexact),
         ) from error
+
+
+def _refuse_columns(row: Mapping[str, object], place: str) -> None:
+    """Raise ConfigError for a column that says that something else is learned."""
+    for name, value in row.items():
+        is_marked = name in MARKS and value not in (None, True)
+        is_empty = _without_nulls(value) in (None, "", [], {})
+        is_unread = name in UNREAD_COLUMNS and not is_empty
+        if is_marked or is_unread or (name in RATINGS and value is False):
+            raise ConfigError(
+                f"{place} has the column {name}: {value!r:.160}",
+                rule="columns besides the messages and `tools` cannot change what is learned",
+                way_out="remove the column, or the row. A message may have the mark `train: false`; a system "
+                "text is a message; settings of the template are in model.chat_template_kwargs.",
+            )
+
+
+def _way_out(row: _Row, *, is_inexact: bool) -> str:
+    """Return the setting of the template that makes the row exact, which is tried, else
+    what its author can change.
+    """
+    for name in sorted(row.tokenizer.variables):
+        for value in (False, True) if "think" in name else ():
+            with suppress(ValueError):
+                _tokens(replace(row, settings={name: value}))
+                return (
+                    f"set model.chat_template_kwargs: {{{name}: {json.dumps(value)}}}."
+                )
+    if not is_inexact:
+        return "correct the row, or set model.chat_template to another template."
+    return OWN_ROWS * (len(row.answers) > 1) + OTHER_TEMPLATE
 
 
 def _chat_of(row: Mapping[str, object], place: str) -> tuple[Chat, int]:
     """Return the messages, and how many of them are the prompt's."""
+    forms = {"messages", "prompt", "completion"}
     # A parquet file has every column in every row, empty ones as null.
-    given = {name for name, value in row.items() if value is not None}
-    if "messages" in given and not given & {"prompt", "completion"}:
+    given = {name for name in forms if row.get(name) is not None}
+    if given == {"messages"}:
         return _messages(row["messages"], None, f"{place}, messages"), 0
-    if {"prompt", "completion"} <= given and "messages" not in given:
+    if given == {"prompt", "completion"}:
         prompt = _messages(row["prompt"], "user", f"{place}, prompt")
         completion = _messages(row["completion"], "assistant", f"{place}, completion")
         return [*prompt, *completion], len(prompt)
     raise ConfigError(
         f"{place} has the columns {', '.join(map(str, row)) or 'none'}",
         rule=FORM,
-        way_out="rename its columns.",
+        way_out='convert it: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}.',
     )
 
 
@@ -208,21 +323,34 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
     if role is not None and isinstance(content, str):
         chat = [{"role": role, "content": content}]
     try:
-        messages = _CHAT.validate_python(chat)
+        return _CHAT.validate_python(_without_nulls(chat))
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where} is not a list of chat messages: {at} {first['msg']}: {content!r:.160}",
-            rule="a message has a `role`, and a text as `content`",
+            f"{where} is not a list of chat messages: {at} {first['msg']}: {first['input']!r:.160}",
+            rule=f"a message may have {', '.join(_Message.__annotations__)}",
+            way_out="correct the row. Marks of the loss are true or false, and arguments are an object.",
+        ) from error
+
+
+def _tools_of(given: object, place: str) -> Sequence[Mapping[str, Any]]:
+    """Return tools, which may be JSON text. Raises ConfigError."""
+    try:
+        tools: Any = _decoded(_without_nulls(given) or None) or []
+        [tool["function"]["name"] for tool in tools]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{place}, tools is not a list of tools: {message_of(error)}: {given!r:.160}",
+            rule='a tool is {"type": "function", "function": {"name": ...}}; the list may be JSON text',
             way_out="correct the row.",
         ) from error
-    return [_without_nulls(message.model_dump()) for message in messages]
+    return list(tools)
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out keys without a value. Parquet files and datasets give every tool call
-    the arguments of all others, as null.
+    """Leave out keys without a value. Parquet files and datasets give every object the
+    keys of all others, as null.
     """
     if isinstance(value, dict):
         return {
@@ -231,15 +359,14 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _tokens(
-    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
-) -> Tokens:
-    """Encode a chat, and mark the tokens of the messages with these numbers. Raises
-    InexactError, ValueError.
+def _tokens(row: _Row) -> Tokens:
+    """Encode a chat, and mark the tokens of its answers. Raises InexactError,
+    ValueError.
     """
+    tokenizer = row.tokenizer
     is_marked = tokenizer.has_generation_blocks
-    find = _marked_spans if is_marked else _prefix_spans
-    text, spans = find(chat, answers, tools, tokenizer)
+    text, spans = _marked_spans(row) if is_marked else _prefix_spans(row)
+    _refuse_omissions(row, text, spans)
     ids = tokenizer.encode(text)
     versions = np.full(len(ids), -1, np.int32)
     for start, end in spans:
@@ -259,39 +386,76 @@ def _tokens(
     return Tokens(np.array(ids[:length], np.int32), spans_of(versions[:length]))
 
 
-def _marked_spans(
-    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
-) -> tuple[str, Spans]:
-    """Return the text of a chat, and the generation blocks of the answers."""
+def _marked_spans(row: _Row) -> tuple[str, Spans]:
+    """Return the text of a chat, and the generation blocks of the answers. Blocks
+    without text between them are one: Phi-3's end token may have its own.
+    """
     spans: Spans = []
-    text = tokenizer.render(chat, tools=tools, is_open=False, spans=spans)
-    said = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
-    if len(spans) != len(said):
+    text = row.render(is_open=False, spans=spans)
+    said = [n for n, message in enumerate(row.chat) if message["role"] == "assistant"]
+    blocks: Spans = []
+    for start, end in spans:
+        if blocks and blocks[-1][1] == start:
+            start, _ = blocks.pop()
+        blocks.append((start, end))
+    if len(blocks) != len(said):
         raise InexactError(
-            f"the chat template writes {len(spans)} {{% generation %}} blocks for {len(said)} answers"
+            f"the chat template writes {len(blocks)} {{% generation %}} blocks for {len(said)} answers"
         )
-    by_message = dict(zip(said, spans, strict=True))
-    return text, [by_message[number] for number in answers]
+    by_message = dict(zip(said, blocks, strict=True))
+    return text, [by_message[number] for number in row.answers]
 
 
-def _prefix_spans(
-    chat: Chat, answers: Sequence[int], tools: Tools, tokenizer: HFChatTokenizer
-) -> tuple[str, Spans]:
+def _prefix_spans(row: _Row) -> tuple[str, Spans]:
     """Return the text of a chat, and the part of each answer: the text after the
     prompt that the model would be given.
     """
-    text = tokenizer.render(chat, tools=tools, is_open=False)
+    text = row.render(is_open=False)
     spans: Spans = []
-    for number in answers:
-        prompt = tokenizer.render(chat[:number], tools=tools)
-        whole = tokenizer.render(chat[: number + 1], tools=tools, is_open=False)
+    for number in row.answers:
+        prompt = row.render(number, is_open=True)
+        whole = row.render(number + 1, is_open=False)
         if not (whole.startswith(prompt) and text.startswith(whole)):
             raise InexactError(
-                f"the chat template writes message {number + 1} of {len(chat)} in another way than after the "
-                "prompt of its generation, and has no {% generation %} block"
+                f"the chat template writes message {number + 1} of {len(row.chat)} in another way than after "
+                "the prompt of its generation, and has no {% generation %} block"
             )
         spans.append((len(prompt), len(whole)))
-    return text, spans
+    has_calls = bool(row.chat[-1].get("tool_calls"))
+    return text + row.tokenizer.next_ends[has_calls], spans
+
+
+def _refuse_omissions(row: _Row, text: str, spans: Spans) -> None:
+    """Raise ValueError if the template leaves out a part of the chat, or an answer
+    contains the end of a turn.
+    """
+    by_answer = dict(zip(row.answers, spans, strict=True))
+    tools = {"role": "tools", "tool_calls": row.tools}
+    for number, message in enumerate([*row.chat, tools]):
+        is_learned = number in by_answer
+        start, end = by_answer.get(number, (0, len(text)))
+        for part in _parts_of(message, is_learned=is_learned):
+            name = f"{part!r:.160} of message {number + 1} ({message['role']})"
+            # The generation prompt may open the thought.
+            if not is_written(part, text[max(0, start - len(part)) : end]):
+                raise ValueError(f"the chat template leaves out {name}")
+            if is_learned and (stop := row.tokenizer.find_end(part)):
+                raise ValueError(f"{name} has {stop}, which the chat template writes")
+
+
+def _parts_of(message: Mapping[str, Any], *, is_learned: bool) -> Iterator[str]:
+    """Yield the texts of a message, and of its calls the names and arguments. Templates
+    may drop earlier thoughts, also those within a content.
+    """
+    if is_learned or message["role"] != "assistant":
+        yield message.get("content", "")
+    if is_learned:
+        yield message.get("reasoning_content", "")
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        yield function["name"]
+        arguments = function.get("arguments", {})
+        yield from (value for value in arguments.values() if isinstance(value, str))
 
 
 def _num_tokens(text: str, ids: Sequence[int], tokenizer: HFChatTokenizer) -> int:
@@ -307,14 +471,17 @@ def _num_tokens(text: str, ids: Sequence[int], tokenizer: HFChatTokenizer) -> in
 def _end_of_turn(
     ids: Sequence[int], first: int, last: int, tokenizer: HFChatTokenizer
 ) -> int:
-    """Return the end of the answer [first, last): its last end-of-turn token, or its
-    last special token. The template writes what follows, such as a line end, and an
-    engine never samples it.
+    """Return the end of the answer [first, last): its first end token, which may be the
+    token that follows it (GLM), else its last special token. The template writes white
+    space behind it, and an engine never samples it.
     """
-    for known in (tokenizer.end_ids, tokenizer.special_ids):
-        ends = [at for at in range(first, last) if ids[at] in known]
-        if ends:
-            return ends[-1] + 1
+    for known, places in (
+        (tokenizer.end_ids, range(first, min(last + 1, len(ids)))),
+        (tokenizer.special_ids, reversed(range(first, last))),
+    ):
+        for at in places:
+            if ids[at] in known and not tokenizer.decode(ids[at + 1 : last]).strip():
+                return at + 1
     return last
 
 

@@ -379,16 +379,8 @@ class HFChatTokenizer:
         answer; inside one, the same and `<|im_start|>user`. Both begin with
         `<|im_end|>`, which is the result, twice.
         """
-        chat: list[Mapping[str, object]] = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", **answer},
-        ]
-        try:
-            _, found, last = self.render(chat, is_open=False).rpartition(PROBE)
-            inner = self.render([*chat, then]).rpartition(PROBE)[2]
-        except ValueError:
-            return "", ""
-        if not found or not self._special(last):
+        last, inner = self._behind(answer, then)
+        if not self._special(last):
             return "", ""
         shared = os.path.commonprefix([last, inner])
         tokens = self._special(shared)
@@ -408,6 +400,61 @@ class HFChatTokenizer:
         if not ends:
             return "", ""
         return shared[: shared.find(ends[0]) + len(ends[0])], ends[0]
+
+    def _behind(
+        self, answer: Mapping[str, object], then: Mapping[str, object]
+    ) -> tuple[str, str]:
+        """Return the text behind PROBE in an answer that ends a chat, and if a message
+        follows. Empty: the template refuses the chat, or leaves out PROBE.
+        """
+        chat: list[Mapping[str, object]] = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", **answer},
+        ]
+        try:
+            last = self.render(chat, is_open=False).rpartition(PROBE)
+            inner = self.render([*chat, then]).rpartition(PROBE)
+        except ValueError:
+            return "", ""
+        return (last[2], inner[2]) if last[1] else ("", "")
+
+    @cached_property
+    def next_ends(self) -> list[str]:
+        """Return the end tokens that begin the message after an answer, if the answer
+        ends a chat without an end token: GLM's `<|user|>` after a text, and its
+        `<|observation|>` after a call. Empty: none.
+        """
+        found = list[str]()
+        for answer, then in PROBES:
+            last, inner = self._behind(answer, then)
+            token = "".join(self._special(inner.removeprefix(last))[:1])
+            is_end = self._backend.token_to_id(token) in self.end_ids
+            is_next = inner.startswith(last + token)
+            found.append(token if is_end and is_next else "")
+        return found
+
+    @cached_property
+    def no_end(self) -> str:
+        ends = self.decode(sorted(self.end_ids), skip_special_tokens=False)
+        return (
+            f"no token at which generation stops ({ends}): set eos_token_id in the model's "
+            "generation_config.json to the token that the template writes after an answer"
+        )
+
+    @property
+    def ends_answers(self) -> bool:
+        """Return whether the template ends an answer with a token at which generation
+        stops.
+        """
+        last, _ = self._behind(*PROBES[0])
+        ending = last + self.next_ends[0]
+        return not self.end_ids.isdisjoint(self._ids(ending))
+
+    def find_end(self, text: str) -> str:
+        """Return the tokens that end a turn among those of an answer's text."""
+        ends = self.end_ids.union(self._ids(self.closing)) & self.special_ids
+        found = [token for token in self._ids(text) if token in ends]
+        return self.decode(found, skip_special_tokens=False)
 
     def _special(self, text: str) -> list[str]:
         return [
@@ -564,6 +611,13 @@ reported.
 """
 
 
+def is_written(part: str, text: str) -> bool:
+    """Return whether a template wrote a text, with other white space or JSON's escapes."""
+    escaped = json.dumps(part, ensure_ascii=False)[1:-1]
+    dense = "".join(text.split())
+    return any("".join(form.split()) in dense for form in (part, escaped))
+
+
 class PlainText:
     """Encode the names of special tokens in given texts as ordinary text.
 
@@ -613,7 +667,13 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:
     path = Path(model_path) / name
-    content: dict[str, Any] = (
-        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    )
-    return content
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {**content}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is not a JSON object: {error}",
+            way_out="correct the file, or download the model again.",
+        ) from error
