@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from held_task import HeldLetters
 
 from asyncrl.agents import Outcome, Session, Task
 from examples.lookup import run
@@ -71,6 +72,37 @@ async def edits_its_history(task: Task, session: Session) -> Outcome:
             {"role": "user", "content": "a 2"},
         ]
     return Outcome(float(len(text)))
+
+
+LETTERS = {"type": "string", "pattern": "^[a-f]{3,9}$"}
+SCHEMA = {"name": "letters", "schema": LETTERS}
+FORMAT = {"type": "json_schema", "json_schema": SCHEMA}
+HELD = HeldLetters(size=1, seed=0)
+
+
+async def asks_thrice(task: Task, session: Session, *, style: str) -> Outcome:
+    """Ask the same question three times; held_task can hold it.
+
+    With `forks` the third call forgets the first answer, which starts a branch. With
+    `turns` each turn has its own reward. With `grammar` answers are JSON strings.
+    """
+    messages: list[Any] = list(task.messages)
+    question = messages[-1]
+    options: Any = {"response_format": FORMAT} if style == "grammar" else {}
+    rewards: dict[str, float] = {}
+    for turn in range(3):
+        if style == "forks" and turn == 2:
+            del messages[1:3]
+        answer = await session.client.chat.completions.create(
+            model=session.model, messages=messages, **options
+        )
+        text = answer.choices[0].message.content or ""
+        score = await asyncio.to_thread(HELD.score, task, text)  # type: ignore[arg-type]
+        rewards[answer.id] = score
+        messages += [{"role": "assistant", "content": text}, question]
+    if style == "turns":
+        return Outcome(turn_rewards=rewards)
+    return Outcome(sum(rewards.values()))
 
 
 async def environment(task: Task, session: Session) -> Outcome:
