@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-from held_task import HeldLetters
 
 from asyncrl.agents import Outcome, Session, Task
 from examples.lookup import run
@@ -74,35 +73,19 @@ async def edits_its_history(task: Task, session: Session) -> Outcome:
     return Outcome(float(len(text)))
 
 
-LETTERS = {"type": "string", "pattern": "^[a-f]{3,9}$"}
-SCHEMA = {"name": "letters", "schema": LETTERS}
-FORMAT = {"type": "json_schema", "json_schema": SCHEMA}
-HELD = HeldLetters(size=1, seed=0)
-
-
-async def asks_thrice(task: Task, session: Session, *, style: str) -> Outcome:
-    """Ask the same question three times; held_task can hold it.
-
-    With `forks` the third call forgets the first answer, which starts a branch. With
-    `turns` each turn has its own reward. With `grammar` answers are JSON strings.
-    """
-    messages: list[Any] = list(task.messages)
-    question = messages[-1]
-    options: Any = {"response_format": FORMAT} if style == "grammar" else {}
-    rewards: dict[str, float] = {}
-    for turn in range(3):
-        if style == "forks" and turn == 2:
-            del messages[1:3]
-        answer = await session.client.chat.completions.create(
-            model=session.model, messages=messages, **options
-        )
+async def asks_twice(task: Task, session: Session, *, schema: Any = None) -> Outcome:
+    """Two turns with a reward each, of any text or of JSON of a schema."""
+    asked: Any = {"model": session.model, "messages": [*task.messages]}
+    if schema is not None:
+        wanted = {"name": "answer", "schema": schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    rewards = {}
+    for _ in range(2):
+        answer = await session.client.chat.completions.create(**asked)
         text = answer.choices[0].message.content or ""
-        score = await asyncio.to_thread(HELD.score, task, text)  # type: ignore[arg-type]
-        rewards[answer.id] = score
-        messages += [{"role": "assistant", "content": text}, question]
-    if style == "turns":
-        return Outcome(turn_rewards=rewards)
-    return Outcome(sum(rewards.values()))
+        rewards[answer.id] = len({*text}) / 24
+        asked["messages"] += [{"role": "assistant", "content": text}, task.messages[-1]]
+    return Outcome(turn_rewards=rewards)
 
 
 async def environment(task: Task, session: Session) -> Outcome:
