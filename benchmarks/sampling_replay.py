@@ -1,14 +1,14 @@
-"""Ratios and step times with and without the supports and penalties of sampled tokens.
+"""Ratios and step times with and without the supports of sampled tokens.
 
     python benchmarks/sampling_replay.py [MODEL] [--seconds S] [--write]
 
 The embedded engine samples answers of 64 tokens with MODEL, a folder (without it, a
 random model of 6M parameters and 16,384 tokens). The trainer then computes the ratio of
-each token under the same weights: over its support, or with its penalties, and over the
-whole vocabulary without them. With them each ratio is 1.
+each token under the same weights: over its support, and over the whole vocabulary. Over
+its support each ratio is 1.
 
-Then it trains these answers, with their supports or penalties and without: the last
-line is the ratio of the median times of a step at top_p 0.95.
+Then it trains these answers, with their supports and without: the last line is the
+ratio of the median times of a step at top_p 0.95.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ PROMPTS = (
 )
 NUM_NEW = 64
 CUTS = ({"top_p": 0.8, "top_k": 1024}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05})
-PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
 
 
 def main() -> None:
@@ -101,7 +99,6 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
     engine = build_engine(spec)
     engine.start()
     batches = {str(cut): sampled(engine, **cut) for cut in CUTS}
-    batches[str(PENALTIES)] = sampled(engine, **PENALTIES)
     engine.stop()
     # At this rate a step changes no weight.
     trainer = TrainerConfig(learning_rate=1e-30, micro_batch_tokens=2048)
@@ -109,7 +106,6 @@ def measure(model: Path, scratch: Path, seconds: float) -> None:
     print(f"{'call':54} replay    mean ratio  outside 0.9..1.1   s/step")
     for name, (header, arrays) in batches.items():
         bare = arrays.kept(lambda column: column.name != SUPPORT)
-        bare = replace(bare, calls=())
         times = {}
         for label, tokens in (("with", arrays), ("without", bare)):
             ratio = np.exp(log_ratios(rank, header, tokens))
@@ -167,7 +163,6 @@ def sampled(engine: Engine, **given: Any) -> tuple[BatchHeader, Tokens]:
 
 def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndarray:
     """Return current - behaviour logprob of each sampled token."""
-    from asyncrl.trainer.adjustments import find_adjusted
     from asyncrl.trainer.objective import loss_tokens
     from asyncrl.trainer.packing import LogitSets, micro_batches
     from asyncrl.trainer.supports import find_supports
@@ -183,10 +178,7 @@ def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.nda
         torch.device("cpu"),
         rank.ranks,
         policy.costs,
-        LogitSets(
-            adjusted=find_adjusted(header, arrays, has_loss),
-            supports=find_supports(arrays, has_loss),
-        ),
+        LogitSets(supports=find_supports(arrays, has_loss)),
     ):
         with torch.no_grad():
             found[micro.source_M] = policy(micro).logprob_M.numpy()

@@ -256,15 +256,6 @@ rollout.top_k=-1 -> rollout.top_k
 rollout.min_p=1.5 -> rollout.min_p
 rollout.engine=simulated rollout.top_k=50 -> engine=simulated does not report the tokens that it sampled from
 rollout.engine=simulated rollout.min_p=0.1 -> set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0
-rollout.logit_bias={x: 1} -> rollout.logit_bias.x
-rollout.logit_bias={-1: 1} -> greater than or equal to 0
-rollout.logit_bias={5: 100.5} -> rollout.logit_bias.5
-rollout.presence_penalty=2.5 -> rollout.presence_penalty
-rollout.frequency_penalty=-3 -> rollout.frequency_penalty
-rollout.repetition_penalty=0 -> rollout.repetition_penalty
-rollout.engine=simulated rollout.repetition_penalty=1.1 -> no logits to change; set engine: embedded or vllm
-rollout.engine=vllm rollout.vllm={speculative-config: {}} rollout.presence_penalty=1 -> remove presence
-TAUGHT rollout.logit_bias={5: 1} -> remove rollout.logit_bias
 TAUGHT rollout.top_p=0.9 -> set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0
 observe.trackers=[wandbb] -> there are tensorboard, wandb, mlflow, trackio
 rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
@@ -273,8 +264,6 @@ TAKEN = r"""
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1
 rollout.engine=vllm rollout.top_k=50
-rollout.logit_bias={5: -100} rollout.presence_penalty=2 rollout.repetition_penalty=0.5
-rollout.engine=vllm rollout.logit_bias={"5": -100} rollout.frequency_penalty=-2
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data

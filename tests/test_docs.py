@@ -230,7 +230,7 @@ UNLIKE_ANY_SETTING = frozenset(
     logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs metric_for_best_model
     model_init_kwargs multi_objective_aggregation neftune_noise_alpha optim optim_args optim_target_modules
     output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project
-    push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns
+    push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
     restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef
     run_name sapo_temperature_neg sapo_temperature_pos save_on_each_node save_only_model save_strategy
     skip_memory_metrics sync_ref_model tf32 torch_compile_backend torch_compile_mode

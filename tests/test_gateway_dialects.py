@@ -45,7 +45,7 @@ from asyncrl.agents.endpoint.requests import (
 )
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.sampling import ADJUSTMENTS, CUTS, SamplingParameters
+from asyncrl.messages.sampling import CUTS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -630,6 +630,8 @@ async def test_sampling_overrides_follow_the_config() -> None:
         {"top_k": 7, "min_p": 0.1},
         {"temperature": 0.001},
         {"top_k": -1},
+        {"logit_bias": {"5": -1, "7": 2.5}},
+        {"repetition_penalty": 1.5, "frequency_penalty": -2, "presence_penalty": 0.5},
     ]
     # The scripted answers have 13 tokens each.
     for replayed, num_trained in ((frozenset(), 1), (CUTS, 3)):
@@ -646,34 +648,15 @@ async def test_sampling_overrides_follow_the_config() -> None:
                 (1, 0.5, 0, 0),
                 (1, 1, 7, 0.1),
                 (0, 1, 0, 0),
-                (1, 1, 0, 0),
+                *[(1, 1, 0, 0)] * 3,
             ]
+            biased, penalised = world.engine.requests[-2:]
+            assert biased.logit_bias == {5: -1.0, 7: 2.5}
+            assert penalised.parameters == RULES.sampling.parameters | cases[-1]
             rollout = world.session.rollout(0, Outcome(1.0), 1.0)
             num_sampled = sum(branch.num_sampled for branch in rollout)
             assert num_sampled == 13 * num_trained
-            assert world.gateway.gauges()["gateway/untrained"] == 5 - num_trained
-
-
-@in_loop
-async def test_calls_are_trained_with_their_bias_and_penalties() -> None:
-    run = SamplingParameters(logit_bias={9: 2.0}, presence_penalty=0.5)
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {}),
-        ({"logit_bias": {"5": -1, "7": 2.5}}, {"logit_bias": {5: -1.0, 7: 2.5}}),
-        ({"logit_bias": {}}, {"logit_bias": {}}),
-        ({"presence_penalty": 0, "repetition_penalty": 1.5}, {}),
-        ({"frequency_penalty": -2, "presence_penalty": 0.5}, {}),
-    ]
-    world_of = gateway_world(
-        on_sampling_override="honour", replayed=frozenset(ADJUSTMENTS), sampling=run
-    )
-    async with world_of as world:
-        for asked, read_as in cases:
-            assert (await world.ask(**asked))[0] == 200
-            wanted = run.parameters | asked | read_as
-            assert world.engine.requests[-1].parameters == wanted
-        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
-        assert sum(branch.num_sampled for branch in rollout) == 13 * len(cases)
+            assert world.gateway.gauges()["gateway/untrained"] == 7 - num_trained
 
 
 MANY = {f"key {number}": "x" for number in range(2000)}

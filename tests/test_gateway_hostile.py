@@ -71,7 +71,14 @@ async def test_wrong_requests_get_errors_without_the_key(
             ("POST", chat, key, b" " * 2**12, 413, "context_length_exceeded"),
             ("POST", chat, key, chunks(), 413, "context_length_exceeded"),
             ("POST", "/v1/messages/count_tokens", key, b" " * 2**12, 413, None),
-            ("POST", f"/s/{world.session.key}/v1/messages", {}, b" " * 2**12, 413, None),
+            (
+                "POST",
+                f"/s/{world.session.key}/v1/messages",
+                {},
+                b" " * 2**12,
+                413,
+                None,
+            ),
         ):
             async with world.http.request(
                 method, world.url + path, headers=headers, data=data

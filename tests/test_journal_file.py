@@ -48,7 +48,6 @@ from asyncrl.journal.read import (
 )
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import (
-    Adjustment,
     CallSpan,
     Credit,
     GroupId,
@@ -277,18 +276,11 @@ SPANS = st.lists(
     max_size=4,
 )
 NUMBERS = st.floats(-2, 2)
-ADJUSTMENTS = st.builds(
-    Adjustment,
-    logit_bias=st.dictionaries(st.integers(0, 50), NUMBERS),
-    presence_penalty=NUMBERS,
-    repetition_penalty=NUMBERS,
-)
 CALLS = st.builds(
     CallSpan,
     st.integers(0, 50),
     st.integers(0, 50),
-    st.none() | st.text(),
-    st.none() | ADJUSTMENTS,
+    st.text(),
 )
 CREDITS = st.builds(
     Credit,

@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
-from asyncrl.config.trainer_config import ADJUSTED_BYTES, MOST_ADJUSTED
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import find_python, single_node
 from asyncrl.launch.placement import place
@@ -371,20 +370,6 @@ def test_plan_over_capacity_is_refused_with_the_numbers(
 SHARED_COPY = ProcessPlan("weights", "host", "/dev/shm", 0, Memory(copies=2))
 
 # ---- several nodes
-
-
-@pytest.mark.parametrize(
-    "override", ["rollout.presence_penalty=1", "gateway.on_sampling_override=honour"]
-)
-def test_penalties_take_memory_of_the_trainer(override: str) -> None:
-    plain, adjusted = (
-        memory(planned(2, *overrides), "trainer-0") for overrides in ([], [override])
-    )
-    shape = model_shape(load().model)
-    tokens = load().trainer.micro_batch_tokens
-    logits = shape.logits_at_once(tokens, "cuda")
-    assert logits < MOST_ADJUSTED
-    assert adjusted.micro_batch - plain.micro_batch == logits * (1 + ADJUSTED_BYTES)
 
 
 TWO_EACH_NODE = [

@@ -103,7 +103,6 @@ task.python=leaves_here:f -> leaves_here:f cannot be loaded: SystemExit: os._exi
 task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called (leaves_later.py line 2)
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
-rollout.logit_bias={100: 1} -> rollout.logit_bias has token id 100 ... the model knows ids 0..
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """

@@ -24,11 +24,11 @@ class GatewayConfig(FrozenConfig):
     http://host:port).
     """
     on_sampling_override: Literal["auto", "use_config", "honour"] = "auto"
-    """Applies to calls with another temperature, top_p, top_k, min_p, logit_bias or
-    penalty than training. use_config: use the configured values, and refuse another
-    logit_bias. honour: sample as requested; tokens at another temperature are not
-    trained (auto = honour under `asyncrl serve gateway`, use_config
-    in a run).
+    """Applies to calls with another temperature, top_p, top_k or min_p than training,
+    or with a logit_bias or penalty. use_config: use the configured values, and refuse a
+    logit_bias. honour: sample as requested; tokens at another temperature, or with a
+    bias or penalty, are not trained (auto = honour under `asyncrl serve gateway`,
+    use_config in a run).
     """
     tool_format: str = "auto"
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:

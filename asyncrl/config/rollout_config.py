@@ -11,12 +11,8 @@ from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
 from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
 from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import (
-    ADJUSTMENTS,
     CUTS,
-    SAMPLING_PARAMETERS,
-    LogitBias,
-    Penalty,
-    RepetitionPenalty,
+    DRAW_PARAMETERS,
     SamplingParameters,
 )
 
@@ -94,18 +90,6 @@ class RolloutConfig(FrozenConfig):
     """Sample from tokens with at least this share of the likeliest token's probability
     (0 = all).
     """
-    logit_bias: LogitBias = {}
-    """Added to the logits of these token ids, -100 to 100 each. The trainer computes
-    biases and penalties again (docs/sampling.md).
-    """
-    presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens that the call has sampled, -2 to 2."""
-    frequency_penalty: Penalty = 0.0
-    """Subtracted for each time that the call has sampled a token, -2 to 2."""
-    repetition_penalty: RepetitionPenalty = 1.0
-    """Divides the logits above 0, and multiplies those below 0, of tokens of the prompt
-    and the call, 0.01 to 100.
-    """
     timeout_s: PositiveFloat | None = 600.0
     """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
     off)."""
@@ -135,14 +119,8 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def sampling(self) -> SamplingParameters:
-        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
+        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
         return SamplingParameters(**given)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether vLLM drafts tokens; its penalties do not count those of segments."""
-        names = (name.lstrip("-").replace("-", "_") for name in self.vllm)
-        return any(name.startswith(("spec_", "speculative")) for name in names)
 
     @property
     def facts(self) -> EngineCapabilities:
@@ -194,22 +172,8 @@ class RolloutConfig(FrozenConfig):
         return self.max_prompt_tokens + self.max_tokens
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._conflicts_of_adjustments()
         yield from self._conflicts_with_engine()
         yield from self._conflicts_of_urls()
-
-    def _conflicts_of_adjustments(self) -> Iterator[str]:
-        given = ", ".join(self.given(*ADJUSTMENTS))
-        if given and not self.facts.has_model:
-            yield (
-                f"{given}: engine={self.engine} has no logits to change; set engine: embedded or vllm, or "
-                f"remove {given}"
-            )
-        if given and self.has_drafts:
-            yield (
-                f"{given}: vLLM does not apply it exactly to tokens that it drafts; remove {given}, or the "
-                "speculative settings of rollout.vllm"
-            )
 
     def _conflicts_with_engine(self) -> Iterator[str]:
         # A setting of another engine would be ignored, for example a memory limit of

@@ -38,7 +38,7 @@ from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teac
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.sampling import ADJUSTMENTS, CUTS
+from asyncrl.messages.sampling import CUTS
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 MAX_CYCLE = 10_000
@@ -270,12 +270,6 @@ class RunConfig(FrozenConfig):
         """Whether trained calls may have a support. vLLM must be told at its start."""
         has_cuts = self.rollout.sampling.is_cut or self.gateway.honours_sampling
         return has_cuts and self.rollout.facts.reports_supports
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Whether trained calls may have a bias or penalties."""
-        has_own = self.rollout.sampling.adjustment is not None
-        return has_own or self.gateway.honours_sampling
 
     def conflicts(self) -> Iterator[str]:
         for part in (
@@ -515,11 +509,6 @@ class RunConfig(FrozenConfig):
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
         # The teacher scores over the whole vocabulary, so its logprobs and those of a
         # support do not compare.
-        if weight > 0 and self.rollout.sampling.adjustment is not None:
-            yield (
-                f"algorithm.distill_weight={weight} compares with a teacher whose logits have no bias and no "
-                f"penalty; remove rollout.{', rollout.'.join(self.rollout.given(*ADJUSTMENTS))}"
-            )
         if weight > 0 and self.rollout.sampling.is_cut:
             yield (
                 f"algorithm.distill_weight={weight} compares with a teacher over the whole vocabulary; set "

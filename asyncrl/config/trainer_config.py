@@ -16,12 +16,6 @@ CPU_MICRO_BATCH_TOKENS = 3072
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
-MOST_ADJUSTED = 2**20
-"""Logits of a slice that biases and penalties change at once."""
-ADJUSTED_BYTES = 20
-"""Of each while it changes (counted by a test). Each logit of the slice that has changed
-keeps 1 byte until its gradient is known.
-"""
 PROFILE_FOLDER = "profile"
 """Of a run directory; with the files of trainer.profile_steps."""
 

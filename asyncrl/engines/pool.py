@@ -446,11 +446,10 @@ class SegmentJoin:
         tokens = Tokens.join([self._prompt, self._kept, *self._blocks, *self._chunks])
         tokens = tokens.read_again(self._read)
         num_prompt, grammar = len(self._prompt), self.request.grammar
-        adjustment = self.request.adjustment
-        # The trainer must mask and adjust the same logits, or its logprobs would be of
-        # another distribution. One span for all segments: a penalty counts over them.
-        if grammar is not None or adjustment is not None:
-            call = CallSpan(num_prompt, len(tokens), grammar, adjustment)
+        # The trainer must mask the same logits, or its logprobs would be of another
+        # distribution. One span for all segments: the grammar continues over them.
+        if grammar is not None:
+            call = CallSpan(num_prompt, len(tokens), grammar)
             tokens = replace(tokens, calls=(call,) if self.num_tokens else ())
         return Completion(tokens, num_prompt, finish, self.num_interruptions)
 

@@ -104,8 +104,7 @@ class Teacher(RoleClient):
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
         has_term = branch.loss_mask.copy()
-        # Under a grammar or from adjusted logits the teacher would have sampled other
-        # tokens: no term.
+        # Under a grammar the teacher would have sampled other tokens: no term.
         for span in branch.tokens.calls:
             has_term[span.start : span.end] = False
         # The same for a call of an agent with its own top_p, top_k or min_p.

@@ -30,7 +30,7 @@ from asyncrl.launch.supervise import (
     start_all,
     summary_of,
 )
-from asyncrl.messages.sampling import ADJUSTMENTS, CUTS
+from asyncrl.messages.sampling import CUTS
 from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.late_rewards import LateRewards
@@ -119,11 +119,10 @@ def make_gateway(
     # vLLM reports supports only if its start asked for them.
     has_cuts = config.uses_supports or rollout.facts.package is None
     cuts = CUTS if has_cuts else frozenset[str]()
-    adjustments = frozenset[str]() if rollout.has_drafts else frozenset(ADJUSTMENTS)
     rules = CallRules(
         model_name=model_name(config),
         sampling=rollout.sampling,
-        replayed=adjustments | cuts,
+        replayed=cuts,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,

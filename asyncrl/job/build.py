@@ -24,7 +24,7 @@ from asyncrl.job.agent_runtime import (
     single_turn,
     special_tokens,
 )
-from asyncrl.job.check import check_bias, check_everything, find_models
+from asyncrl.job.check import check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
@@ -101,7 +101,6 @@ async def build(
         lifecycle.run_dir, digests | of_rows, is_free=point.may_change_data
     )
 
-    check_bias(config, tokenizer)
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(lifecycle, placement)
     factory = ServerFactory(

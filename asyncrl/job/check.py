@@ -54,7 +54,6 @@ from asyncrl.launch.plan import (
     size_text,
     without_engines,
 )
-from asyncrl.messages.codec import bias_fault
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
@@ -346,7 +345,6 @@ def validate(
     elif ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
-        check_bias(config, tokenizer)
         find_models(config, tokenizer, find_on_disk)
     _try_engines(config, found)
     if ":" in config.algorithm.loss:
@@ -682,15 +680,6 @@ def _check_lengths(
     raise ConfigError(
         note, rule="prompts are never truncated; their rollouts fail", way_out=way_out
     )
-
-
-def check_bias(config: RunConfig, tokenizer: HFChatTokenizer) -> None:
-    """Raise ConfigError for a bias of a token that the model does not know."""
-    fault = bias_fault(config.rollout.logit_bias, tokenizer.vocab_size)
-    if fault is not None:
-        raise ConfigError(
-            f"rollout.{fault.error}", rule=fault.rule, way_out=fault.way_out
-        )
 
 
 def find_models(

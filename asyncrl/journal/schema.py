@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import astuple, replace
 from datetime import date
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -403,7 +404,7 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
             arrays[name] = (
                 planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
             )
-        spans = map(CallSpan.read, head.pop("spans"))
+        spans = starmap(CallSpan, head.pop("spans"))
         return Tokens.from_arrays(arrays, spans), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(

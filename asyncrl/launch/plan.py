@@ -32,10 +32,8 @@ from asyncrl.config.offload_config import (
     Trained,
 )
 from asyncrl.config.trainer_config import (
-    ADJUSTED_BYTES,
     CPU_MICRO_BATCH_TOKENS,
     MIN_SLICE,
-    MOST_ADJUSTED,
     MOST_LOGITS,
 )
 from asyncrl.config.transports import choose_transport
@@ -614,9 +612,6 @@ def model_memory(
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if trainer.deterministic and kind == "cuda":
         work += tokens * DETERMINISTIC_BYTES
-    if config.adjusts_logits:
-        logits = shape.logits_at_once(tokens, kind)
-        work += logits + ADJUSTED_BYTES * min(logits, MOST_ADJUSTED)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.base.errors import ErrorBody
-from asyncrl.messages.records import VersionSpan, read_bias
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
 from asyncrl.messages.tokens import SegmentPart, Tokens, bounds_of
 
@@ -181,7 +181,8 @@ def read_submit(frame: Frame) -> list[Asked]:
         values = dict(zip(_PLAIN, plain, strict=True))
         # JSON has made lists of them.
         values["stop"] = tuple(values["stop"])
-        values["logit_bias"] = read_bias(values["logit_bias"])
+        bias = values["logit_bias"]
+        values["logit_bias"] = {int(token_id): bias[token_id] for token_id in bias}
         values["thinking"] = values["thinking"] and tuple(values["thinking"])
         request = SamplingRequest(
             prompt_ids=prompts[prompt], grammar=grammars[grammar], **values

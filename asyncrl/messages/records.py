@@ -6,8 +6,8 @@ first sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
@@ -54,13 +54,6 @@ class Adjustment:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @classmethod
-    def read(cls, plain: Sequence[Any]) -> Adjustment:
-        names = (one.name for one in fields(cls))
-        values = dict(zip(names, plain, strict=True))
-        values["logit_bias"] = read_bias(values["logit_bias"])
-        return cls(**values)
-
     @property
     def has_penalty(self) -> bool:
         return self.has_own_penalty or self.repetition_penalty != 1.0
@@ -69,11 +62,6 @@ class Adjustment:
     def has_own_penalty(self) -> bool:
         """Whether a penalty depends on the tokens of the call only."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-def read_bias(plain: Mapping[str, float] | Mapping[int, float]) -> dict[int, float]:
-    """Return a bias with ids as numbers; keys of JSON are text."""
-    return {int(token_id): bias for token_id, bias in plain.items()}
 
 
 # A tuple, because it is made for each streamed token, and frames hold it flat: four
@@ -91,22 +79,13 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """Tokens [start, end) were sampled in one call, under its `grammar`, from logits
-    with its `adjustment`. Both begin at `start`.
+    """Tokens [start, end) were sampled in one call, under its `grammar`, which begins at
+    `start`.
     """
 
     start: int
     end: int
-    grammar: str | None = None
-    adjustment: Adjustment | None = None
-
-    @classmethod
-    def read(cls, plain: Sequence[Any]) -> CallSpan:
-        """Return the span of what JSON has made of its fields."""
-        start, end, grammar, adjustment = plain
-        if adjustment is not None:
-            adjustment = Adjustment.read(adjustment)
-        return cls(start, end, grammar, adjustment)
+    grammar: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class SamplingParameters(Adjustment):
 
 SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
 ADJUSTMENTS = tuple(one.name for one in fields(Adjustment))
-"""Parameters that the trainer replays from the ids of the text."""
+"""Parameters of calls that are sampled but not trained: no engine reports the changes."""
 DRAW_PARAMETERS = tuple(name for name in SAMPLING_PARAMETERS if name not in ADJUSTMENTS)
 """Numbers that apply to adjusted logits."""
 CUTS = frozenset(DRAW_PARAMETERS) - {"temperature"}

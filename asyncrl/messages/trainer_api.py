@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +161,11 @@ def pack_batch(
     number_of = dict[str, int]()
     spans = list[tuple[int, int, int]]()
     for call in tokens.calls:
-        _, _, *settings = astuple(call)
-        number = number_of.setdefault(json.dumps(settings), len(number_of))
+        number = number_of.setdefault(call.grammar, len(number_of))
         spans.append((call.start, call.end, number))
     head = {
         "batch": header.model_dump(mode="json"),
-        "settings": [*number_of],
+        "grammars": [*number_of],
         "calls": spans,
     }
     # In an array, because safetensors' own metadata is in its header, which may have
@@ -188,11 +186,8 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
     try:
         arrays: dict[str, Any] = load_safetensors(body)
         head = json.loads(arrays.pop("header").tobytes())
-        settings = [
-            CallSpan.read((0, 0, *json.loads(text))) for text in head["settings"]
-        ]
         calls = [
-            replace(settings[number], start=start, end=end)
+            CallSpan(start, end, head["grammars"][number])
             for start, end, number in head["calls"]
         ]
         return BatchHeader.model_validate(head["batch"]), Tokens.from_arrays(

@@ -40,7 +40,6 @@ from asyncrl.messages.records import Credit, task_of
 from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.adjustments import check_adjusted
 from asyncrl.trainer.packing import LogitSets, MicroBatch
 from asyncrl.trainer.supports import (
     DistillRows,
@@ -89,7 +88,6 @@ def check_batch(
             way_out="use engines that serve this model; start the run again.",
         )
     check_supports(arrays, vocab_size)
-    check_adjusted(arrays, vocab_size)
 
 
 def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:

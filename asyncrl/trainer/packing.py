@@ -23,11 +23,6 @@ from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
 from asyncrl.models.rope_lengths import LengthBorder
-from asyncrl.trainer.adjustments import (
-    AdjustedCalls,
-    ChangedCall,
-    changed_calls,
-)
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
 from asyncrl.trainer.tree import (
@@ -141,10 +136,9 @@ def find_allowed(
 
 
 class LogitSets(NamedTuple):
-    """What restricted and changed the logits of a batch's tokens at sampling."""
+    """What restricted the logits of a batch's tokens at sampling."""
 
     allowed: AllowedSets | None = None
-    adjusted: AdjustedCalls | None = None
     supports: SupportSets | None = None
 
 
@@ -390,8 +384,8 @@ class MicroBatch:
 
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`. Pairs without a
-    support come first; `allowed_P`, `changed` and `distilled` are of these, `supports`
-    of the others.
+    support come first; `allowed_P` and `distilled` are of these, `supports` of the
+    others.
     """
 
     token_ids_N: Tensor
@@ -403,7 +397,6 @@ class MicroBatch:
     source_M: IntN
     sequence_M: Tensor
     allowed_P: AllowedRows | None = None
-    changed: Sequence[ChangedCall] = ()
     supports: SupportRows | None = None
     distilled: DistillRows | None = None
     routing_N: Tensor | None = None
@@ -534,7 +527,7 @@ def _assemble(
     device: torch.device,
     sets: LogitSets = LogitSets(),
 ) -> MicroBatch:
-    allowed, adjusted, supports = sets
+    allowed, supports = sets
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array.astype(np.int64), device)
@@ -555,9 +548,9 @@ def _assemble(
     # Equal continuations share a logprob.
     both_M = np.concatenate(predicts) << 32 | target_M
     _, first_U, pair_M = np.unique(both_M, return_index=True, return_inverse=True)
-    # Under two sets of allowed tokens, two adjustments or two supports, an equal
-    # continuation has two logprobs, so the sets become part of the pair. The last one
-    # decides the order: FULL is -1, so pairs without a support come first.
+    # Under two sets of allowed tokens or two supports, an equal continuation has two
+    # logprobs, so the sets become part of the pair. The last one decides the order:
+    # FULL is -1, so pairs without a support come first.
     for kind in sets:
         if kind is not None:
             set_M = kind.set_N[source_M].astype(np.int64) + 1
@@ -577,7 +570,6 @@ def _assemble(
                 target_M[first_U[num_plain:]],
                 num_plain,
                 device,
-                changed_calls(adjusted, arrays.ids, source_U[num_plain:], device),
             )
     allowed_P = None
     # A support has only allowed tokens, so its pairs need no mask.
@@ -604,7 +596,6 @@ def _assemble(
             np.repeat(np.arange(len(sequences)), [len(part) for part in sources])
         ),
         allowed_P=allowed_P,
-        changed=changed_calls(adjusted, arrays.ids, source_U[:num_plain], device),
         supports=support_rows,
         distilled=DistillRows.of(arrays, source_M, pair_M, device),
         routing_N=routing_N,

@@ -12,7 +12,7 @@ weights' float64.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,6 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
-from asyncrl.trainer.adjustments import ChangedBlock, ChangedCall, change
 from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
@@ -39,8 +38,8 @@ T = TypeVar("T")
 
 
 class Scores(NamedTuple):
-    """Scores of M tokens, float32 nats of softmax(adjusted logits / temperature) over
-    the token's support. Only `logprob_M` and `entry_E` have a gradient. `entry_E`: the
+    """Scores of M tokens, float32 nats of softmax(logits / temperature) over the
+    token's support. Only `logprob_M` and `entry_E` have a gradient. `entry_E`: the
     logprobs of MicroBatch.distilled's entries.
     """
 
@@ -62,13 +61,12 @@ def head_scores(
 
 
 class HeadUse(NamedTuple):
-    """`entries` are in rows without a mask or changes. `is_compiled`: fuse the passes
-    over each slice of logits.
+    """`entries` are in rows without a mask. `is_compiled`: fuse the passes over each
+    slice of logits.
     """
 
     temperature: float
     allowed_M: AllowedRows | None = None
-    changed: Sequence[ChangedCall] = ()
     entries: Entries | None = None
     is_compiled: bool = False
 
@@ -77,12 +75,11 @@ class HeadUse(NamedTuple):
 
     def logits(
         self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> tuple[Tensor, list[ChangedBlock]]:
+    ) -> Tensor:
         logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
-        changed = change(self.changed, logits_MC, part, self.temperature)
         if self.allowed_M is not None:
             self.allowed_M.mask(logits_MC, part)
-        return logits_MC, changed
+        return logits_MC
 
     def body(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return `function`, compiled or overwriting the logits."""
@@ -112,7 +109,7 @@ class _HeadScores(torch.autograd.Function):
         entries = use.entries
         value_E = sum_M.new_empty(0 if entries is None else len(entries.ids))
         for part in _slices(target_M, weight_VD):
-            logits_MC, _ = use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC = use.logits(hidden_MD, weight_VD, bias_V, part)
             of_part = use.entries_in(part)
             # Before add_slice, which may overwrite the logits.
             if of_part is not None:
@@ -160,7 +157,7 @@ class _HeadScores(torch.autograd.Function):
             total_M = grad_M.index_add(0, entries.row_E, grad_E)
         slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
-            logits_MC, changed = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
             sums = (highest_M, sum_M, grad_M, total_M)
             has_bias = grad_bias_V is not None
             place_M = target_M - part.start
@@ -171,8 +168,6 @@ class _HeadScores(torch.autograd.Function):
             narrow_MC, grad_bias_C = slice_gradient(
                 logits_MC, place_M, sums, weight_VD.dtype, has_bias, of_entries
             )
-            for block in changed:
-                block.correct(narrow_MC, grad_bias_C)
             if grad_bias_V is not None:
                 grad_bias_V[part] = grad_bias_C
             grad_hidden_MD += narrow_MC @ weight_VD[part]
@@ -205,19 +200,12 @@ class _SupportScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
-        ctx.slope_E = torch.ones_like(value_E) if supports.changed else None
-        use = HeadUse(temperature, changed=supports.changed)
         for part in _slices(hidden_RD, weight_VD):
             of_part = supports.within(part)
             if of_part is None:
                 continue
-            logits_RC, changed = use.logits(hidden_RD, weight_VD, bias_V, part)
+            logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
             value_E[of_part.entries] = logits_RC[of_part.places]
-            if changed:
-                slope_RC = logits_RC.fill_(1.0)
-                for block in changed:
-                    block.correct(slope_RC, None)
-                ctx.slope_E[of_part.entries] = slope_RC[of_part.places]
             del logits_RC
         exponential_E, *scores = supports.sums(value_E)
         ctx.save_for_backward(hidden_RD, weight_VD, bias_V, exponential_E)
@@ -234,8 +222,6 @@ class _SupportScores(torch.autograd.Function):
         sum_R = torch.zeros_like(grad_R).index_add(0, supports.row_E, exponential_E)
         grad_E = (-grad_R / sum_R)[supports.row_E] * exponential_E
         grad_E[supports.target_R] += grad_R
-        if ctx.slope_E is not None:
-            grad_E *= ctx.slope_E
         narrow_E = grad_E.to(weight_VD.dtype)
         grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=sum_R.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
@@ -468,7 +454,6 @@ class Policy(nn.Module):
                 use = HeadUse(
                     temperature,
                     micro.allowed_P,
-                    micro.changed,
                     micro.distilled,
                     self.is_compiled,
                 )
@@ -485,8 +470,6 @@ class Policy(nn.Module):
             self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
             / temperature
         )
-        whole = slice(0, logits_UV.shape[1])
-        change(micro.changed, logits_UV[:num_plain], whole, temperature)
         if num_plain:
             parts.append(
                 _whole_scores(
@@ -495,7 +478,6 @@ class Policy(nn.Module):
             )
         if supports is not None:
             of_supports_RV = logits_UV[num_plain:]
-            change(supports.changed, of_supports_RV, whole, temperature)
             value_E = of_supports_RV[supports.row_E, supports.id_E]
             parts.append(Scores(*supports.sums(value_E)[1:]))
         return _joined(parts)

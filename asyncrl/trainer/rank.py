@@ -41,7 +41,6 @@ from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
-from asyncrl.trainer.adjustments import find_adjusted
 from asyncrl.trainer.build_model import TrainedModel, reshard, set_up_torch
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.exports import Exports
@@ -313,8 +312,7 @@ class TrainerRank(TrainedModel):
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
-        adjusted = find_adjusted(header, arrays, has_loss)
-        sets = LogitSets(allowed, adjusted, find_supports(arrays, has_loss))
+        sets = LogitSets(allowed, find_supports(arrays, has_loss))
         return BatchNumbers(header, arrays, has_loss, sets=sets)
 
     @cached_property

@@ -22,7 +22,6 @@ from asyncrl.messages.tokens import (
     Tokens,
 )
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.adjustments import ChangedCall
 from asyncrl.trainer.tree import BoolN, IntN
 
 FULL = -1
@@ -152,7 +151,6 @@ class SupportRows(Entries):
     ids.
 
     `row_E`: counted from `num_plain`. `target_R` int64: the entry of each pair's target.
-    `changed`: adjusted logits of these R pairs.
 
     Example: the second pair and the third have the supports {2, 5} and {5}.
         >>> sets = [np.array([2, 5], np.int32), np.array([5], np.int32)]
@@ -163,7 +161,6 @@ class SupportRows(Entries):
 
     num_plain: int
     target_R: Tensor
-    changed: list[ChangedCall]
 
     @classmethod
     def of(
@@ -172,7 +169,6 @@ class SupportRows(Entries):
         target_R: npt.NDArray[np.int64],
         num_plain: int,
         device: torch.device,
-        changed: list[ChangedCall] | None = None,
     ) -> SupportRows:
         """`sets`: the support of each pair. `target_R`: its target, which is in it."""
         ids = np.concatenate(sets)
@@ -186,7 +182,7 @@ class SupportRows(Entries):
         row, id, target = (
             to_device(array.astype(np.int64), device) for array in (row_E, ids, place_R)
         )
-        return cls(row, id, ids, num_plain, target, changed or [])
+        return cls(row, id, ids, num_plain, target)
 
     def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a

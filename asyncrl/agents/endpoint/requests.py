@@ -843,8 +843,8 @@ class RequestReader:
                 # answers.
                 if name == "logit_bias":
                     raise invalid(
-                        f"logit_bias={shown(value)} is refused: training samples with that of the run; set "
-                        "gateway.on_sampling_override: honour.",
+                        f"logit_bias={shown(value)} is refused: training samples without one; set "
+                        "gateway.on_sampling_override: honour to sample with it, without training.",
                         name,
                         code="unsupported_parameter",
                     )
