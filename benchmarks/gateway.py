@@ -1,26 +1,23 @@
-"""Cost of the gateway: added latency, and requests per second of one core, next to
-LiteLLM's proxy.
+"""Cost of the gateway: added latency, and requests per second of one core, next to a
+plain FastAPI server of the same engine.
 
-    python benchmarks/gateway.py [--seconds 60] [--litellm-python VENV/bin/python |
-    --no-litellm] [--write]
+    python benchmarks/gateway.py [--seconds 60] [--write]
 
-The load (this process) and the engine share one core; the proxy has another. The engine
-is simulated: each completion has 32 tokens and takes 32 ms, however many run. LiteLLM
-reaches the same engine over an OpenAI route; it is installed on demand into
-~/.cache/asyncrl-bench and runs one worker without key, database or logging. The load
+The load (this process) and the engine share one core; the server has another. The engine
+is simulated: each completion has 32 tokens and takes 32 ms, however many run. The load
 holds conversations of 4 calls with about 45 tokens per turn; each one is a session of
 our gateway, which ends with its rollout. Opening and ending sessions count as our time,
 not as our requests.
 
-added latency    p50 and p99 of calls through the gateway minus those of the engine, with a mean
+added latency    p50 and p99 of calls through a server minus those of the engine, with a mean
                  pause of 0.3 s between the calls of a session. Medians over the rounds.
-requests         Every session calls again at once. `of a core`: requests per CPU second of the proxy.
+requests         Every session calls again at once. `of a core`: requests per CPU second of
+                 the server.
 plain            A FastAPI server of the same engine with nothing that a gateway adds
                  (gateway_plain.py): what parsing, tokenizing and the engine link cost.
 
-Target: 0.8 of the plain server; 0.75 is reached. Ten times LiteLLM, an earlier target,
-is more than the plain server reaches (8.5). Last line: `ratio: X` = requests per CPU second at 64
-sessions, ours over LiteLLM's.
+Target: 0.9 of the plain server. Last line: `ratio: X` = requests per CPU second at 64
+sessions, ours over the plain server's.
 """
 
 from __future__ import annotations
@@ -32,12 +29,9 @@ import os
 import random
 import re
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -45,7 +39,6 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import psutil
-import yaml
 from common import (
     SMOLLM2,
     START_S,
@@ -61,7 +54,6 @@ from asyncrl.launch.processes import ChildProcess, bind_socket
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-LITELLM_HOME = Path.home() / ".cache" / "asyncrl-bench" / "litellm"
 HOST = "127.0.0.1"
 SESSIONS = 64
 ROUNDS = 3
@@ -148,7 +140,7 @@ class EngineTalk:
 
 
 class Side:
-    """A server under load: LiteLLM's proxy, whose conversations need no session."""
+    """A server under load: the plain one, whose conversations need no session."""
 
     def __init__(self, pid: int, port: int) -> None:
         self.pid = pid
@@ -284,34 +276,34 @@ async def measure(
     return measured
 
 
-async def added_latency(direct: EngineAlone, ours: Ours, seconds: float) -> None:
+async def added_latency(
+    direct: EngineAlone, servers: dict[str, Side], seconds: float
+) -> None:
     """Print the first table."""
-    part_s = seconds / (2 * ROUNDS)
+    sides = {"engine": direct, **servers}
+    part_s = seconds / (len(sides) * ROUNDS)
     rounds = [
-        [
-            await measure(side, SESSIONS, part_s, think_s=THINK_S)
-            for side in (direct, ours)
-        ]
+        {
+            name: await measure(side, SESSIONS, part_s, think_s=THINK_S)
+            for name, side in sides.items()
+        }
         for _ in range(ROUNDS)
     ]
     print(
         f"\nadded latency: {SESSIONS} sessions, mean pause {THINK_S} s, medians of {ROUNDS} rounds"
     )
     print(f"{'':<22}{'p50 ms':>9}{'p99 ms':>9}")
-    for index, name in enumerate(("engine", "through the gateway")):
-        shown = [
-            median(pair[index].percentile_ms(percent) for pair in rounds)
+    for name in sides:
+        added = [
+            median(
+                each[name].percentile_ms(percent)
+                - each["engine"].percentile_ms(percent) * (name != "engine")
+                for each in rounds
+            )
             for percent in (50, 99)
         ]
-        print(f"{name:<22}{shown[0]:>9.2f}{shown[1]:>9.2f}")
-    added = [
-        median(
-            pair[1].percentile_ms(percent) - pair[0].percentile_ms(percent)
-            for pair in rounds
-        )
-        for percent in (50, 99)
-    ]
-    print(f"{'added':<22}{added[0]:>9.2f}{added[1]:>9.2f}")
+        label = name if name == "engine" else f"added by {name}"
+        print(f"{label:<22}{added[0]:>9.2f}{added[1]:>9.2f}")
 
 
 async def request_rates(proxies: dict[str, Side], seconds: float) -> dict[str, float]:
@@ -362,87 +354,6 @@ async def wait_open(port: int, is_dead: Any) -> None:
         ) from None
 
 
-def find_litellm(python: Path | None) -> Path:
-    """Return the Python of LiteLLM's environment; without one, make it."""
-    if python is not None:
-        return python
-    python = LITELLM_HOME / "bin" / "python"
-    if not python.exists():
-        print(f"installing litellm[proxy] into {LITELLM_HOME}, once", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(LITELLM_HOME)], check=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", "litellm[proxy]"], check=True
-        )
-    return python
-
-
-@contextlib.asynccontextmanager
-async def litellm(
-    python: Path, engine_url: str, secret: str, core: int, folder: Path
-) -> AsyncIterator[Side]:
-    """Run LiteLLM's proxy with one worker on one core, and with all it can turn off
-    turned off.
-    """
-    config = {
-        "model_list": [
-            {
-                "model_name": "policy",
-                "litellm_params": {
-                    "model": "openai/sim",
-                    "api_base": f"{engine_url}/v1",
-                    "api_key": secret,
-                },
-            }
-        ],
-        "litellm_settings": {
-            "set_verbose": False,
-            "telemetry": False,
-            "num_retries": 0,
-        },
-        "general_settings": {"disable_spend_logs": True, "disable_error_logs": True},
-    }
-    (folder / "litellm.yaml").write_text(yaml.safe_dump(config))
-    with bind_socket() as listener:
-        port = listener.getsockname()[1]
-    command = [
-        str(python.parent / "litellm"),
-        "--config",
-        str(folder / "litellm.yaml"),
-        "--host",
-        HOST,
-    ]
-    command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LITELLM_MASTER_KEY"
-    }
-    env |= {
-        "LITELLM_MODE": "PRODUCTION",
-        "LITELLM_LOG": "ERROR",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
-    # ours looks no user up either
-    env |= {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
-    with (folder / "litellm.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=folder,
-            env=env,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )
-    try:
-        await wait_open(port, lambda: process.returncode is not None)
-        yield Side(process.pid, port)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
 async def run(
     arguments: argparse.Namespace, folder: Path, cores: Sequence[int]
 ) -> None:
@@ -461,7 +372,6 @@ async def run(
         "mean_tokens": TOKENS,
         "sigma": 0.0,
         "core": other_core,
-        "text": "lorem ipsum dolor sit amet " * 5,
     }
     with bind_socket() as listener:
         port = listener.getsockname()[1]
@@ -481,7 +391,6 @@ async def run(
         )
         await wait_open(port, lambda: gateway.returncode is not None)
         ours = Ours(gateway.pid or 0, port)
-        await added_latency(EngineAlone(engine, secret), ours, 0.4 * arguments.seconds)
         with bind_socket() as listener:
             plain_port = listener.getsockname()[1]
         plain_spec = spec | {"port": plain_port}
@@ -493,11 +402,8 @@ async def run(
             "ours": ours,
             "plain": Side(plain.pid or 0, plain_port),
         }
-        if not arguments.no_litellm:
-            python = find_litellm(arguments.litellm_python)
-            proxies["LiteLLM"] = await stack.enter_async_context(
-                litellm(python, engine.url, secret, proxy_core, folder)
-            )
+        direct = EngineAlone(engine, secret)
+        await added_latency(direct, proxies, 0.4 * arguments.seconds)
         rates = await request_rates(proxies, 0.6 * arguments.seconds)
         stats = await ours.stats()
         print(
@@ -508,26 +414,12 @@ async def run(
             raise SystemExit(
                 f"conversations did not extend their record, or were refused: {stats}"
             )
-    print(f"of a plain FastAPI server: {rates['ours'] / rates['plain']:.2f}")
-    if "LiteLLM" in rates:
-        print(f"ratio: {rates['ours'] / rates['LiteLLM']:.2f}")
-    else:
-        print("no ratio: LiteLLM was skipped (--no-litellm)")
+    print(f"ratio: {rates['ours'] / rates['plain']:.2f}")
 
 
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
-    parser.add_argument(
-        "--litellm-python",
-        type=Path,
-        help="python with litellm[proxy] (default: made once)",
-    )
-    parser.add_argument(
-        "--no-litellm",
-        action="store_true",
-        help="measure only ours, and print no ratio",
-    )
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

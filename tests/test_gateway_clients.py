@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -455,3 +456,23 @@ async def test_responses_branch_and_return_requested_logprobs() -> None:
         told = await talk.respond("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
+
+
+@in_loop
+async def test_ids_of_kimi_fit_anthropics_pattern_and_come_back() -> None:
+    head = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    says = f"{head}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
+    async with talking(says, "Done.", tool_format="kimi") as talk:
+        answer = await talk.message(tools=tools)
+        (block,) = answer.content
+        assert re.fullmatch("[a-zA-Z0-9_-]{1,64}", block.id)
+        call = block.model_dump(include={"type", "id", "name", "input"})
+        result = {"type": "tool_result", "tool_use_id": block.id, "content": "r"}
+        history = [
+            *HI,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        await talk.message(history, tools=tools)
+        assert talk.is_one_branch_of(says, "Done.")

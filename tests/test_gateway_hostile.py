@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -248,3 +250,20 @@ async def test_internal_error_is_a_500_without_the_key(
         assert branch.num_sampled == 13
         assert "ZeroDivisionError" in caplog.text
         assert world.session.key not in caplog.text
+
+
+@in_loop
+async def test_screenshots_become_notes_and_too_many_an_overflow() -> None:
+    image = {"type": "image_url", "image_url": {"url": "A" * (6 * 2**20)}}
+    async with gateway_world() as world:
+        for num_images, status, code in (
+            (1, 200, None),
+            (6, 413, "context_length_exceeded"),
+        ):
+            result = {"role": "tool", "content": [image] * num_images}
+            body = json.dumps({"messages": [result]}).encode()
+            headers = {"Content-Encoding": "gzip"}
+            answer = await world.post(gzip.compress(body, 1), headers=headers)
+            assert answer[0] == status, answer
+            assert answer[1].get("error", {}).get("code") == code
+        assert world.session.overflow is not None

@@ -715,3 +715,32 @@ async def test_agent_that_only_delegates_may_have_the_reward() -> None:
         outcome = Outcome(turn_rewards={"main": 1.0, "searcher": 0.5})
         (branch,) = world.session.rollout(0, outcome, 0.0)
         assert branch.credits[0].reward == 0.5
+
+
+@in_loop
+async def test_message_that_changes_between_calls_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gateway_world() as world:
+        for number in range(3):
+            clock = {"role": "system", "content": f"It is 12:0{number}."}
+            history = [{"role": "assistant", "content": "Hello there."}, *HI] * number
+            assert (await world.post({"messages": [clock, *HI, *history]}))[0] == 200
+        other = [{"role": "system", "content": "You plan."}, {**HI[0], "content": "x"}]
+        assert (await world.post({"messages": other}))[0] == 200
+    (record,) = [each for each in caplog.records if "differs" in each.message]
+    assert "messages[0] (system) differs from the call before" in record.message
+    assert "It is 12:01." in record.message
+
+
+@in_loop
+async def test_agent_without_a_call_is_told_of_caches() -> None:
+    async with gateway_world() as world:
+        for end in (
+            world.session.last_completion,
+            lambda: world.session.rollout(0, Outcome(1.0), 1.0),
+        ):
+            with pytest.raises(RolloutFailure, match="without a call") as failure:
+                end()
+            assert failure.value.kind == FailureKind.NO_CALL
+            assert "litellm.cache" in str(failure.value)

@@ -20,6 +20,7 @@ from gateway_cases import (
     num_calls,
     talking,
 )
+from test_gateway_dialects import BASES
 
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE
 from asyncrl.base.errors import EngineError
@@ -172,3 +173,21 @@ async def test_error_behind_the_head_is_an_event(path: str, error: Exception) ->
             )
             for told in (last, await response.json()):
                 assert "it died" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BASES)
+@in_loop
+async def test_no_event_has_a_line_end_inside(path: str) -> None:
+    text = "\x85\u2028\u2029\r"
+    async with gateway_world(ScriptedEngine(lambda _: text)) as world:
+        for stream in (False, True):
+            async with world.http.post(
+                world.url + path,
+                headers=world.headers,
+                json=BASES[path] | {"stream": stream},
+            ) as response:
+                raw = (await response.read()).decode()
+            lines = raw.splitlines()
+            assert all(line.startswith(("data: ", "event: ", "")) for line in lines)
+            assert lines == raw.removesuffix("\n").split("\n")
+            assert all(part in raw for part in (r"\u2028", r"\u2029", r"\u0085"))

@@ -135,6 +135,17 @@ async def test_page_of_the_routes_needs_no_other_server() -> None:
 
 
 @in_loop
+async def test_models_have_the_lengths_of_the_run() -> None:
+    async with (
+        gateway_world() as world,
+        world.http.get(f"{world.url}/v1/models/", headers=world.headers) as response,
+    ):
+        (model,) = (await response.json())["data"]
+    lengths = [model[f"max_{name}"] for name in ("model_len", "input_tokens", "tokens")]
+    assert lengths == [2400, 2000, 400]
+
+
+@in_loop
 async def test_health_states_why_the_run_is_ending() -> None:
     async with gateway_world(
         ScriptedEngine(error=ComponentError("engine-0", "it is gone"))
@@ -179,10 +190,9 @@ async def test_new_connections_replace_those_that_wait_longest(
 async def test_clients_that_close_get_the_answer_to_large_bodies(key: str) -> None:
     async with gateway_world() as world:
         key = world.session.key if key == "right" else key
-        data = (
-            head(key, 2**25).replace(b"Host", b"Connection: close\r\nHost", 1)
-            + b" " * 2**25
-        )
+        data = head(key, 2**25 + 1).replace(
+            b"Host", b"Connection: close\r\nHost", 1
+        ) + b" " * (2**25 + 1)
         answer = await all_of(*await raw(world, data))
         assert answer.startswith(
             b"HTTP/1.1 413" if key == world.session.key else b"HTTP/1.1 401"

@@ -713,3 +713,40 @@ async def test_wrong_user_parser_fails_the_rollout_by_name() -> None:
                 await asyncio.Event().wait()
         status, told = await asking
         assert (status, told["error"]["code"]) == (410, "session_ended")
+
+
+GLM = "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value>"
+HARMONY = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+SECTION = "<|tool_calls_section_begin|>"
+KIMI = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+RARE: list[tuple[str, str, list[str], str]] = [
+    ("glm", f"{GLM} Then text.", ['{"x": 1}'], "Then text."),
+    ("glm", f"{GLM}{GLM}</tool_call>", ['{"x": 1}'] * 2, ""),
+    ("gpt_oss", f"{HARMONY}<|call|>", ["{}"], ""),
+    ("gpt_oss", f"<|channel|>commentary{HARMONY}{{}}<|call|>", ["{}"], ""),
+    ("gpt_oss", "<|channel|>final<|channel|>final<|message|>Hi<|return|>", [], "Hi"),
+    ("kimi", f"{SECTION}{KIMI}<|tool_call_end|>", ["{}"], ""),
+    ("kimi", f"{SECTION}{KIMI}{{}}<|tool_call_end|>{KIMI}{{}}", ["{}"] * 2, ""),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a"}, {"name": "f", "arguments": {}, "id": "a"}]',
+        ["{}"] * 2,
+        "",
+    ),
+]
+"""vLLM 0.32 reads the same calls, but for GLM's second one."""
+
+
+@pytest.mark.parametrize(("name", "text", "arguments", "content"), RARE)
+def test_rare_forms_are_calls_with_ids_of_their_own(
+    name: str, text: str, arguments: list[str], content: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for size in (1, len(text)):
+        reader = AnswerReader(find_tool_format(name, ""), tools)
+        for start in range(0, len(text), size):
+            reader.feed(text[start : start + size])
+        reader.feed("", is_last=True)
+        assert [call.text for call in reader.calls] == arguments
+        assert len({call.id for call in reader.calls}) == len(arguments)
+        assert reader.content.strip() == content

@@ -28,6 +28,7 @@ class FailureKind(StrEnum):
     QUOTA = "quota"
     CORRUPT_RESULT = "corrupt_result"
     CLOCK_SKEW = "clock_skew"
+    NO_CALL = "no_call"
     # Not of the infrastructure, or not for certain.
     CRASH_AFTER_ANSWER = "crash_after_answer"
     TIMEOUT_AFTER_ANSWER = "timeout_after_answer"
@@ -81,6 +82,8 @@ WAYS_OUT = {
     FailureKind.QUOTA: "raise the quota of that account, or lower generator.concurrency.",
     FailureKind.CORRUPT_RESULT: "correct what returns it: finite numbers, for completions that exist.",
     FailureKind.CLOCK_SKEW: "set the clocks of the workers' hosts (NTP).",
+    FailureKind.NO_CALL: "turn off caches of answers (litellm.cache, LangChain's set_llm_cache, "
+    "dspy.configure_cache), and let the agent call the model at its session's address, with its key.",
     FailureKind.CRASH_AFTER_ANSWER: f"{_LOG}; if the policy is the cause, return a reward.",
     FailureKind.TIMEOUT_AFTER_ANSWER: "raise rollout.timeout_s, or limit the agent's tools and turns.",
     FailureKind.LIMIT: "raise that limit, or set generator.on_overflow=truncate.",

@@ -30,7 +30,7 @@ from asyncrl.agents.endpoint.prefix_match import (
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
-from asyncrl.base.failures import FailureKind
+from asyncrl.base.failures import WAYS_OUT, FailureKind
 from asyncrl.messages.records import (
     Completion,
     Credit,
@@ -57,14 +57,9 @@ class PromptPlan:
     parent: ChatNode | None
     match: PromptMatch | None
     whole: Prefix
-
-    @property
-    def prompt_ids(self) -> npt.NDArray[np.int32]:
-        return (
-            np.concatenate([self.parent.all_ids(), self.added])
-            if self.parent
-            else self.added
-        )
+    prompt_ids: npt.NDArray[np.int32]
+    changed: int | None = None
+    """The message whose change began a branch."""
 
     @property
     def text(self) -> str:
@@ -117,6 +112,7 @@ class Capture:
         """How the last trained call of each branch read the tokens before its own."""
         self._recorded = Recorded(self.frames)
         self._num_calls = 0
+        self._last_forms: Sequence[int] = ()
 
     @property
     def num_completions(self) -> int:
@@ -178,6 +174,11 @@ class Capture:
         # Nothing is recorded yet, so the harness cannot have edited anything.
         if parent is None and not self._nodes:
             how = "new"
+        changed = None
+        if match is not None:
+            if how == "edited":
+                changed = match.chain.changed_since(self._last_forms)
+            self._last_forms = match.chain.forms
         self.counts.update(["calls", how])
         if match is not None:
             self.counts.update(f"kept_{name}" for name in match.deviations)
@@ -185,7 +186,10 @@ class Capture:
         # Calls get numbers when they are planned. Parallel answers end in any order,
         # and a call that is never delivered leaves a gap.
         self._num_calls += 1
-        return PromptPlan(self._num_calls - 1, how, added, parent, match, whole)
+        ids = np.concatenate([parent.all_ids(), added]) if parent else added
+        return PromptPlan(
+            self._num_calls - 1, how, added, parent, match, whole, ids, changed
+        )
 
     def record(
         self,
@@ -286,12 +290,7 @@ class Capture:
         RolloutFailure.
         """
         if not self._nodes:
-            way_out = (
-                "let it call the model with its session's key, or return a reward."
-            )
-            raise RolloutFailure(
-                "the harness ended without a completion or a reward", way_out=way_out
-            )
+            raise _no_call()
         # Not the last recorded one: the order in which parallel answers end depends on
         # the engines' speed, and the task may score this text.
         last = max(self._nodes.values(), key=lambda node: node.order)
@@ -313,6 +312,8 @@ class Capture:
         `by_turn`: each completion has a credit, in the order of the calls; without
         turn_rewards, the last one earns `reward`. Raises RolloutFailure.
         """
+        if not self._nodes:
+            raise _no_call()
         nodes = _in_order(self._nodes.values(), outcome)
         trained = [node for node in nodes if node.has_loss]
         # A branch ends at its last trained answer. Untrained answers behind it would
@@ -361,6 +362,15 @@ class Capture:
             )
             rollout.append(trajectory)
         return tuple(rollout)
+
+
+def _no_call() -> RolloutFailure:
+    return RolloutFailure(
+        "the agent ended without a call of the model",
+        rule="its answer may come from a cache of its framework, and nothing of it can be trained",
+        way_out=WAYS_OUT[FailureKind.NO_CALL],
+        kind=FailureKind.NO_CALL,
+    )
 
 
 # ---- branches

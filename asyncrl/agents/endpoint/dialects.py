@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import BaseModel
-from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.calls import (
@@ -19,7 +18,7 @@ from asyncrl.agents.endpoint.calls import (
     GatewayCall,
     StoredChat,
 )
-from asyncrl.agents.endpoint.requests import ApiError
+from asyncrl.agents.endpoint.requests import ApiError, CallRules, dumped
 from asyncrl.agents.endpoint.tool_formats import Block
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def encoded(*events: Event) -> bytes:
         # Chunks of chats have no type, and OpenAI sends them as data lines only.
         if "type" in event:
             texts.append(f"event: {event['type']}\n".encode())
-        texts.append(b"data: %b\n\n" % to_json(event, inf_nan_mode="null"))
+        texts.append(b"data: %b\n\n" % dumped(event))
     return b"".join(texts)
 
 
@@ -146,17 +145,14 @@ def anthropic_error(error: ApiError) -> dict[str, object]:
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     # Both vendors' clients call /v1/models. Anthropic's always send this header.
     is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
-    return (
-        to_json(anthropic_error(error), inf_nan_mode="null")
-        if is_anthropics
-        else error.body()
-    )
+    return dumped(anthropic_error(error)) if is_anthropics else error.body()
 
 
-def model_body(model: str, name: str | None) -> dict[str, object]:
+def model_body(rules: CallRules, name: str | None) -> dict[str, object]:
     """Return the model `name`, or the list of models if None. Raises ApiError (404) for
     another model.
     """
+    model = rules.model_name
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")
@@ -165,6 +161,9 @@ def model_body(model: str, name: str | None) -> dict[str, object]:
         "type": "model",
         "display_name": model,
         "created_at": "1970-01-01T00:00:00Z",
+        "max_model_len": rules.max_length,
+        "max_input_tokens": rules.max_prompt_tokens,
+        "max_tokens": rules.max_tokens,
     }
     if name is not None:
         return body

@@ -17,7 +17,6 @@ from typing import Any, get_args
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -41,6 +40,7 @@ from asyncrl.agents.endpoint.requests import (
     NO_RETRY,
     ApiError,
     CallRules,
+    dumped,
     invalid,
     shown,
     too_large,
@@ -109,7 +109,6 @@ class Gateway:
     ) -> None:
         """`on_broken` ends the run."""
         self._config = config
-        self._model = rules.model_name
         self.sessions = Sessions(config)
         self._broken: ComponentError | None = None
 
@@ -148,7 +147,7 @@ class Gateway:
             add(f"{prefix}/models/{{model:path}}", self._models)
         app.add_api_route("/health", self._health)
         app.router.routes += [*openapi.ROUTES, *extra_routes]
-        return Router([*routes, Mount("/", app)])
+        return _Router([*routes, Mount("/", app)])
 
     def add_route(
         self,
@@ -334,7 +333,7 @@ class Gateway:
                 )
             else:
                 await route.sample(session, call)
-                rest = to_json(writer.body(call), inf_nan_mode="null")
+                rest = dumped(writer.body(call))
             # Nothing is awaited between this test and the record, so the capture has
             # exactly the answers that are written to connected clients.
             if not is_connected(request):
@@ -355,7 +354,9 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))
-        return JSONResponse(model_body(self._model, request.path_params.get("model")))
+        return JSONResponse(
+            model_body(self._route.rules, request.path_params.get("model"))
+        )
 
     async def _health(self, request: Request) -> Response:
         if self._broken is None:
@@ -365,6 +366,13 @@ class Gateway:
 
 def is_connected(request: Request) -> bool:
     return not request.scope["connection"].transport.is_closing()
+
+
+class _Router(Router):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A redirect would send some clients to the proxy's inner address.
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        await super().__call__(scope, receive, send)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,16 @@ NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_SHOWN = 80
 
 
+def dumped(value: object) -> bytes:
+    """Return JSON without the characters at which line readers of some clients split a
+    stream.
+    """
+    text = to_json(value, inf_nan_mode="null")
+    for line_end in "\x85\u2028\u2029":
+        text = text.replace(line_end.encode(), f"\\u{ord(line_end):04x}".encode())
+    return text
+
+
 class ApiError(Exception):
     """Error answer to one call."""
 
@@ -79,7 +89,7 @@ class ApiError(Exception):
             self.anthropics = re.sub(pattern, name, self.anthropics)
 
     def body(self) -> bytes:
-        return to_json({"error": self.error}, inf_nan_mode="null")
+        return dumped({"error": self.error})
 
 
 def invalid(
