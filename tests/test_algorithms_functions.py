@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from trainer_cases import assert_all_close, make_batch, make_spec
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import (
@@ -26,9 +28,10 @@ from asyncrl.algorithms.advantages import (
     rloo,
 )
 from asyncrl.algorithms.losses import LossTokens, correct, interpolate, kl
-from asyncrl.algorithms.registry import RECIPES, resolve
+from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, RECIPES, resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig
+from asyncrl.trainer.objective import BatchNumbers, Objective
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(
     encoding="utf-8"
@@ -46,6 +49,36 @@ def numbered(*lengths: int) -> Tensor:
     return torch.repeat_interleave(
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
     )
+
+
+COMPARED = [{"advantage": name} for name in BUILT_IN_ADVANTAGES if name[0] != "g"]
+COMPARED += [{"advantage": "grpo"}, {"advantage": "grpo_sample"}]
+COMPARED += [{"advantage": "rloo", "turn_discount": 0.5}]
+COMPARED += [{"advantage": "gigpo", "turn_discount": 0.5}]
+COMPARED += [{"advantage": "gae", "gae_lambda": 1.0}]
+
+
+@pytest.mark.parametrize("settings", COMPARED)
+def test_large_rewards_have_the_advantages_of_their_differences(
+    settings: dict[str, Any],
+) -> None:
+    header, arrays = make_batch(num_groups=3)
+    spec = make_spec(Path(), Path(), algorithm=settings)
+    found = []
+    for offset in (0.0, 2.0**30, -(10.0**9)):
+        entries = [
+            one.model_copy(update={"reward": one.sample_index * 0.125 + offset})
+            for one in header.trajectories
+        ]
+        moved = header.model_copy(update={"trajectories": entries})
+        batch = BatchNumbers(moved, arrays, arrays.is_sampled)
+        if settings["advantage"] == "gae":
+            batch.value_N = np.zeros(len(arrays), np.float32)
+        advantage_N = Objective(spec).advantages(batch)
+        assert advantage_N.dtype == np.float32
+        found.append(torch.from_numpy(advantage_N[arrays.is_sampled]))
+    assert len(found[0].unique()) > 2
+    assert_all_close(found[1:], [found[0]] * 2, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 gae has one per token.
 
 All functions but checked_advantages, gae, whitened, gigpo and turn_rloo take `reward_B`
-float32, finite, and `group_B` int64 (0 to num_groups - 1), and return float32 [B]. If
-all compared rewards are equal, the advantage is exactly 0. Standard deviations are of
-the population, except in grpo_sample and lite_ppo.
+float64, finite, and `group_B` int64 (0 to num_groups - 1), and return float64 [B]. In
+float32, rewards near 1e9 would be rounded to multiples of 64. If all compared rewards
+are equal, the advantage is exactly 0. Standard deviations are of the population, except
+in grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) ->
     if not (is_one_each and torch.isfinite(given).all()):
         raise ConfigError(
             f"algorithm.advantage={config.advantage} returned {given}",
-            rule="it returns a finite float32 tensor, one advantage a reward",
+            rule="it returns a finite tensor, one advantage a reward",
             way_out="correct the function, or set algorithm.advantage=grpo.",
         )
     advantage_B: Tensor = given.detach().float()
@@ -146,7 +147,7 @@ class Turns:
 
 
 def rewards_to_go(reward_B: Tensor, turns: Turns, discount: float) -> Tensor:
-    """Return G_t = reward_t + discount * G_t+1 of each turn, float32 [B].
+    """Return G_t = reward_t + discount * G_t+1 of each turn, float64 [B].
 
     A turn cannot change the rewards before it, so leaving them out takes variance from
     the policy gradient and no part of its mean. Sutton and Barto, Reinforcement
@@ -155,11 +156,11 @@ def rewards_to_go(reward_B: Tensor, turns: Turns, discount: float) -> Tensor:
     to_go_RT = turns.table(reward_B)
     for turn in reversed(range(to_go_RT.shape[1] - 1)):
         to_go_RT[:, turn] += discount * to_go_RT[:, turn + 1]
-    return to_go_RT[turns.rollout_B, turns.turn_B].float()
+    return to_go_RT[turns.rollout_B, turns.turn_B]
 
 
 def turn_rloo(to_go_B: Tensor, turns: Turns) -> Tensor:
-    """Subtract the mean of the group's other rollouts at the same turn, float32 [B].
+    """Subtract the mean of the group's other rollouts at the same turn, float64 [B].
 
         advantage_i,t = G_i,t - mean over j != i of G_j,min(t, last turn of j)
 
@@ -187,19 +188,19 @@ def turn_rloo(to_go_B: Tensor, turns: Turns) -> Tensor:
     sum_RT = torch.zeros_like(held_RT).index_add(0, turns.group_R, above_RT)
     others_RT = sum_RT[turns.group_R] - above_RT
     advantage_RT = above_RT - others_RT / (size_R - 1).clamp(min=1)[:, None]
-    return advantage_RT[turns.rollout_B, turns.turn_B].float()
+    return advantage_RT[turns.rollout_B, turns.turn_B]
 
 
 def gigpo(
     reward_B: Tensor, to_go_B: Tensor, turns: Turns, state_weight: float
 ) -> Tensor:
     """Return grpo of the rollouts' sums of rewards, plus state_weight * grpo of the
-    rewards to go of turns from the same state, float32 [B].
+    rewards to go of turns from the same state, float64 [B].
 
     A state that no other turn of the group shares adds 0. GiGPO,
     https://arxiv.org/abs/2505.10978, with the standard deviation as its F_norm.
     """
-    sum_R = turns.table(reward_B).sum(1).float()
+    sum_R = turns.table(reward_B).sum(1)
     of_rollout_B = grpo(sum_R, turns.group_R)[turns.rollout_B]
     return of_rollout_B + state_weight * grpo(to_go_B, turns.state_B)
 
@@ -260,7 +261,7 @@ def whitened(advantage_M: Tensor) -> Tensor:
 
 
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (reward - mean of the group, size of the group), float32 [B] both."""
+    """Return (reward - mean of the group, size of the group), float64 [B] both."""
     size_B = sequence_sum(torch.ones_like(reward_B), group_B)
     centred_B = reward_B - sequence_sum(reward_B, group_B) / size_B
     # The mean of equal rewards may round: three times 0.9 has a mean of 0.8999999. So

@@ -49,6 +49,7 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN
 
 Float32N = npt.NDArray[np.float32]
+Float64N = npt.NDArray[np.float64]
 Stats = dict[str, Tensor | float]
 
 
@@ -249,9 +250,10 @@ class Compare:
             group_B = turns.group_R[turns.rollout_B]
             to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
             if settings.advantage == "gigpo":
-                return gigpo(reward_B, to_go_B, turns, settings.state_weight)
+                state_weight = settings.state_weight
+                return gigpo(reward_B, to_go_B, turns, state_weight).float()
             if settings.advantage in TURN_ADVANTAGES:
-                return turn_rloo(to_go_B, turns)
+                return turn_rloo(to_go_B, turns).float()
             reward_B = to_go_B
         given = self._function(reward_B, group_B)
         return checked_advantages(given, reward_B, settings)
@@ -297,7 +299,7 @@ class Objective:
             "credits cover every sampled token"
         )
         rewards = [unit.reward for unit in units]
-        reward_B = torch.tensor(rewards, dtype=torch.float32)
+        reward_B = torch.tensor(rewards, dtype=torch.float64)
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
@@ -332,7 +334,7 @@ class Objective:
         """Return the advantage of each unit, float32 [B]."""
         if not self.spec.algorithms:
             return self._advantages[""](units, reward_B)
-        advantage_B = torch.zeros_like(reward_B)
+        advantage_B = torch.zeros(len(units))
         places = dict[str, list[int]]()
         for place, unit in enumerate(units):
             places.setdefault(unit.task, []).append(place)
@@ -343,12 +345,12 @@ class Objective:
         return advantage_B
 
     def _estimate(
-        self, batch: BatchNumbers, value_N: Float32N, reward_B: Float32N, unit_N: IntN
+        self, batch: BatchNumbers, value_N: Float32N, reward_B: Float64N, unit_N: IntN
     ) -> tuple[Float32N, Float32N]:
         """Return advantages and returns by gae, float32 [N], 0 without a sampled token."""
         settings = self.settings
         is_sampled = batch.arrays.is_sampled
-        reward_N = np.zeros(len(is_sampled), np.float32)
+        reward_N = np.zeros(len(is_sampled))
         lengths = list[int]()
         for entry in batch.header.trajectories:
             place_M = entry.start + np.flatnonzero(is_sampled[entry.start : entry.end])
@@ -358,19 +360,18 @@ class Objective:
             reversed_M = place_M[::-1]
             unit_U, first_U = np.unique(unit_N[reversed_M], return_index=True)
             reward_N[reversed_M[first_U]] = reward_B[unit_U]
-        estimates = gae(
+        advantage_M, return_M = gae(
             torch.from_numpy(reward_N[is_sampled]),
             torch.from_numpy(value_N[is_sampled]),
             torch.tensor(lengths),
             settings.discount,
             settings.gae_lambda,
         )
-        advantage_N, return_N = np.zeros((2, len(is_sampled)), np.float32)
-        advantage_N[is_sampled], return_N[is_sampled] = estimates
         if settings.whiten_advantages:
-            has_loss = batch.has_loss
-            advantage_M = torch.from_numpy(advantage_N[has_loss])
-            advantage_N[has_loss] = whitened(advantage_M)
+            has_loss_M = torch.from_numpy(batch.has_loss[is_sampled])
+            advantage_M[has_loss_M] = whitened(advantage_M[has_loss_M])
+        advantage_N, return_N = np.zeros((2, len(is_sampled)), np.float32)
+        advantage_N[is_sampled], return_N[is_sampled] = advantage_M, return_M
         return advantage_N, return_N
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
