@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["RunConfig", "RunRecord", "__version__", "load_config", "read_run", "run"]
 _FOUND_IN = {
     "RunConfig": "asyncrl.config",

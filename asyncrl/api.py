@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.signals import heard_stops, is_in_main_thread, usual_signals
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.job.lifecycle import SIGNALS, SentSignals, new_run_dir
+from asyncrl.job.lifecycle import SentSignals, new_run_dir
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.read_run import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
@@ -67,7 +67,7 @@ def run(
     signals = SentSignals()
 
     def train() -> None:
-        with serving():
+        with usual_signals(), serving():
             run_job(
                 loaded,
                 folder,
@@ -101,8 +101,8 @@ def _run_in_thread(train: Callable[[], None], signals: SentSignals) -> None:
     def forward(number: int, frame: object) -> None:
         signals.send(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}
+    numbers = heard_stops() if is_in_main_thread() else ()
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
         with ThreadPoolExecutor(1, "asyncrl run") as pool:
             training = pool.submit(train)

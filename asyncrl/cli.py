@@ -14,6 +14,7 @@ import typer
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.signals import usual_signals
 from asyncrl.config import load_any, load_config, load_sft
 from asyncrl.config.load import name_of_config, usage_hint
 
@@ -583,7 +584,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # PYTHONIOENCODING=ascii
     try:
         try:
-            app()
+            with usual_signals():
+                app()
         except SystemExit as ended:
             # typer has printed click's error and only SystemExit is left, but its
             # context still names the option.

@@ -185,10 +185,6 @@ class Crashes:
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        if process.returncode == 2 and "has trained" in stderr and self.kills:
-            # the last kill came when all was said, and nothing but the end of the
-            # process was still to come
-            return False
         is_up = "ready after" in stdout or "resuming from" in stdout
         if process.returncode == 1 and "was killed by SIGKILL" in stderr and not is_up:
             # a process that is lost while the run starts up ends the run by name:

@@ -32,6 +32,7 @@ from journal_cases import RUN_ID, admit, make_batch, with_journal
 import asyncrl
 from asyncrl.base.errors import ComponentError, ConfigError, JournalError
 from asyncrl.base.files import run_lock
+from asyncrl.base.signals import STOPS
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
@@ -39,7 +40,6 @@ from asyncrl.job.agent_runtime import AgentRuntime
 from asyncrl.job.build import prepare_model
 from asyncrl.job.lifecycle import (
     CLOSE_TIMEOUT_S,
-    SIGNALS,
     Lifecycle,
     locked_run_dir,
 )
@@ -350,7 +350,7 @@ def test_signal_while_a_run_begins_in_a_thread_is_kept(
 
 def test_handlers_of_signals_return_after_a_run(tmp_path: Path) -> None:
     def handlers() -> list[Any]:
-        return [signal.getsignal(number) for number in SIGNALS]
+        return [signal.getsignal(number) for number in STOPS]
 
     async def live() -> int:
         assert handlers() != earlier

@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import NUM_STEPS
 from crash_fuzz import (
@@ -26,10 +31,13 @@ from crash_fuzz import (
 )
 from held_task import hold, release
 from job_runs import (
+    RUN,
     all_gone,
     children_of,
     engine_events,
+    environment,
     read_lines,
+    roomy,
     run,
     staging_of,
     start,
@@ -262,6 +270,63 @@ def test_without_any_checkpoint_the_journal_is_enough(
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2
     assert "train again" in names
+
+
+HOSTILE = """
+    import os, signal, sys
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.SIGRTMAX))
+    os.execv(sys.executable, sys.argv[1:])
+"""
+
+
+def start_by_hostile_parent(config: Path, run_dir: Path) -> subprocess.Popen[str]:
+    """Start a run from a program that ignores and blocks signals."""
+    hostile = [sys.executable, "-c", textwrap.dedent(HOSTILE)]
+    run_command = [*RUN, str(config), "--run-dir", str(run_dir)]
+    process = subprocess.Popen(
+        hostile + run_command,
+        env=environment(HELD_RUN_DIR=str(run_dir)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return roomy(process)
+
+
+def test_signal_to_all_processes_makes_a_checkpoint(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
+    """As systemd, scancel, Slurm's --signal and a closed terminal send them."""
+    run_dir = tmp_path / "run"
+    lives = [
+        (start, signal.SIGTERM),
+        (start, signal.SIGHUP),
+        (start_by_hostile_parent, signal.SIGUSR1),
+    ]
+    for number, (begin, sent) in enumerate(lives, 1):
+        hold(run_dir, 3 * number)
+        process = begin(on_policy, run_dir)
+        wait_for_steps(run_dir, 3 * number, process)
+        if begin is start_by_hostile_parent:
+            for ignored in (signal.SIGINT, signal.SIGHUP):
+                process.send_signal(ignored)
+        controller = psutil.Process(process.pid)
+        tree = [controller, *controller.children(recursive=True)]
+        for member in tree:
+            member.send_signal(sent)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, "restarting" in stdout) == (143, False), stderr
+        assert all_gone(tree)
+        reason = json.loads((run_dir / "status.json").read_text())["why"]
+        assert reason == f"interrupted by {sent.name}"
+        assert checkpoints(run_dir)[-1] == 3 * number
+    release(run_dir)
+    process = start_by_hostile_parent(on_policy, run_dir)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert differences(whole, run_dir) == []
 
 
 RESIDENT = {"rollout": "trainer"}

@@ -176,9 +176,10 @@ def test_scores_equal_plain_transformers_in_every_batch(
 
     spec = spec_of(folder, reads=reads, label=label, aside_dir=str(tmp_path))
     with engine_process("reward_model", spec, tmp_path) as server:
-        for found in asyncio.run(story(server.url)):
-            unscaled = [0.5 + 2.0 * score for score in found]
-            assert unscaled == pytest.approx(expected, abs=1e-5)
+        alone, *batched = asyncio.run(story(server.url))
+    unscaled = [0.5 + 2.0 * score for score in alone]
+    assert unscaled == pytest.approx(expected, abs=1e-5)
+    assert batched == [alone] * 3, "the same bits, whatever is asked at the same time"
 
 
 def test_text_beyond_the_context_fails_only_its_rollout(tmp_path: Path) -> None:

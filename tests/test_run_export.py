@@ -19,7 +19,11 @@ from job_runs import write_config
 from safetensors.torch import load_file
 from tiny_model import STACKED, make_tiny_moe
 from trainer_cases import MakeStep, train_versions
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.config import load_config, run_config_yaml
@@ -30,8 +34,9 @@ from asyncrl.job.run_export import export_run, find_weights
 from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.launch.processes import Launcher
 from asyncrl.observe.console import RunLog
-from asyncrl.trainer.model_folder import ModelPin
+from asyncrl.trainer.model_folder import GENERATION, TOKENIZER, ModelPin
 from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.state import copy_files
 from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -323,3 +328,103 @@ def test_a_card_has_no_paths_and_no_secrets(
         os.environ.get("HOME", "/root"),
     ):
         assert not any(hidden in text for text in written)
+    for row in (
+        f"| base model | {tiny_model_dir.name} |",
+        "| data | task asyncrl.tasks.toy:Letters |",
+        "| reward | of the task |",
+        "| learning rate | 0.003, constant |",
+        "| licence | unknown: see the base model |",
+    ):
+        assert row in card
+
+
+ROWS = {
+    "files": ["/home/me/rows.jsonl"],
+    "python": None,
+    "reward": "/home/me/r.py:f",
+}
+HUB = {"dataset": "openai/gsm8k", "python": None, "reward": "math"}
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "datasets"),
+    [
+        (ROWS, ["| data | rows.jsonl |", "| reward | r.py:f |"], None),
+        (
+            HUB,
+            ["| data | openai/gsm8k, split train |", "| reward | math |"],
+            ["openai/gsm8k"],
+        ),
+        (
+            ROWS | {"reward": {"model": {"path": "a/b"}}},
+            ["| reward | reward model a/b |"],
+            None,
+        ),
+        (
+            HUB
+            | {
+                "reward": {
+                    "judge": {"model": "m", "prompt": f"{SECRET} {{completion}}"}
+                }
+            },
+            ["| reward | judge m |"],
+            ["openai/gsm8k"],
+        ),
+    ],
+)
+def test_card_names_what_the_model_was_made_of(
+    made: MadeRun,
+    tmp_path: Path,
+    task: dict[str, Any],
+    rows: list[str],
+    datasets: list[str] | None,
+) -> None:
+    values = yaml.safe_load((made.path / "config.yaml").read_text())
+    values["task"] |= {"size": 1000, **task}
+    (made.path / "config.yaml").write_text(yaml.safe_dump(values))
+    base = shutil.copytree(made.config.model.path or "", tmp_path / "base")
+    values["model"]["path"] = str(base)
+    (made.path / "config.yaml").write_text(yaml.safe_dump(values))
+    (base / "README.md").write_text("---\nlicense: mit\n---\nA model.")
+    (base / "LICENSE").write_text("Permission is granted")
+    out = made.export(tmp_path / "out", step="2")
+    card = (out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert (front["license"], front.get("datasets")) == ("mit", datasets)
+    assert (out / "LICENSE").read_text() == "Permission is granted"
+    for row in [*rows, "| licence | mit, as the card of the base model says |"]:
+        assert row in card
+    assert "/home/me" not in card
+    assert SECRET not in card
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("has_code", [True, False])
+def test_every_reader_gets_the_template_of_the_run_and_no_absent_code(
+    tiny_model_dir: Path, tmp_path: Path, is_replaced: bool, has_code: bool
+) -> None:
+    """transformers before 4.43 and llama.cpp's converter read tokenizer_config.json."""
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    named = base / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("old with tools")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    code = {"AutoTokenizer": [None, "tok.Own"], "AutoModel": "me/code--far.Model"}
+    settings |= {"chat_template": "old", "auto_map": code}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    if has_code:
+        (base / "tok.py").write_text("class Own: ...")
+    template = tmp_path / "new.jinja"
+    template.write_text("new {{ messages[0].content }}")
+    out = tmp_path / "out"
+    out.mkdir()
+    given = template if is_replaced else None
+    copy_files(base, out, given, [*TOKENIZER, *GENERATION])
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == (template.read_text() if given else "old")
+    kept = {"AutoModel"} | ({"AutoTokenizer"} if has_code else set())
+    assert settings["auto_map"].keys() == kept
+    assert (out / "tok.py").exists() == has_code
+    loaded = PreTrainedTokenizerFast.from_pretrained(out)
+    with_tools = loaded.get_chat_template(None, tools=[{"type": "function"}])
+    assert with_tools == (template.read_text() if given else "old with tools")

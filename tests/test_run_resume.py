@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_runs import write_config
+from job_runs import CONFIG, write_config
 from journal_cases import make_batch, tell_ready
 from test_run_restore import save_checkpoint
 from typer.testing import CliRunner
@@ -21,6 +21,8 @@ from asyncrl.job import loop
 from asyncrl.job.resume import ResumePoint, find_resume
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
+
+SCRATCH = CONFIG["model"]["scratch"]
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:
@@ -143,7 +145,6 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(tmp_path: Path) -> No
     ("num_trained", "summary", "is_refused"),
     [
         (3, {"state": "failed"}, False),
-        (3, {"state": "done", "policy_version": 3}, True),
         # it was extended, and killed after its last step
         (3, {"state": "done", "policy_version": 2}, False),
         (4, {"state": "failed"}, True),
@@ -248,3 +249,56 @@ def test_settings_of_the_computation_may_not_change(
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))}: "):
         find_resume(run_dir, config, "auto")
     found(run_dir, config, "auto", section)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"trainer": {"lora": {"rank": 4}}}, "adapters of this form"),
+        ({"model": {"scratch": SCRATCH | {"characters": "abc "}}}, "this architecture"),
+        ({"seed": 8}, "the order of prompts"),
+        ({"task": {"size": 100}}, "the order of prompts"),
+        ({"task": {"shuffle": False}}, "the order of prompts"),
+        ({"rollout": {"temperature": 0.7}}, "the trainer has one temperature"),
+        ({"critic": {}, "algorithm": {"advantage": "gae"}}, "a checkpoint with a crit"),
+        (
+            {"teacher": {"path": "m"}, "algorithm": {"distill_weight": 1.0}},
+            "were not scored by a teacher",
+        ),
+    ],
+)
+def test_change_that_no_resume_can_make_is_refused_at_once(
+    run_dir: Path, tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    """--allow-change would end a minute later in the trainer, or train wrongly."""
+    plain = make_config(tmp_path / "now").model_dump(exclude_unset=True)
+    merged = {
+        name: {**plain.get(name, {}), **values} if isinstance(values, dict) else values
+        for name, values in changed.items()
+    }
+    config = RunConfig.model_validate(plain | merged)
+    with pytest.raises(ConfigError, match="cannot resume with other") as caught:
+        find_resume(run_dir, config, "auto", [*changed])
+    assert words in str(caught.value)
+    assert "asyncrl export" in caught.value.way_out
+
+
+def test_finished_run_that_is_started_again_ends_well(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler repeats the command of a run that has ended."""
+    config = make_config(tmp_path / "now", trainer={"num_steps": 3})
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
+    (run_dir / "run.id").write_text("r")
+    write_journal(run_dir, num_trained=3)
+    (run_dir / "summary.json").write_text('{"state": "done", "policy_version": 3}')
+    (run_dir / "status.json").write_text('{"state": "done", "num_steps": 3}')
+    lines = ({"step": step, "reward/mean": 0.5} for step in range(1, 4))
+    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    assert loop.run_job(config, run_dir, name="again") == 0
+    said = capsys.readouterr().out
+    assert "all 3 steps are trained already" in said
+    assert "trainer.num_steps=6 --allow-change trainer.num_steps" in said
+    assert "learning" in said
+    assert {path: path.read_bytes() for path in before} == before

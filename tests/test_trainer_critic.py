@@ -18,6 +18,8 @@ from crash_fuzz import Crashes, differences, fuzz_config, never_killed, new_seed
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import running, save_state
+from safetensors.torch import load_file
+from test_reward_model import make_decoder
 from tiny_model import make_tiny_model
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -318,6 +320,13 @@ def test_critic_begins_as_a_copy_of_the_policy_or_of_its_own_model(
     of_path = critic_weights(make_step(**PPO, critic_path=str(other)))
     assert len(of_path) > len(copied) + 1
     assert len(policy) == len(copied), "its head is tied"
+    rewarding = make_decoder(tmp_path / "rewarding", "end")
+    of_rewards = critic_weights(make_step(**PPO, critic_path=str(rewarding)))
+    assert not of_rewards.pop("lm_head.weight").any(), "the scoring head is replaced"
+    stored = load_file(rewarding / "model.safetensors")
+    assert of_rewards.keys() == stored.keys() - {"score.weight"}
+    for name, weight in of_rewards.items():
+        assert torch.equal(weight, stored[name].float()), name
 
 
 def test_policy_takes_no_step_while_the_critic_warms_up(make_step: MakeStep) -> None:

@@ -56,6 +56,7 @@ from asyncrl.base.http import (
     make_app,
     secret_of,
 )
+from asyncrl.base.signals import END
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import Signal
 from asyncrl.config import GeneratorConfig
@@ -414,7 +415,9 @@ def work(
                 # Also if the gateway gives no answer, for which a request waits.
                 loop.call_later(spec.drain_s + GOODBYE_TIMEOUT_S, task.cancel)
 
-            loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+            # A run's own worker outlives signals to all processes of the run.
+            number = signal.SIGTERM if health_fd is None else END
+            loop.add_signal_handler(number, on_sigterm)
             await worker.run()
             if worker.is_cut:
                 raise asyncio.CancelledError

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.host import leave_process
+from asyncrl.base.signals import END, STACKS, ignore_stops
 from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
@@ -288,11 +289,17 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
     raise SystemExit(1)
 
 
-def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit when standard input ends; dump stacks on SIGUSR1. Call it before any slow
-    import.
+def die_with_parent(
+    on_orphaned: Callable[[], None] = lambda: None, *, ignores_stops: bool = True
+) -> None:
+    """Exit when standard input ends, or by END; dump stacks on STACKS. Call it before
+    any slow import. `ignores_stops` False: SIGTERM ends it, and END does nothing.
     """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(STACKS, all_threads=True)
+    if ignores_stops:
+        ignore_stops()
+    else:
+        signal.signal(END, signal.SIG_IGN)
     # Before the thread starts, which would swallow the line. The result is cached.
     _secrets_from_parent()
 
@@ -391,23 +398,30 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
     )
 
 
-def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> None:
-    """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
+def serve(app: web.Application, fd: int, *, ends_at_once: bool = False) -> None:
+    """Serve on the inherited socket until END. `ends_at_once`: without cleanup."""
     # each connection is an open file
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    loop = asyncio.new_event_loop()
+    if not ends_at_once:
+        loop.add_signal_handler(END, _end_serving)
     web.run_app(
         app,
         # A socket object detects its family. If the server took the descriptor for a
         # Unix socket, Nagle's algorithm would stay on, and each answer would wait 40 ms
         # for a delayed acknowledgement (docs/decisions/0003).
         sock=socket.socket(fileno=fd),
-        handle_signals=handles_signals,
+        handle_signals=False,
         shutdown_timeout=1.0,
         # Longer than the caller's 30 s, so that the caller closes idle connections. If
         # the server did, a request could meet the closing connection and be lost.
         keepalive_timeout=75.0,
         access_log=None,
         print=None,
-        loop=asyncio.new_event_loop(),
+        loop=loop,
     )
+
+
+def _end_serving() -> NoReturn:
+    raise web.GracefulExit

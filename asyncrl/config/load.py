@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.other_names import COMMANDS, KEYS
 from asyncrl.config.run_config import RunConfig
@@ -61,15 +62,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{path} has a section data, so it is for supervised fine-tuning",
             way_out=f"run `asyncrl sft {path}`.",
         )
-    return config_from(values, overrides, str(path))
+    return _checked_file(RunConfig, values, overrides, path)
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
     """Read a config of `asyncrl run` or `asyncrl sft`. Raises ConfigError."""
     values = _read_yaml(path)
-    if is_sft(values):
-        return checked(SftConfig, values, overrides, str(path))
-    return config_from(values, overrides, str(path))
+    return _checked_file(_form_of(values), values, overrides, path)
 
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
@@ -80,7 +79,81 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
             f"{path} has a section task, so it is for reinforcement learning",
             way_out=f"run `asyncrl run {path}`.",
         )
-    return checked(SftConfig, values, overrides, str(path))
+    return _checked_file(SftConfig, values, overrides, path)
+
+
+def load_written(path: Path) -> RunConfig | SftConfig:
+    """Read the config of a run, perhaps of another version, for commands that only
+    read. Settings that this version does not know or refuses get their defaults.
+    Raises ConfigError.
+    """
+    values = _read_yaml(path)
+    form = _form_of(values)
+    while True:
+        try:
+            return form.model_validate(values)
+        except ValidationError as error:
+            places = [problem["loc"] for problem in error.errors()]
+        if not _drop(values, places):
+            return _checked_file(form, values, (), path)  # raises
+
+
+def _drop(values: Any, places: Iterable[Sequence[int | str]]) -> bool:
+    """Remove the innermost values at these places. Return whether there were any."""
+    has_dropped = False
+    for place in places:
+        holder, section, last = None, values, None
+        # Pydantic also names the form of a union, which is no key.
+        for part in place:
+            is_key = isinstance(section, dict) and part in section
+            is_entry = isinstance(section, list) and part in range(len(section))
+            if is_key or is_entry:
+                holder, section, last = section, section[part], part
+        if isinstance(holder, dict):
+            del holder[last]
+            has_dropped = True
+    return has_dropped
+
+
+def _form_of(values: object) -> type[RunConfig | SftConfig]:
+    return SftConfig if is_sft(values) else RunConfig
+
+
+_WRITTEN_BY = "# asyncrl "
+"""Begins the config of a run directory; the version follows."""
+
+
+def writer_of(path: Path) -> str | None:
+    """Return the version of asyncrl that wrote a run's config; None for another file."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    if first.startswith(_WRITTEN_BY):
+        return first.removeprefix(_WRITTEN_BY).strip()
+    # Version 0.1.0 wrote no version.
+    return "0.1.0" if path.with_name("run.id").exists() else None
+
+
+def refused_version(path: Path, writer: str, what: str) -> ConfigError:
+    """Return the error for a file of a run that another version wrote."""
+    return ConfigError(
+        f"{path} was written by asyncrl {writer}, and this is {__version__}: {what}",
+        rule="a run resumes with the version that wrote it, or with one that CHANGELOG.md names",
+        way_out=f"resume with asyncrl {writer}. Here, `asyncrl status`, `inspect`, `report` and `export` "
+        "read the run; a new run can begin with model.path set to an export.",
+    )
+
+
+def _checked_file(
+    form: type[Config], values: object, overrides: Sequence[str], path: str | Path
+) -> Config:
+    writer = writer_of(Path(path))
+    if writer not in (None, __version__):
+        try:
+            form.model_validate(values)
+        except ValidationError as error:
+            keys = [_explain(one, "it", form) for one in error.errors()]
+            raise refused_version(Path(path), str(writer), " ".join(keys)) from error
+    return checked(form, values, overrides, str(path))
 
 
 def is_sft(values: object) -> bool:
@@ -183,7 +256,8 @@ def _texts(values: object) -> Iterator[tuple[str, str]]:
 
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    return f"{_WRITTEN_BY}{__version__}\n{text}"
 
 
 def _with(values: object, override: str, around: Sequence[str]) -> object:

@@ -90,6 +90,9 @@ async def build(
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
     feed = make_prompt_source(config, tasks, on_epoch=journal.add_epoch_nowait)
+    # Before any process is started.
+    if (order := await journal.read_note("order")) is not None:
+        feed.check_order(order)
     model_pin = ModelPin(
         lifecycle.run_dir, config.model.source, is_free=point.may_change_model
     )

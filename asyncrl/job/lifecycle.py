@@ -8,7 +8,6 @@ import errno
 import functools
 import gc
 import logging
-import os
 import resource
 import secrets
 import shlex
@@ -35,6 +34,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.host import leave_process
+from asyncrl.base.signals import exit_code_of, heard_stops, is_in_main_thread
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import shielded
 from asyncrl.config import RunConfig
@@ -49,11 +49,12 @@ CLOSE_TIMEOUT_S = 15.0
 FEW_FILES = 256
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors of a write to an open file, which name no file."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_DEAF_S = 10.0
 """Kubernetes kills 30 s after SIGTERM; the loop's own work takes milliseconds."""
 SAME_SIGNAL_S = 0.1
-"""`timeout` and `uv run` may send a signal twice, within milliseconds."""
+"""`timeout` and `uv run` may send a signal twice, and systemd SIGTERM and SIGHUP, within
+milliseconds.
+"""
 
 
 class SentSignals:
@@ -97,7 +98,7 @@ class Lifecycle:
     Life: run(live) awaits live(), which starts everything; shutdown is in reverse
         order.
     Waits: run() waits for live(). A task that raises, or on_broken, ends it.
-    Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop`
+    Invariant: no process remains after run(). The first signal of STOPS sets `stop`
         while `can_stop`, and otherwise cancels live(); the second kills all processes
         and exits. So does the first after MAX_DEAF_S, if user code blocks the event
         loop.
@@ -124,8 +125,8 @@ class Lifecycle:
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
-        self._signals = dict[int, float]()
-        """Signals that arrived in the main thread, with the times of the first ones."""
+        self._first_s: float | None = None
+        """When the first signal arrived in the main thread."""
         self._main: asyncio.Task[object] | None = None
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
@@ -136,7 +137,7 @@ class Lifecycle:
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
-        """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that
+        """Return the exit code of live(), or that of a signal. Raises the AsyncrlError that
         ended it.
         """
         self._main = asyncio.current_task()
@@ -157,11 +158,8 @@ class Lifecycle:
                 self._main.uncancel()
                 code = self.exit_code
             if code > 128:
-                self.on_end(
-                    "interrupted",
-                    f"interrupted by {signal.Signals(code - 128).name}",
-                    True,
-                )
+                name = signal.Signals(self.signal or code - 128).name
+                self.on_end("interrupted", f"interrupted by {name}", True)
             else:
                 self.on_end("done", "", True)
             return code
@@ -184,16 +182,16 @@ class Lifecycle:
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.signal is None else 128 + self.signal
+        return 0 if self.signal is None else exit_code_of(self.signal)
 
     def _listen(self) -> dict[int, Any]:
         """Handle signals of the main thread; return the earlier handlers."""
-        if not _is_in_main_thread():
+        if not is_in_main_thread():
             return {}
         earlier: dict[int, Any] = {
-            number: signal.getsignal(number) for number in SIGNALS
+            number: signal.getsignal(number) for number in heard_stops()
         }
-        for number in SIGNALS:
+        for number in earlier:
             asyncio.get_running_loop().add_signal_handler(
                 number, self.interrupt_nowait, number
             )
@@ -301,21 +299,20 @@ class Lifecycle:
             else:
                 self._main.cancel()
         # In the main thread, _on_signal decides about a second signal.
-        elif not _is_in_main_thread():
+        elif not is_in_main_thread():
             self._main.cancel()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """End at once at the second signal, and watch whether the loop hears the first."""
-        if not self._signals:
+        if self._first_s is None:
             watch = threading.Timer(
                 MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident())
             )
             watch.daemon = True
             watch.start()
-        # Another kind of signal is a second one in any case.
-        elif time.monotonic() - self._signals.get(number, 0.0) >= SAME_SIGNAL_S:
+            self._first_s = time.monotonic()
+        elif time.monotonic() - self._first_s >= SAME_SIGNAL_S:
             self._exit(number)
-        self._signals.setdefault(number, time.monotonic())
 
     def _exit_if_deaf(self, number: int, main_thread: int) -> None:
         """End a run whose loop has not seen its first signal."""
@@ -338,44 +335,7 @@ class Lifecycle:
         # Exports in shared memory would outlive the process. Not sys.exit, because a
         # normal exit joins threads and so might wait for the code that blocks.
         clear_own_staging()
-        leave_process(128 + number)
-
-
-_fork = threading.local()
-"""`mask`: the signals that a thread blocked before its fork."""
-
-
-def _hold_signals() -> None:
-    """Let no signal reach a child before it has its own handlers."""
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def _release_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
-
-
-def _forget_signals() -> None:
-    """Let signals end a process that user code forks, from its first moment on. Our
-    handlers would kill the run's servers, and the inherited wakeup descriptor would
-    stop the run.
-    """
-    for number in SIGNALS:
-        module = getattr(signal.getsignal(number), "__module__", None) or ""
-        if module.startswith("asyncrl."):
-            signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-    _release_signals()
-
-
-os.register_at_fork(
-    before=_hold_signals,
-    after_in_parent=_release_signals,
-    after_in_child=_forget_signals,
-)
-
-
-def _is_in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+        leave_process(exit_code_of(number))
 
 
 async def close_within(

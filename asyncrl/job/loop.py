@@ -50,7 +50,13 @@ from asyncrl.job.lifecycle import (
     run_id,
 )
 from asyncrl.job.reporter import Reporter, StepEnd, processes, reported
-from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
+from asyncrl.job.resume import (
+    ResumePoint,
+    find_resume,
+    restore,
+    settle_saved,
+    show_done,
+)
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.launchers import opened
@@ -106,6 +112,9 @@ def run_job(
         with opened_run_dir(
             config, run_dir or new_run_dir(name), resume, allow_change
         ) as (folder, point):
+            if point.is_done:
+                show_done(folder, config.trainer.num_steps)
+                return 0
             for text in (*resolved, *messages):
                 logger.info("%s", text)
             reporter = Reporter(
@@ -171,7 +180,8 @@ def opened_run_dir(
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """A run: start -> catch up, if resumed -> train loop -> save -> close. The first
-    SIGINT or SIGTERM finishes the step and makes a checkpoint; the second ends at once.
+    signal of base/signals.py finishes the step and makes a checkpoint; the second ends at
+    once.
     """
 
     lifecycle: Lifecycle
@@ -313,8 +323,11 @@ class Job:
                     with span("trainer", "record", batch.version - 1):
                         await recording
                 counted = self.reporter.counted_before_publish(run, batch)
-                with span("trainer", "to engines", batch.version):
-                    await run.scheduler.to_engines(report.policy_version)
+                # A stopped run needs its engines no more, and a scheduler may have ended
+                # those of vLLM.
+                if not self.lifecycle.stop.is_set():
+                    with span("trainer", "to engines", batch.version):
+                        await run.scheduler.to_engines(report.policy_version)
                 # After the handover, so that the engines already sample. The next step
                 # need not wait for metrics and samples either.
                 ended = self.reporter.end_step(run, batch)

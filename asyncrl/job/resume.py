@@ -34,6 +34,7 @@ from asyncrl.observe.run_dir import (
     journal_path,
     read_object,
 )
+from asyncrl.observe.show import render_status
 from asyncrl.rollouts.late_rewards import awaited_of
 
 logger = logging.getLogger("asyncrl.job.resume")
@@ -43,7 +44,7 @@ logger = logging.getLogger("asyncrl.job.resume")
 class ResumePoint:
     """Where a run starts: from `checkpoint` (None: the initial weights). `notes`:
     warnings; `damaged`: skipped checkpoints to set aside; `may_change_*`: the files may
-    differ; `is_new`: nothing is resumed.
+    differ; `is_new`: nothing is resumed; `is_done`: nothing is left to train.
     """
 
     checkpoint: Checkpoint | None = None
@@ -52,6 +53,7 @@ class ResumePoint:
     may_change_model: bool = False
     may_change_data: bool = False
     is_new: bool = False
+    is_done: bool = False
 
     @property
     def version(self) -> int:
@@ -146,7 +148,8 @@ def find_resume(
         ),
     )
     if isinstance(config, RunConfig):
-        refuse_trained(run_dir, config.trainer.num_steps, point.version)
+        is_done = has_trained_all(run_dir, config.trainer.num_steps, point.version)
+        return replace(point, is_done=is_done)
     return point
 
 
@@ -215,6 +218,15 @@ def _refuse_changes(
         for key, values in changed_keys(before, now).items()
         if not _is_free(key, values, now)
     }
+    fixed = {key: why for key in changes if (why := _why_fixed(key, before, now))}
+    if fixed:
+        lines = "".join(f"\n    {changes[key]}: {fixed[key]}" for key in fixed)
+        raise ConfigError(
+            f"the run in {run_dir} cannot resume with other settings:{lines}\n ",
+            rule="checkpoints and journal are of the old settings, so that --allow-change does not help",
+            way_out="restore them; or export the model (`asyncrl export`), and start a new run in another "
+            "--run-dir with model.path set to it.",
+        )
     if refused := [key for key in changes if not _is_named(key, allowed)]:
         lines = "".join(f"\n    {changes[key]}" for key in refused)
         flags = " ".join(f"--allow-change {key}" for key in refused)
@@ -241,15 +253,55 @@ def _is_free(
     return "*" in free or key.rpartition(".")[2] in free
 
 
+_ORDER = "the order of prompts follows from it"
+FIXED = {
+    "trainer.lora": "checkpoints hold adapters of this form",
+    "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
+    "critic": "a checkpoint with a critic does not load without one, nor the reverse",
+    "algorithm.distill_weight": "rollouts in the journal were not scored by a teacher",
+    "algorithm.distill_loss": "rollouts in the journal have other numbers of the teacher",
+    "algorithm.distill_top_k": "rollouts in the journal have other numbers of the teacher",
+    "rollout.temperature": "tokens in the journal were sampled at it, and the trainer has one temperature",
+    "seed": _ORDER,
+    "task.shuffle": _ORDER,
+    "task.sampling": _ORDER,
+    "task.share": _ORDER,
+    "task.size": _ORDER,
+    "data.shuffle": _ORDER,
+}
+"""Keys that no resume can change, with the reason."""
+
+
+def _why_fixed(
+    key: str, before: RunConfig | SftConfig, now: RunConfig | SftConfig
+) -> str | None:
+    section, _, rest = key.partition(".")
+    if section == "task":  # task.KEY, or task.NAME.KEY
+        key = f"task.{rest.rpartition('.')[2]}"
+    if section == "critic":
+        key = "critic" if _has_critic(before) != _has_critic(now) else ""
+    if key == "algorithm.distill_weight" and _distills(before):
+        return None
+    return next((FIXED[name] for name in FIXED if _is_named(key, [name])), None)
+
+
+def _has_critic(config: RunConfig | SftConfig) -> bool:
+    return isinstance(config, RunConfig) and config.critic is not None
+
+
+def _distills(config: RunConfig | SftConfig) -> bool:
+    return isinstance(config, RunConfig) and config.algorithm.distill_weight > 0
+
+
 def _is_named(key: str, allowed: Collection[str]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
 
-def refuse_trained(
+def has_trained_all(
     run_dir: Path, num_steps: int, num_saved: int, key: str = "trainer.num_steps"
-) -> None:
-    """Raise ConfigError if all steps were trained. `key`: of the setting that gives
-    them.
+) -> bool:
+    """Return whether the run is done with all steps. Raises ConfigError if it has
+    trained more. `key`: of the setting that gives them.
     """
     num_trained = num_saved
     if (journal := journal_path(run_dir)).exists():
@@ -261,24 +313,36 @@ def refuse_trained(
     summary = read_object(run_dir / SUMMARY_FILE, [])
     if not journal.exists():  # of supervised fine-tuning, perhaps without checkpoints
         num_trained = max(num_saved, int(summary.get("policy_version") or 0))
-    # A run that ended after its last step, but is not done, may lack final/. One that
-    # was extended and killed still has the summary and final/ of its earlier end.
-    is_done = summary.get("policy_version") == num_trained
-    if num_steps < num_trained or (is_done and num_steps == num_trained):
-        command = run_again(
-            run_dir,
-            f"trainer.num_steps={2 * num_trained}",
-            "--allow-change",
-            "trainer.num_steps",
-        )
-        longer = f"train more steps with `{command}`"
-        if key != "trainer.num_steps":
-            longer = f"raise {key}"
+    if num_steps < num_trained:
         raise ConfigError(
             f"the run in {run_dir} has trained {num_trained} steps, and {key} gives {num_steps}",
             rule="a resumed run keeps every trained step",
-            way_out=f"{longer}, or choose another --run-dir.",
+            way_out=f"{_longer(run_dir, num_trained, key)}, or choose another --run-dir.",
         )
+    # A run that ended after its last step, but is not done, may lack final/. One that
+    # was extended and killed still has the summary and final/ of its earlier end.
+    return summary.get("policy_version") == num_steps == num_trained
+
+
+def _longer(run_dir: Path, num_trained: int, key: str) -> str:
+    if key != "trainer.num_steps":
+        return f"raise {key}"
+    command = run_again(
+        run_dir,
+        f"trainer.num_steps={2 * num_trained}",
+        "--allow-change",
+        "trainer.num_steps",
+    )
+    return f"train more steps with `{command}`"
+
+
+def show_done(run_dir: Path, num_steps: int, key: str = "trainer.num_steps") -> None:
+    """Print what a run has learned that is started again after its last step. A
+    scheduler that repeats commands must not take it for a failure.
+    """
+    longer = _longer(run_dir, num_steps, key)
+    print(f"all {num_steps} steps are trained already; to go on, {longer}")
+    print(render_status(run_dir))
 
 
 async def restore(

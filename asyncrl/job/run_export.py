@@ -14,7 +14,11 @@ from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
-from asyncrl.config.sft_config import MEAN_NLL
+from asyncrl.config.judge_config import JudgedReward
+from asyncrl.config.load import writer_of
+from asyncrl.config.reward_model_config import ModelledReward
+from asyncrl.config.sft_config import MEAN_NLL, DataConfig, SftConfig
+from asyncrl.config.task_config import TaskConfig
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.observe.run_dir import (
@@ -24,6 +28,7 @@ from asyncrl.observe.run_dir import (
     read_evaluations,
     read_metrics,
     read_object,
+    read_settings,
 )
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
@@ -122,7 +127,10 @@ def find_weights(
     summary = read_object(run_dir / SUMMARY_FILE, [])
     # Only the summary of a run that is done has it: after a failure, final/ may be from
     # before a resume.
-    final_version = summary.get("policy_version")
+    # Version 0.1.0 wrote the state alone.
+    is_done = summary.get("state") == "done"
+    trained = config.trainer.num_steps if is_done else None
+    final_version = summary.get("policy_version", trained)
     if has_final and final_version is not None and (run_dir / FINAL).is_dir():
         folders[final_version] = run_dir / FINAL
     rewards = {
@@ -211,19 +219,45 @@ def _write_card(
 
     is_sft = config.algorithm == MEAN_NLL
     is_on_hub = HUB_ID.fullmatch(base) is not None
+    settings = read_settings(run_dir)
+    sources = (
+        [settings.data] if isinstance(settings, SftConfig) else [*config.tasks.values()]
+    )
+    datasets = [source.dataset for source in sources if source.dataset is not None]
+    licence, licence_text = _licence_of(Path(base), folder)
     data = ModelCardData(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["asyncrl", "sft" if is_sft else "reinforcement-learning"],
+        datasets=[name for name in datasets if HUB_ID.fullmatch(name)] or None,
+        license=licence,
     )
+    trainer = config.trainer
+    rows = {
+        "base model": "random weights" if config.model.scratch else public_name(base),
+        "data": ", ".join(dict.fromkeys(map(_data_of, sources))),
+        "reward": ", ".join(
+            dict.fromkeys(
+                _reward_of(source)
+                for source in sources
+                if isinstance(source, TaskConfig)
+            )
+        ),
+        "learning rate": f"{trainer.learning_rate:g}, {trainer.schedule}",
+        "adapters": trainer.lora
+        and f"rank {trainer.lora.rank}, alpha {trainer.lora.alpha:g}",
+        "licence": licence_text,
+    }
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
     steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
+    writer = writer_of(run_dir / "config.yaml") or __version__
     what = "supervised fine-tuning" if is_sft else "reinforcement learning"
     text = f"""# {base if is_on_hub else Path(base).name}, {version} steps of {what}
 
 {"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
-asyncrl {__version__}: {steps.total("tokens/trained"):,.0f} trained tokens"""
+asyncrl {writer}: {steps.total("tokens/trained"):,.0f} trained tokens"""
     if is_sft:
         text += " of demonstrations.\n"
     else:
@@ -231,6 +265,7 @@ asyncrl {__version__}: {steps.total("tokens/trained"):,.0f} trained tokens"""
 advantage {config.algorithm.advantage}. Staleness: at most {config.buffer.max_staleness} versions
 allowed, {oldest:.0f} observed.
 """
+    text += f"\n| | |\n| --- | --- |\n{table}"
     for line in read_evaluations(run_dir, []):
         if line["policy_version"] == version and "eval/reward_mean" in line:
             text += f"\nEvaluation: {line['eval/reward_mean']:.3f}.\n"
@@ -240,3 +275,56 @@ allowed, {oldest:.0f} observed.
         )
         text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
+
+
+def public_name(name: str) -> str:
+    """Return a hub id, or the last part of a path: a card has no paths of a machine.
+
+    >>> public_name("Qwen/Qwen3-0.6B"), public_name("/home/me/tasks.py:Sums")
+    ('Qwen/Qwen3-0.6B', 'tasks.py:Sums')
+    """
+    return name if HUB_ID.fullmatch(name) else Path(name).name
+
+
+def _data_of(source: TaskConfig | DataConfig) -> str:
+    if source.files is not None:
+        return ", ".join(map(public_name, source.files))
+    if source.dataset is not None:
+        return f"{public_name(source.dataset)}, split {source.split}"
+    if isinstance(source, TaskConfig):
+        kinds = {"reasoning-gym": source.reasoning_gym, "task": source.python}
+        for kind, name in kinds.items():
+            if name is not None:
+                return f"{kind} {public_name(name)}"
+    return "a verifiers environment"
+
+
+def _reward_of(task: TaskConfig) -> str:
+    reward = task.reward
+    if isinstance(reward, ModelledReward):
+        return f"reward model {public_name(reward.model.path)}"
+    if isinstance(reward, JudgedReward):
+        return f"judge {public_name(reward.judge.model)}"
+    return "of the task" if reward is None else public_name(reward)
+
+
+def _licence_of(base: Path, folder: Path) -> tuple[str, str]:
+    """Return the licence of the base model as metadata and as text, and copy its file
+    into `folder`.
+    """
+    unknown = "unknown", "unknown: see the base model"
+    if not base.is_dir():
+        return unknown
+    files = sorted(base.glob("LICENSE*"))
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    card = base / "README.md"
+    if card.is_file():
+        from huggingface_hub import ModelCard
+
+        named = ModelCard.load(card, ignore_metadata_errors=True).data.license
+        if named is not None:
+            return str(named), f"{named}, as the card of the base model says"
+    if files:
+        return "other", f"see {files[0].name}, from the base model"
+    return unknown

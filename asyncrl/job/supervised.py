@@ -36,7 +36,7 @@ from asyncrl.job.loop import (
     start_reports,
 )
 from asyncrl.job.reporter import Reporter
-from asyncrl.job.resume import ResumePoint, refuse_trained
+from asyncrl.job.resume import ResumePoint, has_trained_all, show_done
 from asyncrl.job.servers import ServerFactory, first_ranks, forget_meeting
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
@@ -138,7 +138,8 @@ class SftJob:
             self.config.seed,
             is_shuffled=self.config.data.shuffle,
         )
-        self._settle(data, feed)
+        if self._is_done(data, feed):
+            return 0
         await start_reports(lifecycle, self.reporter, self.point)
         for rows in filter(None, (data.train, data.held_out)):
             for text in rows.warnings(data.tokenizer):
@@ -180,19 +181,24 @@ class SftJob:
         data_pin = DataPin(run_dir, pins, is_free=point.may_change_data, section="data")
         return SftData(train, held_out, (model_pin, data_pin), model_path, tokenizer)
 
-    def _settle(self, data: SftData, feed: DemonstrationFeed) -> None:
-        """Set the number of steps. Raises ConfigError if they are trained."""
+    def _is_done(self, data: SftData, feed: DemonstrationFeed) -> bool:
+        """Set the number of steps; return whether an earlier start has trained them all
+        and saved the model.
+        """
         num_steps = self.config.data.epochs * feed.steps_per_epoch
         most = self.config.trainer.num_steps
         key = "data.epochs"
         if 0 < most < num_steps:
             num_steps, key = most, "trainer.num_steps"
-        if not self.point.is_new:
-            run_dir = self.lifecycle.run_dir
-            refuse_trained(run_dir, num_steps, self.point.version, key)
+        run_dir = self.lifecycle.run_dir
+        version = self.point.version
+        if not self.point.is_new and has_trained_all(run_dir, num_steps, version, key):
+            show_done(run_dir, num_steps, key)
+            return True
         run = self.config.as_run(num_steps, data.train.longest)
         self.lifecycle.config = run
         self.reporter.settle(run, self.config)
+        return False
 
     async def _start_trainer(
         self, data: SftData, feed: DemonstrationFeed

@@ -23,6 +23,7 @@ import numpy as np
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
+from asyncrl.config.load import refused_version, writer_of
 from asyncrl.messages.codec import read_frame, write_frame
 from asyncrl.messages.records import (
     CallSpan,
@@ -192,10 +193,11 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
-            raise JournalError(
-                f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
-                way_out="resume with the asyncrl that wrote it.",
-            )
+            config = path.with_name("config.yaml")
+            writer = writer_of(config) if config.exists() else None
+            what = f"it has schema version {version}, and {SCHEMA_VERSION} is read"
+            error = refused_version(path, writer or "another version", what)
+            raise JournalError(error.what, rule=error.rule, way_out=error.way_out)
         if not is_read_only:
             connection.execute("PRAGMA synchronous = FULL")  # durable on return
             connection.execute("PRAGMA foreign_keys = ON")

@@ -16,13 +16,19 @@ import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
 
 from asyncrl.base.errors import without_train
 from asyncrl.base.http import SECRETS
+from asyncrl.base.signals import (
+    STOPS,
+    blocked,
+    exit_code_of,
+    heard_stops,
+    is_in_main_thread,
+)
 from asyncrl.base.waits import shielded
 
 PRELOADED = (
@@ -143,7 +149,10 @@ class ForkServer(forkserver.ForkServer):
         hidden = dict.fromkeys(filter(SECRETS.fullmatch, environ), "")
         os.environ.update(IMPORT_ENV | environ | hidden)
         try:
-            super().ensure_running()
+            # Its children would die with it. They unblock the signals that they handle.
+            for start in (resource_tracker.ensure_running, super().ensure_running):
+                with blocked(STOPS):  # the first one unblocks SIGINT and SIGTERM
+                    start()
         finally:
             os.environ.clear()
             os.environ.update(environ)
@@ -207,13 +216,17 @@ current: ForkServer | None = None
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
     """Fork children within the block. Raises ConfigError without torch, SystemExit on
-    an early SIGTERM.
+    an early signal.
     """
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
-    is_main = threading.current_thread() is threading.main_thread()
-    earlier = signal.signal(signal.SIGTERM, _end) if is_main else None
+    numbers = heard_stops() if is_in_main_thread() else ()
+    earlier = {
+        number: signal.signal(number, _end)
+        for number in numbers
+        if number != signal.SIGINT  # Python raises KeyboardInterrupt
+    }
     server = current = ForkServer()
     try:
         yield
@@ -221,12 +234,13 @@ def serving() -> Iterator[None]:
         server.close()
         current = None
         # A script continues after asyncrl.run, and may have a handler of its own.
-        if earlier is not None:  # else it is not Python's
-            signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            if handler is not None:  # else it is not Python's
+                signal.signal(number, handler)
 
 
 def _end(number: int, _: object) -> None:
     """End a command that still imports: its fork server, which imports too, would
     outlive it.
     """
-    raise SystemExit(128 + number)
+    raise SystemExit(exit_code_of(number))

@@ -22,6 +22,7 @@ import psutil
 from asyncrl.base.errors import ComponentError, find_fatal
 from asyncrl.base.files import keep_private
 from asyncrl.base.http import SECRET_ENV, SECRETS
+from asyncrl.base.signals import END, STACKS
 from asyncrl.base.waits import shielded
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
@@ -37,8 +38,6 @@ GROUP_TIMEOUT_S = 12.0
 TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 """SIGKILL limit, for processes held by a driver or network file system."""
-# die_with_parent() (base/http.py) registers faulthandler for it in each child.
-STACKS = signal.SIGUSR1
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Huge pages cut the allocation time of large CPU tensors to a third."""
 PACKAGES = ("asyncrl", "asyncrl_servers")
@@ -248,7 +247,7 @@ class ChildProcess(Process):
         await self._process.wait()
 
     async def aclose(self) -> None:
-        """Send SIGTERM, then SIGKILL after TERM_TIMEOUT_S; wait for the group; log a
+        """Send END and SIGTERM, then SIGKILL after TERM_TIMEOUT_S; wait for the group; log a
         survivor. Idempotent.
         """
         process = self._process
@@ -256,6 +255,8 @@ class ChildProcess(Process):
             if process.returncode is None:
                 # Signal the whole group: vLLM's workers are in it.
                 _signal_group(process.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, END)
                 await self._ends_within(TERM_TIMEOUT_S)
             self.kill_nowait()
             # Members clean up after their leader: vLLM's reaper removes scratch files

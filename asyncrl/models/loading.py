@@ -152,10 +152,13 @@ def text_config(folder: str | Path) -> PreTrainedConfig:
     return text
 
 
-def load_language_model(folder: str | Path, **options: object) -> PreTrainedModel:
+def load_language_model(
+    folder: str | Path, *, needs_head: bool = True, **options: object
+) -> PreTrainedModel:
     """Load the text part of `folder`, dequantised, with from_pretrained's `options`.
     Raises ConfigError if tensors are missing, unused or still quantised, and
-    transformers' errors.
+    transformers' errors. `needs_head` False: the caller replaces the head, which may be
+    a reward model's.
     """
     import torch
     import transformers
@@ -181,6 +184,10 @@ def load_language_model(folder: str | Path, **options: object) -> PreTrainedMode
         [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     )
     unexpected = sorted(set(info["unexpected_keys"]) - other_parts(names))
+    if not needs_head:
+        body = f"{model.base_model_prefix}."
+        missing = [name for name in missing if name.startswith(body)]
+        unexpected = [name for name in unexpected if name.startswith(body)]
     if missing or unexpected:
         raise ConfigError(
             f"the weights of {folder} are not those of its config.json: {len(missing)} lack {missing[:1]}, "

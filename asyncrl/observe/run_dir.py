@@ -21,7 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.config import RunConfig, SftConfig, load_any
+from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config.load import load_written
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
@@ -160,7 +161,7 @@ def read_settings(folder: Path) -> RunConfig | SftConfig:
             f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable",
             way_out="name the directory that `asyncrl run` printed.",
         )
-    return load_any(folder / CONFIG_FILE)
+    return load_written(folder / CONFIG_FILE)
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.base.errors import ComponentError, RequestRefused, RewardFailure, TaskError
 from asyncrl.base.failures import FailureKind
+from asyncrl.base.signals import END, STOPS, blocked, ignore_stops
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
@@ -351,6 +352,22 @@ def _sent(sampled: Completion) -> Completion:
     return replace(sampled, tokens=tokens, num_prompt=0)
 
 
+class _PoolProcess(multiprocessing.context.SpawnProcess):
+    """A process that signals to all processes of a run do not end."""
+
+    def start(self) -> None:
+        with blocked(STOPS):  # until _start()
+            super().start()
+
+    def terminate(self) -> None:
+        if self.pid is not None and self.is_alive():
+            os.kill(self.pid, END)
+
+
+class _PoolContext(multiprocessing.context.SpawnContext):
+    Process = _PoolProcess
+
+
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
@@ -371,7 +388,7 @@ class ProcessPool:
             initializer=_start,
             initargs=(self._config, self._seed),
             # A fork would copy locks that other threads of the controller hold.
-            context=multiprocessing.get_context("spawn"),
+            context=_PoolContext(),
         )
 
     async def run(
@@ -419,7 +436,9 @@ _built: RewardFunction | BaseException
 
 def _start(config: TaskConfig, seed: int) -> None:
     global _built
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = signal.getsignal(signal.SIGTERM)  # pebble's
+    ignore_stops()
+    signal.signal(END, end)
     # A controller that is killed cannot end its pool.
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     try:

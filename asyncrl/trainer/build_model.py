@@ -52,13 +52,17 @@ log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
-def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_model(
+    spec: TrainerSpec, dtype: torch.dtype | None, *, needs_head: bool = True
+) -> PreTrainedModel:
     """Load the whole model into host memory in `dtype` (None: as stored). Raises
     ConfigError.
     """
     folder = Path(spec.model_path)
     with loading(folder):
-        model = load_language_model(folder, dtype=dtype or stored_dtype(folder))
+        model = load_language_model(
+            folder, needs_head=needs_head, dtype=dtype or stored_dtype(folder)
+        )
     for parameter in model.parameters():  # an offload cannot free a mapped file
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -117,13 +121,14 @@ def make_models(
     the first rank if sharded. Collective. Raises ConfigError.
     """
     if ranks.mesh is None:
-        whole = load_model(spec, dtype).to(device)
+        whole = load_model(spec, dtype, needs_head=kind.needs_head).to(device)
         kind.prepare(whole)
         return whole, whole
     whole = None
     if ranks.is_first:
         # Shards are cast on their device; adapters need the dtype before.
-        whole = load_model(spec, None if spec.trainer.lora is None else dtype)
+        loaded_dtype = None if spec.trainer.lora is None else dtype
+        whole = load_model(spec, loaded_dtype, needs_head=kind.needs_head)
     model = meta_model(spec, dtype, whole, ranks)
     kind.prepare(model)
     if whole is not None:

@@ -34,6 +34,8 @@ class ValueModel(Policy):
     before a token, which the text up to it is.
     """
 
+    needs_head = False
+
     @staticmethod
     def prepare(model: PreTrainedModel) -> None:
         """Replace the head by zeros, so that the first values are 0 and not noise."""

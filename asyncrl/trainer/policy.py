@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -362,6 +362,9 @@ class Policy(nn.Module):
     """A Hugging Face causal language model. All weights are used inside forward(), for
     FSDP2.
     """
+
+    needs_head: ClassVar = True
+    """False: prepare() replaces the head of the loaded model."""
 
     def __init__(
         self, model: PreTrainedModel, plan: ForwardPlan, *, is_compiled: bool = False

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import shutil
-import signal
 import stat
 import sys
 import threading
@@ -419,10 +418,6 @@ def main() -> None:
 
     # First: if the controller dies during the start, nobody else ends this process.
     die_with_parent(orphaned)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # At once: a new process restores everything from checkpoint and journal, and
-        # torch's threads may be in a collective that never ends.
-        signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     disable_progress_bar()
     try:
@@ -439,7 +434,9 @@ def main() -> None:
         fail(words.error, rule=words.rule, way_out=words.way_out)
     log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.num_ranks)
     app = make_service(service, secret_of(SECRET_ENV))
-    serve(app, fd, handles_signals=False)
+    # A new process restores everything from checkpoint and journal, and torch's threads
+    # may be in a collective that never ends.
+    serve(app, fd, ends_at_once=True)
 
 
 def make_staging(path: Path) -> None:

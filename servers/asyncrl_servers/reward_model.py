@@ -207,7 +207,9 @@ class Batches:
 
     def __init__(self, model: RewardModel, spec: RewardSpec) -> None:
         self._model = model
-        self._batch_tokens = spec.batch_tokens
+        # A CPU's kernels round by the shape of the batch, and batches follow from timing.
+        # One text a batch gives the same bits in every run.
+        self._batch_tokens = 1 if spec.device == "cpu" else spec.batch_tokens
         self._waiting: list[Waiting] = []
         self._lock = asyncio.Lock()
         self._moving = asyncio.Lock()

@@ -47,7 +47,8 @@ def main() -> None:
         time.sleep(GRACE_S)  # then the reaper ends all
 
     # After start_reaper, which forks: this starts a thread.
-    die_with_parent(end_all)
+    # vLLM's processes end by SIGTERM.
+    die_with_parent(end_all, ignores_stops=False)
     spec, fd = read_spec(VllmSpec)
     secret = secret_of(SECRET_ENV)
     os.environ.pop(SECRET_ENV, None)  # vLLM's workers inherit the environment
