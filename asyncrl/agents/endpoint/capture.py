@@ -32,6 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.messages.records import (
+    MAIN_AGENT,
     Completion,
     Credit,
     Outcome,
@@ -304,7 +305,7 @@ class Capture:
         turn_rewards, the last one earns `reward`. Raises RolloutFailure.
         """
         nodes = _in_order(self._nodes.values(), outcome)
-        trained = [node for node in nodes if node.has_loss]
+        trained = {node: None for node in nodes if _has_loss(node, outcome)}
         # A branch ends at its last trained answer. Untrained answers behind it would
         # cost time in the trainer, and nothing in them has a loss.
         inner = {node for end in trained for node in end.path()[:-1]}
@@ -312,8 +313,8 @@ class Capture:
         if not paths:
             what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
             rule = (
-                "calls at another temperature are not trained, nor those with another top_p, top_k or "
-                "min_p on engines that do not report supports"
+                "calls at another temperature are not trained, nor those of untrained agents, nor those "
+                "with another top_p, top_k or min_p on engines that do not report supports"
             )
             raise RolloutFailure(
                 what,
@@ -326,7 +327,7 @@ class Capture:
             credited = _turns(nodes, outcome, reward)
             # None of their tokens has a loss, but earlier turns earn their rewards too.
             untrained = [
-                Credit(0, 0, *credited[node]) for node in nodes if not node.has_loss
+                Credit(0, 0, *credited[node]) for node in nodes if node not in trained
             ]
         rollout = list[Trajectory]()
         seen = set[ChatNode]()
@@ -336,7 +337,7 @@ class Capture:
             # count twice.
             own = set(path) - seen
             seen |= own
-            tokens, credits, calls = _branch(path, own, credited)
+            tokens, credits, calls = _branch(path, own, own & trained.keys(), credited)
             trajectory = Trajectory(
                 sample_index=sample_index,
                 branch=len(rollout),
@@ -353,6 +354,11 @@ class Capture:
 
 
 # ---- branches
+
+
+def _has_loss(node: ChatNode, outcome: Outcome) -> bool:
+    agent = node.call.agent or MAIN_AGENT
+    return node.has_loss and agent not in outcome.untrained
 
 
 def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
@@ -375,9 +381,14 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _branch(
-    path: list[ChatNode], own: set[ChatNode], credited: Mapping[ChatNode, Earned]
+    path: list[ChatNode],
+    own: set[ChatNode],
+    trained: set[ChatNode],
+    credited: Mapping[ChatNode, Earned],
 ) -> tuple[Tokens, list[Credit], list[PolicyCall]]:
-    """Return the tokens of a branch; and of its `own` answers the credits and calls."""
+    """Return the tokens of a branch; and the credits of its `trained` answers and the
+    calls of its `own`.
+    """
     parts = list[Tokens]()
     credits = list[Credit]()
     calls = list[PolicyCall]()
@@ -386,10 +397,10 @@ def _branch(
         start, end = end + node.num_added, end + len(node.tokens)
         if node in own:
             calls.append(replace(node.call, start=start, end=end))
-        is_own = node in own and node.has_loss
+        is_trained = node in trained
         # as_context() keeps values that a read token has too, such as its experts.
-        parts.append(node.tokens if is_own else node.tokens.as_context())
-        if is_own and node in credited:
+        parts.append(node.tokens if is_trained else node.tokens.as_context())
+        if is_trained and node in credited:
             credits.append(Credit(start, end, *credited[node]))
     return Tokens.join(parts), credits, calls
 
@@ -427,7 +438,7 @@ def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Ear
     rewards = outcome.turn_rewards
     if not rewards:
         return {}
-    trained = {node.name for node in nodes if node.has_loss}
+    trained = {node.name for node in nodes if _has_loss(node, outcome)}
     check_names(rewards, trained, [node.name for node in nodes])
     return {
         node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
