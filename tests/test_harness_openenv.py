@@ -490,7 +490,7 @@ def test_server_that_cannot_start_fails_the_rollout(
     package: Callable[..., OpenEnvHarness], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for app, limit_s, said in (
-        ("missing", 60, "its server ended as it started"),
+        ("missing", 500, "its server ended as it started"),
         ("app", 0.01, "its server did not start within connect_s=0.01 s"),
     ):
         with pytest.raises(RolloutFailure, match=said) as no:

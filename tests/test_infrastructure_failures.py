@@ -11,7 +11,6 @@ import os
 import shutil
 import socketserver
 import ssl
-import stat
 import sys
 import threading
 import tomllib
@@ -119,7 +118,7 @@ curl -sf $OPENAI_BASE_URL/chat/completions -H "Authorization: Bearer $OPENAI_API
 """
 
 
-# ---- 1, 2: the runtime does not start, or has no image
+# ---- 1: the runtime does not start
 
 
 def test_sandbox_that_does_not_start_has_its_name(tmp_path: Path) -> None:
@@ -137,25 +136,7 @@ def test_sandbox_that_does_not_start_has_its_name(tmp_path: Path) -> None:
     assert kind_of(asyncio.run(story())) == FailureKind.RUNTIME_START
 
 
-DOCKER = {
-    FailureKind.RUNTIME_START: "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
-    "Is the docker daemon running?",
-    FailureKind.IMAGE_MISSING: "Unable to find image 'no/such:1' locally\ndocker: Error response from "
-    "daemon: pull access denied for no/such, repository does not exist or may require 'docker login'.",
-}
-"""The words of docker 24."""
-
-
-@pytest.mark.parametrize("kind", DOCKER)
-def test_docker_of_a_program_has_its_name(tmp_path: Path, kind: FailureKind) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{DOCKER[kind]}\nEND\nexit 125\n")
-    docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
-    config = shell(f"{CALL} {docker} run --rm no/such:1 && echo 1")
-    assert kind_of(play(config)) == kind
-
-
-# ---- 3: disk full, after a limit
+# ---- 2: disk full, after a limit
 
 
 def test_full_disk_after_a_limit_is_not_a_reward_of_0() -> None:

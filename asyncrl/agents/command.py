@@ -1,7 +1,7 @@
 """Harness `command`: one program, in any language, per rollout.
 
 It reads the task as JSON on standard input. Its environment has the address, key and
-model of the endpoint (endpoint_env), PATH, LANG, a HOME and TMPDIR of its own, and
+model of the endpoint (endpoint_env), PATH, LANG, a private HOME and TMPDIR, and
 generator.env. Answer and outcome key come only through the pipe, so that children
 do not inherit them.
 """
@@ -56,7 +56,7 @@ OF_HOME = {
     "HF_HOME": ".cache/huggingface",
 }
 """Folders of installed packages and downloads, which programs look for in HOME. A command
-has a HOME of its own, and reads these in the worker's.
+has a private HOME, and reads these folders in the worker's.
 """
 MARK_ENV = "ASYNCRL_COMMAND"
 STDERR_TAIL_BYTES = 2000

@@ -174,7 +174,7 @@ async def play(settings: dict[str, Any]) -> Outcome:
     result = await trial.run()
     rewards = dict((result.verifier_result and result.verifier_result.rewards) or {})
     # Not a reward of 0: Harbor scores a trial also after some of its errors.
-    errors = result.recorded_exceptions()
+    errors = [*result.recorded_exceptions()]
     is_late = all(error.exception_type == "AgentTimeoutError" for error in errors)
     timed_out = bool(errors) and is_late and "reward" in rewards
     for error in () if timed_out else errors:
