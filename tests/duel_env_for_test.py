@@ -22,9 +22,13 @@ class DuelTaskset(vf.Taskset[DuelTask, vf.TasksetConfig]):
 class DuelConfig(vf.EnvConfig):
     first: vf.AgentConfig = vf.AgentConfig()
     second: vf.AgentConfig = vf.AgentConfig()
+    freeze: bool = False
 
 
 class DuelEnv(vf.Env[DuelConfig]):
+    async def setup(self, agents: Any) -> None:
+        agents.second.trainable = not self.config.freeze
+
     async def run(self, task: vf.Task, agents: Any) -> None:
         async with (
             agents.first.interaction(task) as first,

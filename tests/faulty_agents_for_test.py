@@ -9,11 +9,13 @@ import signal
 import ssl
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import httpx
 import openai
 
-from asyncrl.agents import Session, Task
+from asyncrl.agents import Outcome, Session, Task
 
 
 async def ask(session: Session) -> str:
@@ -21,6 +23,14 @@ async def ask(session: Session) -> str:
         model=session.model, messages=[{"role": "user", "content": "hi"}]
     )
     return answer.choices[0].message.content or ""
+
+
+def plant(fault: str) -> None:
+    """Meet a failure of the infrastructure, as environments do."""
+    if fault == "full":
+        fill_disk()
+    if fault == "refused":
+        httpx.get("http://127.0.0.1:9")
 
 
 def fill_disk() -> None:
@@ -79,9 +89,11 @@ async def fetches(task: Task, session: Session, *, url: str, authority: str) -> 
         await http.get(url, ssl=trusting)
 
 
-async def gives_no_number(task: Task, session: Session) -> float:
+async def gives(
+    task: Task, session: Session, *, reward: Any = float("nan"), timed_out: bool = False
+) -> Outcome:
     await ask(session)
-    return float("nan")
+    return Outcome(reward, timed_out=timed_out)
 
 
 async def dies(task: Task, session: Session) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 from anthropic import AsyncAnthropic
+from faulty_agents_for_test import plant
 from openai import AsyncOpenAI
 
 __all__ = ["ChatHarness", "GuessingEnv", "GuessingTaskset"]
@@ -32,6 +33,8 @@ class GuessingTask(vf.Task[GuessingData]):
     async def found(self, trace: vf.Trace) -> float:
         if self.data.secret == 8:
             raise ZeroDivisionError("no reward for 8")
+        if self.data.secret == 5:
+            return float("nan")
         if self.data.secret == 9:
             await asyncio.Event().wait()
         return float(trace.last_reply == str(self.data.secret))
@@ -86,12 +89,15 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
         async with agents.agent.interaction(task) as talk:
             segment = await talk.turn("Which number from 0 to 9?")
             while not segment.terminated and segment.last_reply != str(secret):
+                plant(segment.last_reply)
                 guess = int(segment.last_reply)
                 segment = await talk.turn("higher" if guess < secret else "lower")
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
     dialect: Literal["chat", "messages", "responses"] = "chat"
+    hangs: bool = False
+    """After its call."""
     stream: bool = False
 
 
@@ -141,6 +147,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                     messages=[*first, *messages], **call
                 )
             await _read(answer, self.config.stream)
+            if self.config.hangs:
+                await asyncio.Event().wait()
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

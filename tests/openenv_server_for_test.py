@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 from fastmcp import FastMCP
+from faulty_agents_for_test import plant
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import (
@@ -17,7 +18,7 @@ from openenv.core.env_server.mcp_types import (
     CallToolObservation,
     ToolError,
 )
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 
 class Say(Action):
@@ -28,6 +29,18 @@ class Say(Action):
 class Heard(Observation):
     said: str = ""
     left: int | None = None
+
+
+class Backend(BaseModel):
+    rows: list[int]
+
+
+REWARDS = {
+    "text": "high",
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "missing": None,
+}
 
 
 class Counting(Environment):
@@ -43,6 +56,8 @@ class Counting(Environment):
     def reset(self, seed: int | None = None, word: str = "start", **_: Any) -> Heard:
         if word == "slow":
             time.sleep(30)
+        if word == "broken":
+            raise ValueError("the environment is broken")
         if word == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
         self._seed = seed
@@ -52,10 +67,16 @@ class Counting(Environment):
     def step(self, action: Say, **_: Any) -> Heard:
         if action.text == "crash":
             raise ValueError("the environment is broken")
+        plant(action.text)
+        if action.text == "slow":
+            time.sleep(30)
         if action.text == "exit":
             os._exit(3)
-        if action.text == "text":
-            return Heard.model_construct(reward="high", done=False, metadata={})
+        if action.text == "validate":
+            Backend.model_validate({"rows": None})
+        if action.text in REWARDS:
+            reward: Any = REWARDS[action.text]
+            return Heard.model_construct(reward=reward, done=True, metadata={})
         self._heard.append(action.text)
         left = 3 - len(self._heard)
         return Heard(

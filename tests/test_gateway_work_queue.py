@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -472,14 +473,17 @@ async def test_withdrawn_item_is_cancelled_and_its_result_refused() -> None:
 
 
 @in_virtual_time
-async def test_last_posted_outcome_counts() -> None:
+async def test_last_posted_outcome_counts(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(harnesses=[GeneratorConfig(remote=True, outcomes="posted")])
     running = desk.run(3)
     (item,) = await desk.take()
     key = item.outcome_key or ""
     assert len(key) > 20
-    assert await desk.post({"reward": 0.25}, key) == (200, None)
+    for _ in range(2):
+        assert await desk.post({"reward": 0.25}, key) == (200, None)
+    assert not caplog.text
     assert await desk.post({"reward": 0.5, "metrics": {"turns": 3}}, key) == (200, None)
+    assert re.search("newest .* counts, .*0.5.* instead of .*0.25", caplog.text)
     for wrong in ({"reward": math.nan}, {"rewrd": 1}, 1, {"metrics": {"x" * 2**18: 1}}):
         assert (await desk.post(wrong, key))[0] in (400, 413)
     assert await desk.post({"reward": 1}, "key-3") == (401, "invalid_api_key"), (

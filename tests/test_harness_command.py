@@ -20,9 +20,17 @@ from gateway_cases import in_loop
 from harness_gateway import need_bubblewrap, open_gateway, processes_of, working
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.command import MARK_ENV, CommandHarness, last_line_outcome
+from asyncrl.agents.command import (
+    MARK_ENV,
+    OF_HOME,
+    TAIL_BYTES,
+    CommandHarness,
+    last_line_outcome,
+)
+from asyncrl.agents.harness import build_harness
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
+from asyncrl.config.generator_config import ENDPOINT_ENV
 
 MESSAGES = ({"role": "user", "content": "What is 6 * 7?"},)
 TASK = Task("p0", MESSAGES, {"kind": "times"}, 5, 1, 2, answer=42)
@@ -56,6 +64,7 @@ def run(script: str, session: Session = SESSION) -> Outcome:
 
 
 def test_last_line_is_the_outcome_or_a_failure() -> None:
+    marked = Outcome(1.0, {"\u2028\x85": 1.0})
     for text, outcome in (
         ("", Outcome()),
         ("42 apples\n", Outcome()),
@@ -65,11 +74,24 @@ def test_last_line_is_the_outcome_or_a_failure() -> None:
             Outcome(turn_rewards={"chatcmpl-0": 1.0}),
         ),
         ('0.5\n"done"', Outcome()),
+        ('{"type": "reward", "text": 1}\nGoodbye!', Outcome()),
+        ('0.5\r\n{"reward": 1, "metrics": {"\u2028\x85": 1}}\r\n', marked),
     ):
         assert last_line_outcome(text) == outcome
-    for text in ("nan", '{"rewrd": 1}', "{"):
+    for text in ("nan", '{"rewrd": 1}', "{", "x" * TAIL_BYTES):
         with pytest.raises(RolloutFailure, match="last line is not an outcome"):
             last_line_outcome(text)
+    with pytest.raises(RolloutFailure, match="is text, after the outcome.*0.7"):
+        last_line_outcome('{"reward": 0.7}\nGoodbye!\n')
+
+
+@pytest.mark.parametrize("text", ["0.7\nGoodbye!", "Reward: 0.7", "-> score = .7 "])
+def test_text_that_looks_like_a_reward_is_named(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert last_line_outcome(text) == Outcome()
+    assert "the task scores" in caplog.text
+    assert "7" in caplog.text
 
 
 TOOL = """
@@ -137,27 +159,18 @@ def test_command_has_a_clean_environment_and_folder(
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
-    ours = {
-        "OPENAI_BASE_URL",
-        "OPENAI_API_KEY",
-        "OPENAI_MODEL",
-        MARK_ENV,
-        "CORPUS",
-        "JUDGE_KEY",
-    }
-    ours |= {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
+    ours = {MARK_ENV, "CORPUS", "JUDGE_KEY"}
+    ours |= {*ENDPOINT_ENV, "NO_PROXY", "no_proxy"}
     shells = {"PWD", "SHLVL", "_", "OLDPWD"}
-    assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
+    folders = {"PATH", "HOME", "LANG", "TMPDIR", *OF_HOME}
+    assert names - shells <= ours | folders
     assert ours <= names
     folder = said.splitlines()[-1]
     assert folder.startswith(str(own_temp)), "nothing is in the folder when it starts"
 
 
 @pytest.mark.slow
-def test_bad_exit_or_flood_is_a_failure() -> None:
-    flood = (
-        "trap '' TERM; while :; do echo 0123456789012345678901234567890123456789; done"
-    )
+def test_bad_exit_is_a_failure() -> None:
     for script, said in (
         (
             "echo last words >&2; exit 3",
@@ -167,11 +180,66 @@ def test_bad_exit_or_flood_is_a_failure() -> None:
             "kill -SEGV $$",
             r"was killed by SIGSEGV; the end of its standard error: \(empty\)",
         ),
-        (flood, "printed more than 1048576 bytes to standard output"),
-        (f"{flood} >&2", "printed more than 1048576 bytes to standard error"),
     ):
         with pytest.raises(RolloutFailure, match=said):
             run(script)
+
+
+@pytest.mark.slow
+def test_end_of_a_flood_counts() -> None:
+    """Of megabytes of two-byte characters without a line end, and of errors."""
+    flood = "head -c 5000001 /dev/zero | tr '\\0' X | sed 's/X/é/g'"
+    assert run(f"{flood}; {flood} >&2; echo; echo 0.5") == Outcome(0.5)
+    with pytest.raises(RolloutFailure, match="not an outcome.*é"):
+        run(flood)
+
+
+@pytest.mark.slow
+def test_each_rollout_has_a_home_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Except with pass_env. Installed packages and downloads are those of the worker."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache/uv").mkdir(parents=True)
+    script = 'echo note >> ~/.notes; [ "$UV_CACHE_DIR" = PLACE ] && wc -l < ~/.notes'
+    script = script.replace("PLACE", str(tmp_path / ".cache/uv"))
+    for pass_env, counts in (([], [1.0, 1.0]), (["HOME"], [1.0, 2.0])):
+        harness = made("/bin/bash", "-c", script, pass_env=pass_env)
+        assert [
+            asyncio.run(harness.run(TASK, SESSION)).reward for _ in range(2)
+        ] == counts
+
+
+PROXIED = """
+import openai
+said = [{"role": "user", "content": "hi"}]
+openai.OpenAI().chat.completions.create(model="policy", messages=said)
+print(1.0)
+"""
+
+
+@pytest.mark.slow
+@in_loop
+async def test_proxies_of_the_environment_are_not_asked_for_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not by programs, and not by the clients of agents."""
+    proxies = ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"]
+    for name in proxies:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+    program = made(sys.executable, "-c", PROXIED, pass_env=[*proxies, "no_proxy"])
+    async with open_gateway() as gateway, working(gateway, program):
+        assert (await gateway.run(0)).reward == 1.0
+    async with open_gateway() as gateway:
+        args = {"url": f"{gateway.url}/s/key-0/v1"}
+        config = GeneratorConfig(
+            python="faulty_agents_for_test:asks_elsewhere", args=args
+        )
+        async with working(gateway, build_harness(config)):
+            assert await gateway.run(0) == Outcome()
+    assert os.environ["no_proxy"].startswith("example.org,"), "it still counts"
 
 
 @pytest.mark.slow

@@ -232,8 +232,8 @@ def test_environment_failure_hides_the_key() -> None:
     assert started() == ["start", "stop"] * 2
 
 
-def test_untrainable_episode_ends_the_worker() -> None:
-    with pytest.raises(ConfigError, match="ran agent agent with trainable=False"):
+def test_untrainable_episode_fails() -> None:
+    with pytest.raises(RolloutFailure, match="not one sampled token to train on"):
         play(GUESSING, 2, guess_upwards, {"freeze": True})
 
 
@@ -263,6 +263,17 @@ def test_several_trained_agents_have_their_own_rewards() -> None:
         assert role.startswith(decode(ids)[0]), "not the id of the agent's trace"
         assert len(branch.credits) == 2
     assert rewards == {"f": {1.0}, "s": {0.25}}
+
+
+def test_agent_with_trainable_false_plays_without_a_loss() -> None:
+    outcome, rollout, prompts = play(DUEL, 0, name_your_role, BOTH | {"freeze": True})
+    assert len(prompts) == 4, "two turns of each"
+    assert [*outcome.turn_rewards.values()] == [1.0]
+    assert outcome.metrics["second/reward/points"] == 0.25
+    (branch,) = rollout
+    ids = branch.token_ids[branch.loss_mask].tolist()
+    assert {*ScriptedEngine().tokenizer.decode(ids)} == {"f"}
+    assert {credit.reward for credit in branch.credits} == {1.0}
 
 
 LETTERS = "letters_env_for_test"

@@ -7,18 +7,20 @@ from __future__ import annotations
 import asyncio
 import datetime
 import errno
+import os
 import shutil
+import socketserver
 import ssl
-import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+import tomllib
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 from gateway_cases import in_loop
 from harness_gateway import TestGateway, need_bubblewrap, open_gateway, working
 from rollout_cases import FakeSink, make_producers, one_token, scored, virtual
@@ -28,7 +30,8 @@ from asyncrl.agents.harness import Harness, build_harness
 from asyncrl.agents.worker import Worker, WorkerSettings
 from asyncrl.base.errors import RolloutFailure, TaskError, first_cause
 from asyncrl.base.failures import WAYS_OUT, FailureKind, kind_of_error, kind_of_text
-from asyncrl.config import GeneratorConfig, TaskConfig
+from asyncrl.config import GeneratorConfig, OnTimeout, TaskConfig
+from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.worker_api import FailureBody
 from asyncrl.observe.metrics import gauge_of
@@ -61,9 +64,11 @@ async def run(
     timeout_s: float | None = None,
     prompt: Prompt = PROMPT,
     retries: int = 0,
+    on_timeout: OnTimeout = "fail",
 ) -> Rollout | FailedRollout:
+    scorers = scorers or SimpleNamespace(of=lambda _: NO_SCORE)
     generator = HarnessGenerator(
-        gateway.host, gateway.queue, scorers or SimpleNamespace(of=lambda _: NO_SCORE)
+        gateway.host, gateway.queue, scorers, on_timeout=on_timeout
     )
     runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
     attempt = RolloutAttempt("g0/r0", GroupId(0), prompt, 0)
@@ -113,7 +118,7 @@ curl -sf $OPENAI_BASE_URL/chat/completions -H "Authorization: Bearer $OPENAI_API
 """
 
 
-# ---- 1, 2: the runtime does not start, or has no image
+# ---- 1: the runtime does not start
 
 
 def test_sandbox_that_does_not_start_has_its_name(tmp_path: Path) -> None:
@@ -131,34 +136,7 @@ def test_sandbox_that_does_not_start_has_its_name(tmp_path: Path) -> None:
     assert kind_of(asyncio.run(story())) == FailureKind.RUNTIME_START
 
 
-DOCKER = {
-    FailureKind.RUNTIME_START: "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. "
-    "Is the docker daemon running?",
-    FailureKind.IMAGE_MISSING: "Unable to find image 'no/such:1' locally\ndocker: Error response from "
-    "daemon: pull access denied for no/such, repository does not exist or may require 'docker login'.",
-}
-"""The words of docker 24."""
-
-
-@pytest.mark.parametrize("kind", DOCKER)
-def test_docker_of_a_program_has_its_name(tmp_path: Path, kind: FailureKind) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{DOCKER[kind]}\nEND\nexit 125\n")
-    docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
-    config = shell(f"{CALL} {docker} run --rm no/such:1 && echo 1")
-    assert kind_of(play(config)) == kind
-
-
-# ---- 3: disk full
-
-
-@pytest.mark.parametrize(
-    "config",
-    [agent("full"), shell(f"{CALL} echo notes > /dev/full && echo 0.0")],
-    ids=["python", "command"],
-)
-def test_full_disk_has_its_name(config: GeneratorConfig) -> None:
-    assert kind_of(play(config)) == FailureKind.DISK_FULL
+# ---- 2: disk full, after a limit
 
 
 def test_full_disk_after_a_limit_is_not_a_reward_of_0() -> None:
@@ -186,6 +164,16 @@ def no_number(prompt: Prompt, completion: str) -> Any:
     return "right"
 
 
+def scored_by(reward: Any, gateway: TestGateway) -> Any:
+    config = TaskConfig.model_validate(
+        {"python": "x:y", "reward_pool": "inline", "reward_timeout_s": 0.2}
+    )
+    task: Any = SimpleNamespace(score=reward)
+    tokenizer: Any = gateway.engine.tokenizer
+    scorer = TaskScorer(task, config, tokenizer, seed=0)
+    return SimpleNamespace(of=lambda _: scorer)
+
+
 @pytest.mark.parametrize(
     ("reward", "kind"),
     [
@@ -196,94 +184,92 @@ def no_number(prompt: Prompt, completion: str) -> Any:
 )
 def test_reward_that_fails_has_its_name(reward: Any, kind: FailureKind) -> None:
     async def story() -> Rollout | FailedRollout:
-        config = TaskConfig.model_validate(
-            {"python": "x:y", "reward_pool": "inline", "reward_timeout_s": 0.2}
-        )
-        task: Any = SimpleNamespace(score=reward)
         harness = build(shell(f"{CALL} echo done"))
         async with open_gateway() as gateway, working(gateway, harness):
-            tokenizer: Any = gateway.engine.tokenizer
-            scorer = TaskScorer(task, config, tokenizer, seed=0)
-            return await run(gateway, scorers=SimpleNamespace(of=lambda _: scorer))
+            return await run(gateway, scorers=scored_by(reward, gateway))
 
     assert kind_of(asyncio.run(story())) == kind
-
-
-# ---- 6, 7: the agent crashes, or hangs
-
-
-@pytest.mark.parametrize(
-    ("config", "kind", "timeout_s"),
-    [
-        (agent("crashes", after_answer=False), FailureKind.AGENT_CRASH, 120.0),
-        (agent("crashes", after_answer=True), FailureKind.CRASH_AFTER_ANSWER, 120.0),
-        (shell("exit 3"), FailureKind.AGENT_CRASH, 120.0),
-        (shell("kill -9 $$"), FailureKind.AGENT_CRASH, 120.0),
-        (shell(f"{CALL} exit 3"), FailureKind.CRASH_AFTER_ANSWER, 120.0),
-        (agent("hangs", after_answer=False), FailureKind.AGENT_TIMEOUT, 5.0),
-        # A loaded machine needs seconds for the first answer.
-        (agent("hangs", after_answer=True), FailureKind.TIMEOUT_AFTER_ANSWER, 20.0),
-    ],
-)
-def test_agent_that_fails_is_not_blamed_on_the_policy_before_its_first_answer(
-    config: GeneratorConfig, kind: FailureKind, timeout_s: float
-) -> None:
-    assert kind_of(play(config, timeout_s=timeout_s)) == kind
-    assert kind.is_infrastructure == ("after_answer" not in kind)
 
 
 # ---- 8, 10, 12: other services
 
 
-@asynccontextmanager
-async def service(answer: Any) -> AsyncIterator[str]:
-    async with AsyncExitStack() as stack:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}/v1"
+CLIENTS = {
+    "httpx": "import httpx; httpx.get(URL, timeout=1).raise_for_status()",
+    "httpx async": """
+import asyncio, httpx
+asyncio.run(httpx.AsyncClient(timeout=1).get(URL)).raise_for_status()""",
+    "aiohttp": """
+import aiohttp, asyncio
+async def get():
+    limit = aiohttp.ClientTimeout(sock_read=1)
+    async with aiohttp.ClientSession(timeout=limit, raise_for_status=True) as http:
+        await http.get(URL)
+asyncio.run(get())""",
+    "urllib": "import urllib.request; urllib.request.urlopen(URL, timeout=1)",
+    "requests": "import requests; requests.get(URL, timeout=1).raise_for_status()",
+    "urllib3": """
+import urllib3
+if urllib3.request("GET", URL, timeout=1, retries=False).status in (429, 503):
+    raise RuntimeError(f"HTTP {STATUS}")""",
+    "http.client": """
+import http.client
+client = http.client.HTTPConnection(HOST, timeout=1)
+client.request("GET", "/")
+raise RuntimeError(f"status: {client.getresponse().status}")""",
+    "openai": """
+import openai
+openai.OpenAI(base_url=URL, api_key="k", max_retries=0, timeout=1).models.list()""",
+    "anthropic": """
+import anthropic
+anthropic.Anthropic(base_url=URL, api_key="k", max_retries=0, timeout=1).models.list()""",
+    "websockets": """
+import websockets.sync.client
+websockets.sync.client.connect(f"ws://{HOST}", open_timeout=1)""",
+    "curl": """
+import subprocess
+run = subprocess.run(["curl", "-sSf", "-m1", URL], capture_output=True, text=True)
+raise RuntimeError(run.stderr)""",
+}
 
 
-async def cut(request: web.Request) -> web.Response:
-    """The connection ends without an answer."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
+class Faulty(socketserver.StreamRequestHandler):
+    """Answer with `status`, cut the connection ("cut"), or keep it open ("silent")."""
+
+    server: Any
+
+    def handle(self) -> None:
+        self.rfile.readline()
+        if self.server.status == "silent":
+            self.rfile.read()
+        elif self.server.status != "cut":
+            head = f"HTTP/1.1 {self.server.status} Nope\r\nContent-Length: 0\r\n\r\n"
+            self.wfile.write(head.encode())
 
 
-async def refuse(request: web.Request) -> web.Response:
-    error = {"message": "You exceeded your quota.", "code": "insufficient_quota"}
-    return web.json_response({"error": error}, status=429)
-
-
-async def broken(request: web.Request) -> web.Response:
-    return web.Response(status=503)
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        (cut, FailureKind.ENDPOINT_LOST),
-        (broken, FailureKind.ENDPOINT_LOST),
-        (refuse, FailureKind.QUOTA),
-    ],
-)
-@pytest.mark.parametrize("harness", ["python", "command"])
-@in_loop
-async def test_service_that_is_lost_or_refuses_has_its_name(
-    answer: Any, kind: FailureKind, harness: str
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("status", ["refused", "cut", "silent", "503", "429"])
+def test_service_that_is_lost_or_refuses_has_one_name_in_all_clients(
+    client: str, status: str
 ) -> None:
-    async with service(answer) as url, open_gateway() as gateway:
-        config = agent("asks_elsewhere", url=url)
-        if harness == "command":
-            config = shell(f"{CALL} curl -sSf {url}/score && echo 1")
-        async with working(gateway, build(config)):
-            assert kind_of(await run(gateway)) == kind
+    """By its exception, and by what a program prints of it."""
+    server: Any
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Faulty) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        server.status = status
+        threading.Thread(target=server.serve_forever).start()
+        port = 9 if status == "refused" else server.server_address[1]
+        names = {"HOST": f"127.0.0.1:{port}", "URL": f"http://127.0.0.1:{port}"}
+        with pytest.raises(Exception) as met:  # noqa: PT011  of any client
+            exec(CLIENTS[client], names | {"STATUS": status})
+        server.shutdown()
+    kind = FailureKind.QUOTA if status == "429" else FailureKind.ENDPOINT_LOST
+    assert kind_of_error(met.value, FailureKind.AGENT_CRASH) == kind
+    printed = "".join(traceback.format_exception(met.value))[-2000:]
+    assert kind_of_text(printed, FailureKind.AGENT_CRASH) == kind
 
 
 @pytest.mark.extras  # cryptography
@@ -368,45 +354,106 @@ async def test_worker_that_leaves_has_its_name() -> None:
         await caller.aclose()
 
 
-# ---- 11: corrupt results
+# ---- the table: planted failures by harness
+
+PLANTED = tomllib.loads(Path(__file__).with_name("planted_failures.toml").read_text())[
+    "planted"
+]
 
 
-@pytest.mark.parametrize(
-    "config", [agent("gives_no_number"), shell(f"{CALL} echo '{{\"rewrd\": 1}}'")]
-)
-def test_corrupt_result_has_its_name(config: GeneratorConfig) -> None:
-    assert kind_of(play(config)) == FailureKind.CORRUPT_RESULT
+def harness_of(planted: dict[str, Any]) -> str:
+    (name,) = HARNESSES.keys() & planted["config"].keys()
+    return name
 
 
-# ---- verifiers environments
+@pytest.fixture(scope="module")
+def openenv_url() -> Iterator[str]:
+    from test_harness_openenv import Server
+
+    server = Server("text")
+    try:
+        yield server.wait_ready().url
+    finally:
+        server.kill()
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("index", "args", "kind"),
-    [
-        (8, {}, FailureKind.REWARD_CRASH),
-        (9, {"agent": {"timeout": {"scoring": 0.1}}}, FailureKind.REWARD_TIMEOUT),
-        (7, {}, FailureKind.ENVIRONMENT),
-    ],
-)
-def test_failure_in_a_verifiers_environment_has_its_name(
-    index: int, args: dict[str, Any], kind: FailureKind
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda each: str(each)[9:80])
+def test_planted_failure_has_its_name_and_is_never_a_reward(
+    planted: dict[str, Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from test_harness_verifiers import GUESSING, guess_upwards, task_of, text_of
+    config, prompt = GeneratorConfig(**planted["config"]), PROMPT
+    if config.command:
+        *shell, script = config.command
+        config = GeneratorConfig(command=[*shell, script.replace("CALL", CALL)])
+    if config.openenv:
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    if config.openenv == "SERVER":
+        url = request.getfixturevalue("openenv_url")
+        config = config.model_copy(update={"openenv": url})
+    if config.verifiers:
+        from test_harness_verifiers import task_of
 
-    args = {"agent": {"runtime": {"type": "subprocess"}} | args.get("agent", {})}
-    task = task_of(GUESSING, args, index)
-    prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
+        task = task_of(config.verifiers, config.args, planted.get("index", 3))
+        prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
+    harness = build(config)
 
     async def story() -> Rollout | FailedRollout:
-        async with open_gateway(lease_timeout_s=60.0) as gateway:
-            gateway.engine.answer = lambda request: guess_upwards(text_of(request))
-            config = GeneratorConfig(verifiers=GUESSING, args=args)
-            async with working(gateway, build(config)):
-                return await run(gateway, prompt=prompt)
+        async with open_gateway() as gateway, working(gateway, harness):
+            gateway.engine.answer = lambda _: planted.get("says", "0")
+            limit_s = planted.get("timeout_s", 500.0)
+            return await run(gateway, prompt=prompt, timeout_s=limit_s)
 
-    assert kind_of(asyncio.run(story())) == kind
+    try:
+        assert kind_of(asyncio.run(story())) == planted["kind"]
+    finally:
+        getattr(harness, "close", lambda: None)()
+
+
+def test_page_has_the_table_of_planted_failures() -> None:
+    names = {(each["what"], harness_of(each)): each["kind"] for each in PLANTED}
+    lines = [f"| planted | {' | '.join(HARNESSES)} |", f"|{' --- |' * 5}"]
+    for what in dict.fromkeys(each["what"] for each in PLANTED):
+        cells = [names.get((what, kind), "") for kind in HARNESSES]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    page = Path(__file__).parents[1] / "docs/failures.md"
+    assert table in page.read_text(), f"write this table into docs/failures.md\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("harness", "reward"),
+    [
+        (agent("gives", reward=0.5, timed_out=True), 0.5),
+        (agent("hangs", after_answer=True), 0.25),
+        (shell(f"{CALL} sleep 1000"), 0.25),
+    ],
+)
+@pytest.mark.parametrize("on_timeout", ["fail", "score"])
+def test_agent_out_of_time_is_scored_only_if_that_is_asked_for(
+    harness: GeneratorConfig, reward: float, on_timeout: Any
+) -> None:
+    """With the harness's reward, else the task's."""
+
+    async def quarter(prompt: Prompt, completion: str) -> float:
+        return 0.25
+
+    async def story() -> Rollout | FailedRollout:
+        async with open_gateway() as gateway, working(gateway, build(harness)):
+            scorers = scored_by(quarter, gateway)
+            return await run(
+                gateway, scorers=scorers, timeout_s=20.0, on_timeout=on_timeout
+            )
+
+    outcome = asyncio.run(story())
+    if on_timeout == "fail":
+        assert kind_of(outcome) == FailureKind.TIMEOUT_AFTER_ANSWER
+    else:
+        assert isinstance(outcome, tuple)
+        assert outcome[0].reward == reward
 
 
 @pytest.mark.extras
@@ -581,6 +628,25 @@ async def test_failures_that_the_policy_may_cause_end_no_run() -> None:
 # ---- names
 
 
+LOST = """
+httpcore.ConnectError: All connection attempts failed
+TypeError: fetch failed  [cause]: Error: connect ECONNREFUSED 127.0.0.1:9
+Error: getaddrinfo ENOTFOUND no.such.host
+dial tcp 127.0.0.1:9: connect: connection refused
+dial tcp: lookup no.such on 10.0.0.2:53: no such host
+Post "http://10.0.0.1/v1": EOF
+context deadline exceeded (Client.Timeout exceeded while awaiting headers)
+java.net.UnknownHostException: no.such.host
+java.net.http.HttpConnectTimeoutException: HTTP connect timed out
+status = StatusCode.UNAVAILABLE details = "failed to connect to all addresses"
+curl: (28) Operation timed out after 1002 milliseconds with 0 bytes received
+wget: unable to resolve host address 'no.such.host'
+error sending request for url (http://10.0.0.1/): tcp connect error
+socket.gaierror: [Errno -3] Temporary failure in name resolution
+""".strip().split("\n")
+"""What clients of other languages print."""
+
+
 def test_every_kind_has_a_way_out() -> None:
     assert set(WAYS_OUT) == set(FailureKind)
 
@@ -595,6 +661,12 @@ def test_every_kind_has_a_way_out() -> None:
         ("curl: (7) Failed to connect to 10.0.0.7 port 80", FailureKind.ENDPOINT_LOST),
         ("httpx.HTTPStatusError: HTTP/1.1 503", FailureKind.ENDPOINT_LOST),
         ("bwrap: Can't find source path /gone", FailureKind.RUNTIME_START),
+        *((said, FailureKind.ENDPOINT_LOST) for said in LOST),
+        ("Request failed with status code 404", FailureKind.AGENT_CRASH),
+        (
+            "TimeoutExpired: '/bin/sh' timed out after 5 seconds",
+            FailureKind.AGENT_CRASH,
+        ),
         ("ValueError: 429 is no word", FailureKind.AGENT_CRASH),
         ("KeyError: 'answer'", FailureKind.AGENT_CRASH),
     ],

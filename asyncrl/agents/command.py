@@ -1,8 +1,8 @@
 """Harness `command`: one program, in any language, per rollout.
 
-It reads the task as JSON on standard input. Its environment has OPENAI_BASE_URL,
-OPENAI_API_KEY, OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR
-and generator.env. Answer and outcome key come only through the pipe, so that children
+It reads the task as JSON on standard input. Its environment has the address, key and
+model of the endpoint (endpoint_env), PATH, LANG, a private HOME and TMPDIR, and
+generator.env. Answer and outcome key come only through the pipe, so that children
 do not inherit them.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,20 +26,46 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
+from asyncrl.agents.harness import (
+    OUTCOME,
+    AnyTask,
+    Session,
+    first_fault,
+    without_proxy,
+)
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
 from asyncrl.base.waits import shielded
 from asyncrl.config import GeneratorConfig
+from asyncrl.config.generator_config import ENDPOINT_ENV
 from asyncrl.messages.records import Outcome
+
+log = logging.getLogger("asyncrl.worker")
 
 # Nothing else of the worker's environment: it may hold API keys, and the model runs
 # programs with what a command inherits.
-KEPT_ENV = ("PATH", "HOME", "LANG")
+KEPT_ENV = ("PATH", "LANG")
+OF_HOME = {
+    "PYTHONUSERBASE": ".local",
+    "PIP_CACHE_DIR": ".cache/pip",
+    "UV_CACHE_DIR": ".cache/uv",
+    "npm_config_cache": ".npm",
+    "RUSTUP_HOME": ".rustup",
+    "PYENV_ROOT": ".pyenv",
+    "HF_HOME": ".cache/huggingface",
+}
+"""Folders of installed packages and downloads, which programs look for in HOME. A command
+has a private HOME, and reads these folders in the worker's.
+"""
 MARK_ENV = "ASYNCRL_COMMAND"
 STDERR_TAIL_BYTES = 2000
-MAX_OUTPUT_BYTES = 2**20
+TAIL_BYTES = 2**20
+"""The end of a program's output that is kept; earlier output is dropped."""
+LIKE_A_REWARD = re.compile(
+    r"^\W*(?:(?:reward|score)\W+)?-?\d*\.?\d+\s*$", re.IGNORECASE | re.MULTILINE
+)
+"""A line that is no outcome, but may be meant as one."""
 GRACE_S = 2.0
 _KILL_WAIT_S = 5.0
 _POLL_S = 0.02
@@ -72,6 +100,12 @@ class CommandHarness:
         this process is killed. Raises ConfigError.
         """
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
+        home = Path(os.environ.get("HOME", "/"))
+        kept |= {
+            name: str(home / place)
+            for name, place in OF_HOME.items()
+            if config.sandbox == "none" and (home / place).is_dir()
+        }
         self._env = kept | passed_env(config.pass_env) | config.env
         # Each command runs in its own folder, in which a relative path would lead
         # nowhere.
@@ -119,7 +153,7 @@ class CommandHarness:
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
-        for name in ("work", "tmp", "shm"):
+        for name in ("work", "tmp", "shm", "home"):
             (folder / name).mkdir()
         try:
             text = await self._run(task, session, folder)
@@ -130,7 +164,9 @@ class CommandHarness:
     async def _run(self, task: AnyTask, session: Session, folder: Path) -> str:
         """Return the standard output. Raises RolloutFailure."""
         command = self.command
-        environment = self._env | {"TMPDIR": str(folder / "tmp")}
+        # Notes and sessions of agents in HOME would pass between the rollouts of a group.
+        own_home = {"HOME": str(folder / "home")}
+        environment = own_home | self._env | {"TMPDIR": str(folder / "tmp")}
         fds = list[int]()
         async with contextlib.AsyncExitStack() as stack:
             if self.sandbox is not None:
@@ -141,14 +177,8 @@ class CommandHarness:
                 fds.append(channel)
                 command = self.sandbox.around(command, folder, channel)
                 environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
-            environment |= {
-                "OPENAI_BASE_URL": session.base_url,
-                "OPENAI_API_KEY": session.api_key,
-                "OPENAI_MODEL": session.model,
-                "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": session.api_key,
-                MARK_ENV: self.token,
-            }
+            environment |= endpoint_env(session) | {MARK_ENV: self.token}
+            environment |= without_proxy(environment, session.base_url)
             # In its own session, the command leads a process group that can be killed
             # as a whole, and Ctrl-C reaches the worker only.
             start = asyncio.get_running_loop().subprocess_exec(
@@ -188,14 +218,6 @@ class CommandHarness:
         return self._checked(process, transport.get_returncode() or 0)
 
     def _checked(self, process: _Process, code: int) -> str:
-        # Before the exit code, which says only that a command that printed too much was
-        # killed.
-        for fd, name in ((1, "output"), (2, "error")):
-            if len(process.output[fd]) > MAX_OUTPUT_BYTES:
-                most = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
-                raise RolloutFailure(
-                    f"command {self.command[0]} printed more than {most}"
-                )
         if code != 0:
             how = (
                 f"was killed by {signal.Signals(-code).name}"
@@ -211,7 +233,7 @@ class CommandHarness:
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Output by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each."""
+    """The end of the output, by file descriptor."""
 
     def __init__(self) -> None:
         self.output = {1: bytearray(), 2: bytearray()}
@@ -219,16 +241,14 @@ class _Process(asyncio.SubprocessProtocol):
         self.drained = asyncio.Event()
 
     def text(self, fd: int) -> str:
-        return self.output[fd].decode("utf-8", errors="replace")
+        return self.output[fd][-TAIL_BYTES:].decode("utf-8", errors="replace")
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         output = self.output[fd]
-        # Later output is read and dropped. A full pipe would block the program's
-        # cleanup.
-        if len(output) <= MAX_OUTPUT_BYTES:
-            output += data
-        if len(output) > MAX_OUTPUT_BYTES:
-            self.ended.set()
+        output += data
+        # Rarely, since it moves the rest.
+        if len(output) > 2 * TAIL_BYTES:
+            del output[:-TAIL_BYTES]
 
     def process_exited(self) -> None:
         self.ended.set()
@@ -285,18 +305,55 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
 
 
 def last_line_outcome(text: str) -> Outcome:
-    """Parse the last non-empty line: a number, an object of rewards, or nothing."""
-    last = next(
-        (line.strip() for line in reversed(text.splitlines()) if line.strip()), ""
+    """Parse the last non-empty line: a number, an object of rewards, or nothing.
+
+    Raises RolloutFailure for an object that is no outcome, and for a reward in an object
+    on an earlier line.
+    """
+    # Only at line feeds: a JSON text may hold other line ends, such as U+2028.
+    lines = [line.strip() for line in text.split("\n") if line.strip()] or [""]
+    last = lines[-1]
+    is_cut = len(lines) == 1 and len(text.encode()) >= TAIL_BYTES
+    # A plain number is the reward, for programs without JSON.
+    with contextlib.suppress(ValueError):
+        last = json.dumps({"reward": float(last)})
+    if is_cut or last.startswith("{"):
+        try:
+            return OUTCOME.validate_json(last)
+        except ValidationError as error:
+            raise _no_outcome(
+                f"is not an outcome: {first_fault(error)}", last
+            ) from None
+    for line in lines:
+        if line.startswith("{") and "reward" in line:
+            with contextlib.suppress(ValidationError):
+                OUTCOME.validate_json(line)
+                raise _no_outcome("is text, after the outcome", line)
+    if (found := LIKE_A_REWARD.search(text)) is not None:
+        log.warning(
+            "a command printed %r, but its last line is text, %r: the task scores. A reward must be "
+            "the last line.",
+            found[0].strip()[:80],
+            last[:80],
+        )
+    return Outcome()
+
+
+def _no_outcome(what: str, line: str) -> RolloutFailure:
+    return RolloutFailure(
+        f"the command's last line {what}: {line[:200]!r}",
+        rule='print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text; '
+        "an outcome is the last line",
+        kind=FailureKind.CORRUPT_RESULT,
     )
-    try:
-        # A plain number is the reward, for programs without JSON.
-        with contextlib.suppress(ValueError):
-            last = json.dumps({"reward": float(last)})
-        return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
-    except ValidationError as error:
-        raise RolloutFailure(
-            f"the command's last line is not an outcome: {last[:200]!r}: {first_fault(error)}",
-            rule='print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text',
-            kind=FailureKind.CORRUPT_RESULT,
-        ) from None
+
+
+def endpoint_env(session: Session) -> dict[str, str]:
+    """Return the variables in which programs look for address, key and model."""
+    values = {
+        "url": session.base_url,
+        "host": session.base_url.removesuffix("/v1"),
+        "key": session.api_key,
+        "model": session.model,
+    }
+    return {name: values[value] for name, value in ENDPOINT_ENV.items()}

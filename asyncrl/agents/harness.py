@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -153,7 +154,7 @@ class Session:
             api_key=self.api_key,
             max_retries=MAX_RETRIES,
             timeout=None,
-            http_client=self.http_client(),
+            http_client=self.http_client() or make_http_client(),
             default_headers=self.headers,
         )
 
@@ -167,6 +168,13 @@ def make_http_client() -> AsyncClient:
     # some rollouts would hold up the calls of others.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     return DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
+
+
+def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """Return the variables that keep calls of `url` from the proxies of `environment`."""
+    names = ("NO_PROXY", "no_proxy")
+    hosts = [environment.get(name) for name in names] + [urlsplit(url).hostname]
+    return dict.fromkeys(names, ",".join(dict.fromkeys(filter(None, hosts))))
 
 
 class Harness(Protocol):

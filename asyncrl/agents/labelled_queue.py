@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
+
+log = logging.getLogger(__name__)
 
 Labels = frozenset[str]
 
@@ -33,6 +36,13 @@ class QueuedItem:
         return self.item.item_id
 
     def post(self, outcome: Outcome) -> None:
+        if self.posted not in (Outcome(), outcome):
+            log.warning(
+                "%s: the newest posted outcome counts, %s, instead of %s",
+                self.item.rollout_id,
+                outcome,
+                self.posted,
+            )
         self.posted = outcome
 
 

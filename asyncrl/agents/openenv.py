@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -36,8 +36,8 @@ UNREAD = (OSError, ValueError, LookupError)
 AT_A_LIMIT = ("context_length_exceeded", "rate_limit_exceeded")
 """The endpoint's codes for limits of a conversation."""
 FULL = "CAPACITY_REACHED"
-INVALID = "VALIDATION_ERROR"
-"""The server's codes: no free place, and an action that breaks its rules."""
+"""The server's code for: no free place."""
+SCALARS = frozenset(("string", "integer", "number", "boolean"))
 BROKEN = ("timeout", "transport_error")
 """Kinds of errors of an MCP tool that are not answers of the tool."""
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
@@ -48,7 +48,9 @@ class OpenEnvArgs(FrozenConfig):
     """generator.args of an OpenEnv server."""
 
     action: str | None = None
-    """Field of the action that gets the answer's text (none = its only required text)."""
+    """Field of the action that gets the answer: a text, number, boolean or choice (none =
+    its only required field).
+    """
     observation: str | None = None
     """Field of the observation that the model reads (none = the only one, or all as
     JSON).
@@ -60,8 +62,9 @@ class OpenEnvArgs(FrozenConfig):
     rewards: Literal["sum", "last", "turns"] = "sum"
     """Reward of the rollout: the sum over its steps, the last one, or one per answer."""
     without_reward: float | None = 0.0
-    """Reward of an episode in which the environment gave none (none = the task scores
-    its last answer).
+    """Reward of an episode without one that the policy has ended, and if it is set, also
+    of an episode that the environment has ended (none = the task scores its last
+    answer).
     """
     connect_s: float = Field(default=60.0, gt=0)
     """Time for a server to come back, or to have a free place, before a rollout fails."""
@@ -73,9 +76,30 @@ class OpenEnvArgs(FrozenConfig):
 
 
 class Shape(NamedTuple):
-    """`action`: the field of the answer's text; None: the actions are calls of tools."""
+    """`action`: the field of the answer; None: the actions are calls of tools. `schema`:
+    the JSON schema of an action.
+    """
 
     action: str | None
+    schema: Mapping[str, Any]
+
+    def action_of(self, text: str) -> dict[str | None, Any] | None:
+        """Return the action of an answer, None if it breaks the schema.
+
+        Example: the field `column` is an integer from 0 to 6.
+
+            "3"      {"column": 3}
+            "three"  None
+            "9"      None
+        """
+        from jsonschema import Draft202012Validator as Validator
+
+        values: list[Any] = [text, text.strip()]
+        with suppress(ValueError, RecursionError):
+            values.append(json.loads(text))
+        actions = [{self.action: value} for value in values]
+        validator = Validator(self.schema, format_checker=Validator.FORMAT_CHECKER)
+        return next(filter(validator.is_valid, actions), None)
 
 
 class Step(NamedTuple):
@@ -143,8 +167,12 @@ class OpenEnvHarness:
                 if shape.action is None:
                     step = await self._call_tools(client, said.tool_calls or ())
                 else:
-                    action = {shape.action: said.content or ""}
-                    step = await self._step_text(client, action)
+                    action = shape.action_of(said.content or "")
+                    # An answer that is no action ends the episode with the rewards so
+                    # far: it is the policy's fault.
+                    step = Step(None, True, [])
+                    if action is not None:
+                        step = await self._step_text(client, action)
                 given.append((answer.id, step.reward))
                 states[answer.id] = _digest(state)
                 state = "\n".join(message["content"] for message in step.shown)
@@ -250,10 +278,14 @@ class OpenEnvHarness:
         way_out = "read the server's log."
         if FULL in why:
             way_out = "raise max_concurrent_envs of its create_app(), or lower generator.concurrency."
+        kind = kind_of_error(error, FailureKind.ENVIRONMENT)
+        # A lost connection is a lost environment, and its limits are not the policy's.
+        if kind in (FailureKind.ENDPOINT_LOST, FailureKind.LIMIT):
+            kind = FailureKind.ENVIRONMENT
         return RolloutFailure(
             f"{self._said}: {what} failed: {why}",
             way_out=way_out,
-            kind=kind_of_error(error, FailureKind.ENVIRONMENT),
+            kind=kind,
         )
 
     async def _shape(self, server: EnvironmentServer | None) -> Shape:
@@ -285,33 +317,28 @@ class OpenEnvHarness:
         return f"{self._said.removeprefix('generator.')} takes {kind}"
 
     def _read_shape(self, url: str) -> Shape:
-        if self._servers:
-            content = read_local(f"{url}/schema", self._args.step_s)
-        else:
-            with urllib.request.urlopen(
-                f"{url}/schema", timeout=self._args.step_s
-            ) as answer:
-                content = answer.read()
-        action = json.loads(content)["action"]
-        return Shape(self._field_of(action, action["properties"]))
+        schema = json.loads(read_local(f"{url}/schema", self._args.step_s))["action"]
+        return Shape(self._field_of(schema, schema["properties"]), schema)
 
     def _field_of(
-        self, action: Mapping[str, Any], fields: Mapping[str, Any]
+        self, schema: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> str | None:
+        """Return the field of the answer, None for calls of tools. Raises ConfigError."""
         chosen = self._args.action
+        required = schema.get("required") or []
         if chosen is None and "tool_name" in fields:
             return None
-        required = action.get("required") or []
-        texts = [name for name in required if fields[name].get("type") == "string"]
-        if chosen is None and len(texts) == 1:
-            chosen = texts[0]
+        if chosen is None and len(required) == 1:
+            (chosen,) = required
         others = [name for name in required if name != chosen]
-        if chosen not in fields or others:
+        is_scalar = chosen in fields and _is_scalar(fields[chosen], schema)
+        if not is_scalar or others:
             raise ConfigError(
                 f"{self._said}: actions have the fields {', '.join(fields)}, of which "
-                f"{', '.join(required) or 'none'} must be given",
-                rule="an answer's text fills one field, and no other may be required",
-                way_out="set generator.args.action to the field, or write an agent for "
+                f"{', '.join(required) or 'none'} must be given, and generator.args.action is {chosen}",
+                rule="an answer fills one field, a text, number, boolean or choice, and no other may be "
+                "required",
+                way_out="set generator.args.action to such a field, or write an agent for "
                 "generator.python.",
             )
         return chosen
@@ -324,17 +351,28 @@ class OpenEnvHarness:
             raise self._failure("step", error) from error
 
     async def _step_text(self, client: Any, action: Mapping[str, object]) -> Step:
-        try:
-            result = await self._answer(client, action)
-        except RolloutFailure as failure:
-            # The text breaks a rule of the environment, such as a length: the episode
-            # ends with the rewards so far. That is a result, not a fault of the server.
-            if INVALID in failure.what:
-                return Step(None, True, [])
-            raise
+        result = await self._answer(client, action)
         shown: list[dict[str, str]] = []
         _add_text(shown, self._text_of(result.observation))
-        return Step(_number(result.reward), bool(result.done), shown)
+        return Step(self._reward_of(result), bool(result.done), shown)
+
+    def _reward_of(self, result: Any) -> float | None:
+        """Return a step's reward. Raises RolloutFailure if it is not a finite number, or
+        if the last step has none.
+        """
+        reward = result.reward
+        may_be_none = not result.done or "without_reward" in self._args.model_fields_set
+        if reward is None and may_be_none:
+            return None
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RolloutFailure(
+                f"{self._said}: the environment gave the reward {reward!r:.80}",
+                rule="a reward is a finite number, or null before `done`; NaN and infinity arrive as null",
+                way_out="correct the environment; generator.args.without_reward lets an "
+                "episode end without a reward.",
+                kind=FailureKind.CORRUPT_RESULT,
+            )
+        return float(reward)
 
     async def _tools(self, client: Any) -> list[dict[str, object]]:
         listed = await self._answer(client, {"type": "list_tools"})
@@ -384,7 +422,7 @@ class OpenEnvHarness:
         if isinstance(fault, dict) and fault.get("error_type") in BROKEN:
             raise self._failure("step", RuntimeError(str(fault.get("message"))))
         text = _tool_text(fault or seen.get("result"))
-        return text, _number(result.reward), bool(result.done)
+        return text, self._reward_of(result), bool(result.done)
 
     def _text_of(self, observation: Mapping[str, object]) -> str:
         chosen = self._args.observation
@@ -401,6 +439,18 @@ class OpenEnvHarness:
             if name not in ALWAYS_THERE and value is not None
         }
         return _as_text(next(iter(seen.values())) if len(seen) == 1 else seen or "")
+
+
+def _is_scalar(field: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    """Return whether one answer can be a value of a field of an action."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        return _is_scalar(schema["$defs"][name], schema)
+    choices = field.get("anyOf") or field.get("oneOf") or field.get("allOf")
+    if choices:
+        return any(_is_scalar(choice, schema) for choice in choices)
+    # A choice (enum, const) of texts has a type; a field of any type has none.
+    return field.get("type", "string") in SCALARS
 
 
 def _digest(text: str) -> str:
@@ -444,16 +494,3 @@ def _tool_text(result: object) -> str:
     return "\n".join(
         part["text"] if part.get("type") == "text" else _as_text(part) for part in parts
     )
-
-
-def _number(reward: object) -> float | None:
-    """Return a step's reward. Raises RolloutFailure if it is not a number."""
-    if reward is None:
-        return None
-    if not isinstance(reward, int | float):
-        raise RolloutFailure(
-            f"the environment gave the reward {reward!r:.80}",
-            rule="a step's reward is a number or null",
-            kind=FailureKind.CORRUPT_RESULT,
-        )
-    return float(reward)

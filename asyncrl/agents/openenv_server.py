@@ -94,23 +94,31 @@ class EnvironmentServer:
         self._process = process = self._spawn(fd)
         assert process.stdin is not None
         assert process.stdout is not None
-        line = b""
+        line = None
         try:
             # die_with_parent() reads a line of secrets; there are none.
             process.stdin.write(b"{}\n")
             process.stdin.flush()
             async with asyncio.timeout(limit_s):
                 line = await asyncio.to_thread(process.stdout.readline)
-        except (TimeoutError, BrokenPipeError):
+        except TimeoutError:
             pass
+        except BrokenPipeError:
+            line = b""
         finally:
             # Also if the rollout that starts it is cancelled.
             if line != READY:
                 self.kill()
+        if line is None:
+            raise RolloutFailure(
+                f"{self._said}: its server did not start within connect_s={limit_s:g} s",
+                way_out="raise generator.args.connect_s: its imports, or this machine, are slow.",
+                kind=FailureKind.ENVIRONMENT,
+            )
         if line != READY:
             raise RolloutFailure(
-                f"{self._said}: its server did not start within connect_s={limit_s:g} s, or ended",
-                way_out="read its output in the worker's log, or raise generator.args.connect_s.",
+                f"{self._said}: its server ended as it started",
+                way_out="read its output: on the terminal of `asyncrl check`, or in the worker's log.",
                 kind=FailureKind.ENVIRONMENT,
             )
 
@@ -145,9 +153,7 @@ class EnvironmentServer:
 
 
 def read_local(url: str, timeout_s: float) -> bytes:
-    """Return an answer of a server on this machine, which no proxy reaches. Raises
-    OSError.
-    """
+    """Return the answer of an environment's server, past any proxy. Raises OSError."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(url, timeout=timeout_s) as answer:
         content: bytes = answer.read()

@@ -45,6 +45,8 @@ _OF_STAGE = {
     "scoring_timeout": FailureKind.REWARD_TIMEOUT,
 }
 """Kinds of a trace's stop conditions that are time limits, but not the agent's."""
+AGENT_TIMEOUT = "agent_timeout"
+"""The stop condition of the agent's own time limit."""
 _OF_ERROR = {
     "SandboxError": FailureKind.RUNTIME_START,
     "EnvError": FailureKind.ENVIRONMENT,
@@ -88,8 +90,13 @@ class VerifiersHarness:
         context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
             self.calls.check()
-            episode = await self.calls.run(self._env.run_episode(played, context))
-        return self._outcome(episode, session)
+            # Also those that a hook which raises leaves out of the episode.
+            traces = list[Any]()
+            episode = await self.calls.run(
+                self._env.run_episode(played, context, on_trace=traces.append)
+            )
+        has_answer = any(trace.calls for trace in traces)
+        return self._outcome(episode, session, has_answer=has_answer)
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
@@ -120,7 +127,7 @@ class VerifiersHarness:
         data = task_class.data_type().model_validate(task.info[VERIFIERS_KEY])
         return task_class(data, self._env.config.taskset.task)
 
-    def _outcome(self, episode: Any, session: Session) -> Outcome:
+    def _outcome(self, episode: Any, session: Session, *, has_answer: bool) -> Outcome:
         said = f"verifiers environment {self._name}"
         # Other agents, such as judges and simulated users, have their own clients, and
         # no samples here.
@@ -136,58 +143,60 @@ class VerifiersHarness:
                 why = f"{errors[-1].type}: {errors[-1].message}"
                 # The first is the cause: a lost sandbox is an error of the environment
                 # in the end.
-                kind = _kind_of(errors[0])
+                kind = _kind_of(errors[0], has_answer=has_answer)
             raise RolloutFailure(
                 f"{said} failed: {why.replace(session.api_key, 'KEY')}", kind=kind
             )
         # Of all agents: what a judge gives that was not ready is not a reward either.
         for trace in episode.traces:
-            _refuse_late(trace, said)
-        for trace in traces:
-            self._check(trace, said)
+            _refuse_late(trace, said, is_policy=trace.agent.name in self._seats)
+        trained = [trace for trace in traces if trace.agent.trainable]
+        for trace in trained:
+            _check_paid(trace, said)
+        late = [trace for trace in traces if trace.stop_condition == AGENT_TIMEOUT]
+        frozen = [
+            trace.id for trace in traces if trace.calls and not trace.agent.trainable
+        ]
+        # The library sends the id of an agent's trace with its calls (X-Session-ID).
+        about = {"untrained": tuple(frozen), "timed_out": bool(late)}
         (first, *others) = traces
         if not others:
             reward = float(first.reward) if first.rewards else None
-            return Outcome(reward, _metrics_of(first))
-        if unpaid := [trace.agent.name for trace in traces if not trace.rewards]:
+            return Outcome(reward, _metrics_of(first), **about)
+        if unpaid := [trace.agent.name for trace in trained if not trace.rewards]:
             raise RewardFailure(
                 f"{said} gave no reward to agent {', '.join(unpaid)}",
                 rule="each of several trained agents has its own reward",
             )
-        # The library sends the id of an agent's trace with its calls (X-Session-ID).
-        rewards = {trace.id: float(trace.reward) for trace in traces if trace.calls}
+        rewards = {trace.id: float(trace.reward) for trace in trained if trace.calls}
         values = defaultdict[str, list[float]](list)
         for trace in traces:
             for name, value in _metrics_of(trace).items():
                 values[f"{trace.agent.name}/{name}"].append(value)
         metrics = {name: fmean(each) for name, each in values.items()}
         roles = {trace.id: trace.agent.name for trace in traces}
-        return Outcome(None, metrics, rewards, roles=roles)
-
-    def _check(self, trace: Any, said: str) -> None:
-        """Raise RolloutFailure if a trace's reward is not the policy's."""
-        if not trace.agent.trainable:
-            raise ConfigError(
-                f"{said} ran agent {trace.agent.name} with trainable=False",
-                rule="agents without a client are trained",
-                way_out="give that agent a client in generator.args.",
-            )
-        if missing := [
-            name for name, reward in trace.rewards.items() if reward is None
-        ]:
-            raise RewardFailure(
-                f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
-            )
+        return Outcome(None, metrics, rewards, roles=roles, **about)
 
 
-def _refuse_late(trace: Any, said: str) -> None:
-    """Raise RolloutFailure if a stage of the environment ran out of time. The library
-    scores what is there, and a reward of half a world is not the policy's. The agent's
-    own time limit counts as usual.
+def _check_paid(trace: Any, said: str) -> None:
+    """Raise RolloutFailure if a reward of a trace is missing."""
+    if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+        raise RewardFailure(
+            f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
+        )
+
+
+def _refuse_late(trace: Any, said: str, *, is_policy: bool) -> None:
+    """Raise RolloutFailure if a stage of the environment, a judge or a simulated user ran
+    out of time. The library scores what is there, and a reward of half a world is not the
+    policy's.
     """
     late = _OF_STAGE.get(trace.stop_condition)
+    if trace.stop_condition == AGENT_TIMEOUT and not is_policy:
+        late = FailureKind.REWARD_TIMEOUT
     if late is not None:
         stage = trace.stop_condition.removesuffix("_timeout")
+        stage = stage.replace("agent", "rollout")
         raise RolloutFailure(
             f"{said} was not ready in time: {trace.stop_condition} of agent {trace.agent.name}",
             way_out=f"raise timeout.{stage} of the agent in generator.args.",
@@ -197,16 +206,21 @@ def _refuse_late(trace: Any, said: str) -> None:
 
 def _metrics_of(trace: Any) -> dict[str, float]:
     metrics = {
-        f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()
+        f"reward/{name}": float(reward.score)
+        for name, reward in trace.rewards.items()
+        if reward is not None
     }
     values = {name: value for name, value in trace.metrics.items() if value is not None}
     return metrics | {name: float(value) for name, value in values.items()}
 
 
-def _kind_of(error: Any) -> FailureKind:
+def _kind_of(error: Any, *, has_answer: bool) -> FailureKind:
     kind = _OF_ERROR.get(error.type, FailureKind.AGENT_CRASH)
     if error.type == "TaskError" and "scoring" in error.message:
         kind = FailureKind.REWARD_CRASH
+    # A hook that raises on the policy's text, such as float("four").
+    if error.type in ("EnvError", "TaskError") and has_answer:
+        kind = FailureKind.AGENT_CRASH
     status = _REFUSAL.search(error.message)
     if error.type == "ProviderError" and status is not None:
         kind = FailureKind.QUOTA if status[1] == "429" else FailureKind.REFUSED

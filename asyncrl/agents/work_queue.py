@@ -377,6 +377,8 @@ class RolloutQueue:
             # They are not rewards, so their source does not matter.
             turn_states=posted.turn_states or returned.turn_states,
             roles=posted.roles or returned.roles,
+            untrained=returned.untrained,
+            timed_out=returned.timed_out,
         )
 
     def _taker_of(self, key: str) -> Callable[[Outcome], None]:
@@ -428,9 +430,10 @@ def _check_late(outcome: Outcome) -> None:
             "The outcome is refused: with generator.outcomes=later it has a `reward` or `turn_rewards`"
         )
     # A state is known before its turn.
-    if outcome.turn_states:
+    if outcome.turn_states or outcome.untrained or outcome.timed_out:
         raise invalid(
-            "The outcome is refused: with generator.outcomes=later the program returns `turn_states`"
+            "The outcome is refused: with generator.outcomes=later the program returns `turn_states`, "
+            "`untrained` and `timed_out`"
         )
 
 

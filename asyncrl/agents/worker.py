@@ -34,6 +34,7 @@ from asyncrl.agents.harness import (
     build_harness,
     make_http_client,
     run_item,
+    without_proxy,
 )
 from asyncrl.base.errors import (
     ComponentError,
@@ -157,6 +158,8 @@ class Worker:
         Raises ConfigError if the gateway refuses this worker or the harness cannot run,
         ComponentError after `give_up_s` without an answer.
         """
+        # Agents' own clients read the environment, and no proxy knows the endpoint.
+        os.environ.update(without_proxy(os.environ, self._caller.url))
         try:
             async with asyncio.TaskGroup() as tasks:
                 # Before heartbeats: the answer has the lease, which sets their period.

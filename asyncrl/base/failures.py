@@ -96,7 +96,27 @@ MAX_TEXT = 2000
 """Characters of a message that are searched: a user's may have megabytes."""
 _NOT_YET_VALID = 9
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID."""
-_STATUS = r"(?:\bstatus|\bcode|returned error|HTTP/[\d.]+)\W{1,3}"
+_STATUS = (
+    r"(?:\bstatus(?:[ _]?code)?|\bcode|returned error|HTTP(?:/[\d.]+| Error)?)\W{1,3}"
+)
+_LOST = r"""
+Connection ?(?:refused|reset|aborted|error\b|timed out|closed (?:before|by|unexp))
+attempts? failed|(?:tcp|upstream) connect error|dns (?:error|lookup failed)|failed to lookup address
+(?:Could(?:n't| not)|Unable to|Failed to|Can(?:'t|not)) (?:connect|establish a (?:new )?connection)
+resolve (?:host|proxy|')|name resolution|name or service not known|name does not resolve|no such host
+nodename nor servname|UnknownHost|server misbehaving
+Server (?:disconnected|closed the connection)|Empty reply|other side closed|socket hang up|fetch failed
+(?:Remote end|peer) closed connection|incomplete chunked read|IncompleteRead\(|no close frame received
+not receive a valid HTTP|(?:Network|host) (?:is )?unreachable|no route to host|actively refused|": EOF$
+\bE(?:CONN(?:REFUSED|RESET|ABORTED)|NOTFOUND|AI_AGAIN|TIMEDOUT|HOSTUNREACH|NETUNREACH)|\bUND_ERR_
+(?:Request|Read|Connect|Operation|Socket) timed out|\((?:connect|read) timeout=|i/o timeout|Client\.Timeout
+(?:Connect|Connection|Read|Request|Socket|Server|Http|Open|API)Timeout(?:Error|Exception)?\b
+TLS handshake timeout|(?:read|write|handshake) operation timed out|(?:TimeoutError:|urlopen error) timed out
+StatusCode\.(?:UNAVAILABLE|DEADLINE_EXCEEDED)|UNEXPECTED_EOF_WHILE_READING|error sending request for url
+\bcurl: \((?:5|6|7|16|18|28|35|52|55|56|92|95)\)
+\b5\d\d (?:Server Error|Internal Server|Service Unavail|Bad Gateway|Gateway Time)|\b5\d\d, message=
+"""
+"""A line a group of words: of Python's HTTP clients, Node, Go, Rust, Java, gRPC and curl."""
 _LIMIT = re.compile(r"(?:gateway|agent)\.max_\w+=|context_length_exceeded")
 """In the endpoint's own refusals, which the policy has caused."""
 # The words of programs that report only text. The first match counts: a missing image is
@@ -104,13 +124,14 @@ _LIMIT = re.compile(r"(?:gateway|agent)\.max_\w+=|context_length_exceeded")
 _WORDS = {
     FailureKind.CLOCK_SKEW: r"certificate is not yet valid|RequestTimeTooSkewed|clock skew",
     FailureKind.DISK_FULL: r"No space left on device|Disk quota exceeded",
-    FailureKind.QUOTA: rf"insufficient_quota|Rate ?Limit ?Error|Too Many Requests|{_STATUS}429\b",
+    FailureKind.QUOTA: rf"insufficient_quota|Rate ?Limit ?Error|Too Many Requests|{_STATUS}429\b"
+    r"|RESOURCE_EXHAUSTED|\bThrottling|\b429(?: Client Error|, message=)",
     FailureKind.IMAGE_MISSING: r"No such image|manifest unknown|pull access denied"
     "|ImageNotFound|ErrImagePull",
     FailureKind.RUNTIME_START: r"Cannot connect to the Docker daemon|OCI runtime"
     "|docker: Error response|^bwrap: ",
-    FailureKind.ENDPOINT_LOST: r"Connection (?:refused|reset|aborted|error)|Server disconnected|Empty reply"
-    rf"|Could(?:n't| not) connect|Failed to connect|name resolution|{_STATUS}50[0234]\b",
+    FailureKind.ENDPOINT_LOST: "|".join(_LOST.split("\n")[1:-1])
+    + rf"|{_STATUS}5\d\d\b",
 }
 _PATTERNS = {
     kind: re.compile(words, re.IGNORECASE | re.MULTILINE)
@@ -163,10 +184,13 @@ def _kind_of_type(error: BaseException) -> FailureKind | None:
 
 
 def _status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error of openai, anthropic, httpx or requests, or 0."""
+    """Return the HTTP status of an error of openai, anthropic, httpx, requests, aiohttp
+    or urllib, or 0.
+    """
     try:
         response = getattr(error, "response", error)
-        return int(getattr(response, "status_code", 0))
+        status = getattr(response, "status_code", None)
+        return int(getattr(error, "status", 0) if status is None else status)
     except Exception:  # attributes of a user's class may be anything
         return 0
 

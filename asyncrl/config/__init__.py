@@ -12,6 +12,7 @@ from asyncrl.config.eval_config import EvalConfig as EvalConfig
 from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
 from asyncrl.config.generator_config import OnOverflow as OnOverflow
+from asyncrl.config.generator_config import OnTimeout as OnTimeout
 from asyncrl.config.generator_config import Outcomes as Outcomes
 from asyncrl.config.load import load_any as load_any
 from asyncrl.config.load import load_config as load_config

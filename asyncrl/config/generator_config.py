@@ -11,8 +11,20 @@ from pydantic import PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import FrozenConfig
 
+ENDPOINT_ENV = {
+    "OPENAI_BASE_URL": "url",
+    "OPENAI_API_BASE": "url",
+    "OPENAI_API_KEY": "key",
+    "OPENAI_MODEL": "model",
+    "ANTHROPIC_BASE_URL": "host",
+    "ANTHROPIC_API_KEY": "key",
+    "ANTHROPIC_AUTH_TOKEN": "key",
+    "ANTHROPIC_MODEL": "model",
+}
+"""Variables of a command's environment, and the part of the endpoint's address in each."""
 Outcomes = Literal["returned", "posted", "later", "none"]
 OnOverflow = Literal["truncate", "fail"]
+OnTimeout = Literal["fail", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +83,12 @@ class GeneratorConfig(FrozenConfig):
     python function.
     """
     env: dict[str, str] = {}
-    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and
-    OPENAI_ variables.
+    """Environment variables of a command, in addition to PATH, LANG, those of the
+    endpoint, and a HOME and TMPDIR of its own.
     """
     pass_env: list[str] = []
     """Variables of the run's environment that a command also gets; never written to a
-    file.
+    file. HOME: all commands share the worker's home, instead of an empty one each.
     """
     sandbox: Literal["none", "bubblewrap"] = "none"
     """Isolation of a command. bubblewrap: no network except the gateway, and only
@@ -99,6 +111,11 @@ class GeneratorConfig(FrozenConfig):
     """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls
     or gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as
     truncated. fail: fail the rollout and retry it.
+    """
+    on_timeout: OnTimeout = "fail"
+    """Applies when an agent has called the model and runs out of time: rollout.timeout_s, or
+    the time limit of an agent of verifiers or Harbor. fail: fail the rollout and retry
+    it. score: take the reward of verifiers or Harbor, else the task's.
     """
     give_answer: bool = False
     """Pass each prompt's `answer` to the harness. The model's tools may find it."""
@@ -154,6 +171,7 @@ class GeneratorConfig(FrozenConfig):
             "args": ["python", "verifiers", "openenv"],
             "give_answer": kinds,
             "on_overflow": kinds,
+            "on_timeout": kinds,
             "outcomes": {
                 "posted": ["command", "remote"],
                 "later": ["python", "command", "remote"],
@@ -165,9 +183,15 @@ class GeneratorConfig(FrozenConfig):
         if self.sandbox == "none":
             for name in self.given("sandbox_paths", "max_memory_mb"):
                 yield f"{name} needs generator.sandbox=bubblewrap"
+        if self.outcomes == "posted" and self.given("on_timeout"):
+            yield "on_timeout takes no posted reward; set outcomes=later, or remove on_timeout"
         if self.outcomes != "later" and self.given("outcome_timeout_s"):
             yield f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
+        if taken := [
+            name for name in ENDPOINT_ENV if name in (*self.env, *self.pass_env)
+        ]:
+            yield f"env or pass_env gives {', '.join(taken)}, which the endpoint sets; choose another name"
         if both := sorted(set(self.env) & set(self.pass_env)):
             yield f"env and pass_env both give {', '.join(both)}; remove it from either"

@@ -306,6 +306,7 @@ def make_generator(
             agents.queue,
             scorers,
             settings.on_overflow,
+            settings.on_timeout,
             agents.late,
             by_turn=algorithm.turn_discount is not None,
             harness=config.harnesses.index(settings),

@@ -326,6 +326,7 @@ def _make_evaluation(
             agents.queue,
             scorers,
             program.on_overflow,
+            program.on_timeout,
             harness=config.harnesses.index(program),
             rules=limits.rules_of_session,
             task_seed=lambda prompt, sample: seeds(prompt, sample, 0, TASK_SEED_TURN),

@@ -277,7 +277,9 @@ class Outcome:
     that are the same in all rollouts of a group: samples are then compared by role
     (default: an agent's name; without any, all are compared). `turn_states` maps
     completion ids to the state before the turn, for algorithm.turn_discount; of the
-    others, equal prompt ids are equal states.
+    others, equal prompt ids are equal states. `untrained` names agents whose tokens get
+    no loss. `timed_out`: the agent's own time limit cut it, and generator.on_timeout
+    says what becomes of the reward.
     """
 
     # A harness makes an Outcome itself, and a plain dataclass checks nothing. So it is
@@ -292,6 +294,8 @@ class Outcome:
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
     turn_states: Mapping[str, State] = field(default_factory=dict)
     roles: Mapping[str, State] = field(default_factory=dict)
+    untrained: tuple[State, ...] = ()
+    timed_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)

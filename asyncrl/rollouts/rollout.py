@@ -29,7 +29,7 @@ from asyncrl.base.errors import (
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import Signal, waiting
-from asyncrl.config import OnOverflow
+from asyncrl.config import OnOverflow, OnTimeout
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
@@ -57,6 +57,10 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_PROMPTS = 1024
 
+TIMEOUT_GRACE_S = 60.0
+"""With generator.on_timeout=score, the worker's own limit must come first: it ends the
+agent and reports that it was late.
+"""
 Phase = Literal["sampling", "scoring", "teaching"]
 Score = Callable[[], Awaitable[Rollout]]
 """Score a sampled rollout."""
@@ -188,7 +192,7 @@ class RolloutClock:
         elif (when_s := self._limit.when()) is not None:
             self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
 
-    def resume(self) -> None:
+    def resume(self, grace_s: float = 0.0) -> None:
         # The queue calls this for each worker that gets the item. A clock that runs
         # already must not get its time back.
         if (
@@ -196,7 +200,8 @@ class RolloutClock:
             and self._limit.when() is None
             and not self._limit.expired()
         ):
-            self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
+            now_s = asyncio.get_running_loop().time()
+            self._limit.reschedule(now_s + self.left_s + grace_s)
 
 
 class AttemptProgress:
@@ -586,7 +591,8 @@ class HarnessGenerator:
     """Run the harness on a worker, in a session per attempt.
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
-    limit is truncated or failed, by `on_overflow`; truncated without reward gets 0.
+    limit is truncated or failed, by `on_overflow`; truncated without reward gets 0. One
+    that ran out of time fails or is scored, by `on_timeout`; without reward it fails.
     `by_turn`: give each turn a credit (algorithm.turn_discount). `harness`: see Work.
     `rules`: of the task's sessions.
     """
@@ -595,6 +601,7 @@ class HarnessGenerator:
     queue: WorkQueue
     scorers: Scorers
     on_overflow: OnOverflow = "truncate"
+    on_timeout: OnTimeout = "fail"
     late: LateRewards | None = None
     """Set if rewards are posted later."""
     by_turn: bool = False
@@ -683,10 +690,17 @@ class HarnessGenerator:
         self, session: RolloutSession, work: Work, attempt: RolloutAttempt
     ) -> tuple[Outcome, bool]:
         """Return the harness's outcome, and whether a limit cut it."""
+        is_scored_late = self.on_timeout == "score"
+        resume = functools.partial(
+            attempt.clock.resume, grace_s=TIMEOUT_GRACE_S if is_scored_late else 0.0
+        )
         try:
             async with session.while_open():
-                outcome = await self.queue.run(work, started=attempt.clock.resume)
+                outcome = await self.queue.run(work, started=resume)
         except RolloutFailure as failure:
+            is_late = failure.kind is FailureKind.AGENT_TIMEOUT
+            if is_late and is_scored_late and session.num_completions:
+                return Outcome(), False
             if (
                 session.overflow is None
                 # A full disk or a lost worker says nothing about the policy.
@@ -708,6 +722,11 @@ class HarnessGenerator:
                 f"{work.rollout_id} reached a limit: {session.overflow}",
                 way_out="raise it, or set generator.on_overflow to truncate.",
                 kind=FailureKind.LIMIT,
+            )
+        if outcome.timed_out and not is_scored_late:
+            raise RolloutTimeout(
+                f"{work.rollout_id}: its agent reached its own time limit",
+                way_out="raise that limit, or set generator.on_timeout to score.",
             )
         return outcome, False
 

@@ -172,17 +172,21 @@ async def play(settings: dict[str, Any]) -> Outcome:
             f"Harbor refuses the trial: {error}", kind=FailureKind.RUNTIME_START
         ) from error
     result = await trial.run()
+    rewards = dict((result.verifier_result and result.verifier_result.rewards) or {})
     # Not a reward of 0: Harbor scores a trial also after some of its errors.
-    for error in result.recorded_exceptions():
+    errors = [*result.recorded_exceptions()]
+    is_late = all(error.exception_type == "AgentTimeoutError" for error in errors)
+    timed_out = bool(errors) and is_late and "reward" in rewards
+    for error in () if timed_out else errors:
         said = f"{error.exception_type}: {error.exception_message}"
         kind = KINDS.get(error.exception_type)
         raise RolloutFailure(
             said, kind=kind or kind_of_text(said, FailureKind.AGENT_CRASH)
         )
-    rewards = dict((result.verifier_result and result.verifier_result.rewards) or {})
     if "reward" not in rewards:
         raise RolloutFailure(
             f"the verifier gave no `reward`, but {sorted(rewards)}",
             kind=FailureKind.CORRUPT_RESULT,
         )
-    return Outcome(rewards.pop("reward"), rewards)
+    # generator.on_timeout says whether a reward counts after the agent's time limit.
+    return Outcome(rewards.pop("reward"), rewards, timed_out=timed_out)

@@ -32,6 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import WAYS_OUT, FailureKind
 from asyncrl.messages.records import (
+    MAIN_AGENT,
     Completion,
     Credit,
     Outcome,
@@ -315,7 +316,7 @@ class Capture:
         if not self._nodes:
             raise _no_call()
         nodes = _in_order(self._nodes.values(), outcome)
-        trained = [node for node in nodes if node.has_loss]
+        trained = {node: None for node in nodes if _has_loss(node, outcome)}
         # A branch ends at its last trained answer. Untrained answers behind it would
         # cost time in the trainer, and nothing in them has a loss.
         inner = {node for end in trained for node in end.path()[:-1]}
@@ -323,8 +324,8 @@ class Capture:
         if not paths:
             what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
             rule = (
-                "calls at another temperature are not trained, nor those with another top_p, top_k or "
-                "min_p on engines that do not report supports"
+                "calls at another temperature are not trained, nor those of untrained agents, nor those "
+                "with another top_p, top_k or min_p on engines that do not report supports"
             )
             raise RolloutFailure(
                 what,
@@ -337,7 +338,7 @@ class Capture:
             credited = _turns(nodes, outcome, reward)
             # None of their tokens has a loss, but earlier turns earn their rewards too.
             untrained = [
-                Credit(0, 0, *credited[node]) for node in nodes if not node.has_loss
+                Credit(0, 0, *credited[node]) for node in nodes if node not in trained
             ]
         rollout = list[Trajectory]()
         seen = set[ChatNode]()
@@ -347,7 +348,7 @@ class Capture:
             # count twice.
             own = set(path) - seen
             seen |= own
-            tokens, credits, calls = _branch(path, own, credited)
+            tokens, credits, calls = _branch(path, own, own & trained.keys(), credited)
             tokens = tokens.read_again(self._read.get(path[-1], EMPTY))
             trajectory = Trajectory(
                 sample_index=sample_index,
@@ -376,6 +377,11 @@ def _no_call() -> RolloutFailure:
 # ---- branches
 
 
+def _has_loss(node: ChatNode, outcome: Outcome) -> bool:
+    agent = node.call.agent or MAIN_AGENT
+    return node.has_loss and agent not in outcome.untrained
+
+
 def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     parents = {node.parent for node in nodes}
     own = {}
@@ -396,9 +402,14 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _branch(
-    path: list[ChatNode], own: set[ChatNode], credited: Mapping[ChatNode, Earned]
+    path: list[ChatNode],
+    own: set[ChatNode],
+    trained: set[ChatNode],
+    credited: Mapping[ChatNode, Earned],
 ) -> tuple[Tokens, list[Credit], list[PolicyCall]]:
-    """Return the tokens of a branch; and of its `own` answers the credits and calls."""
+    """Return the tokens of a branch; and the credits of its `trained` answers and the
+    calls of its `own`.
+    """
     parts = list[Tokens]()
     credits = list[Credit]()
     calls = list[PolicyCall]()
@@ -407,10 +418,10 @@ def _branch(
         start, end = end + node.num_added, end + len(node.tokens)
         if node in own:
             calls.append(replace(node.call, start=start, end=end))
-        is_own = node in own and node.has_loss
+        is_trained = node in trained
         # as_context() keeps values that a read token has too, such as its experts.
-        parts.append(node.tokens if is_own else node.tokens.as_context())
-        if is_own and node in credited:
+        parts.append(node.tokens if is_trained else node.tokens.as_context())
+        if is_trained and node in credited:
             credits.append(Credit(start, end, *credited[node]))
     return Tokens.join(parts), credits, calls
 
@@ -448,7 +459,7 @@ def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Ear
     rewards = outcome.turn_rewards
     if not rewards:
         return {}
-    trained = {node.name for node in nodes if node.has_loss}
+    trained = {node.name for node in nodes if _has_loss(node, outcome)}
     check_names(rewards, trained, [node.name for node in nodes])
     return {
         node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
