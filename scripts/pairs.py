@@ -44,7 +44,7 @@ from asyncrl.config.load import config_from
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
-from asyncrl.launch.plan import resolve_auto
+from asyncrl.launch.plan import plan_run
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 from examples.thumbs import rate
 
@@ -89,7 +89,7 @@ def refusal(pairs: Pair) -> str:
     del config["then"]
     try:
         loaded = config_from(config, [])
-        resolve_auto(loaded, nodes(), extra_servers(loaded))
+        plan_run(loaded, nodes(), extra_servers(loaded))
     except ConfigError as refused:
         return str(refused)
     return ""
@@ -112,8 +112,8 @@ def rows() -> list[Row]:
     wanted = [pair for pair in all_pairs() if not refusal(pair)]
     missing = set(wanted)
     found = list[Row]()
-    # allpairspy left 62 pairs for rows of their own, because it gives a row up when its
-    # choices lead to a refusal.
+    # allpairspy gives a row up when its choices lead to a refusal. It left 62 pairs,
+    # each of which then needed another row.
     while missing:
         row = dict(next(pair for pair in wanted if pair in missing))
         for name in sorted(FACTORS, key=lambda name: -len(FACTORS[name])):
@@ -152,8 +152,8 @@ def play(row: Row, folder: Path) -> None:
         (folder / "sft.yaml").write_text(yaml.safe_dump(then["sft"] | shared))
         shutil.copy(DEMONSTRATIONS, folder / "demonstrations.jsonl")
         finish(folder, "sft", "sft.yaml", "--run-dir", "sft")
-        config["model"]["path"] = "sft/final"
-        del config["model"]["scratch"]
+        path = str(folder / "sft/final")
+        config["model"] = {"path": path, "dtype": config["model"]["dtype"]}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

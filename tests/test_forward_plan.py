@@ -27,6 +27,7 @@ from asyncrl.models.rope_lengths import (
 )
 from asyncrl.models.rows import MixerRows, row_calls
 from asyncrl.models.structure import Structure, find_structure
+from asyncrl.models.support import has_states
 from asyncrl.trainer import forward_plan
 from asyncrl.trainer.build_model import plan_of
 from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
@@ -55,6 +56,7 @@ def test_recurrences_and_convolutions_run_on_rows(name: str) -> None:
     plan = plan_for(config)
     assert plan.is_packed, plan.reason
     mixers = find_structure(model).mixers
+    assert has_states(config.to_dict())
     assert {mixer.rpartition(".")[2] for mixer in mixers} == {HYBRIDS[name]}
     assert {type(model.get_submodule(mixer)) for mixer in mixers} == set(plan.mixers)
     expected = run_plain(model, GROUPS, 0.7)

@@ -101,8 +101,8 @@ class RolloutConfig(FrozenConfig):
     """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
     """Make a request's tokens depend only on its prompt, seed and weights (auto = true
-    for embedded on a CPU without experts, and for vLLM on CUDA at
-    buffer.max_staleness=0; else false).
+    for embedded on a CPU without experts and layers with states, and for vLLM on CUDA
+    at buffer.max_staleness=0; else false).
     """
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores)."""

@@ -250,14 +250,14 @@ class RunConfig(FrozenConfig):
     def keeps_turns(self) -> bool:
         return self.rollout.facts.keeps_turns and bool(self.harnesses)
 
-    def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
-        """Return True if an engine's tokens do not depend on concurrent work."""
+    def is_deterministic(self, device: str, *, is_exact: bool = True) -> bool:
+        """Return True if an engine's tokens do not depend on concurrent work.
+        `is_exact`: the model has no layers whose rounding depends on it.
+        """
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic
         kind = "cuda" if device.startswith("cuda") else "cpu"
-        # The rounding of an expert changes with the number of rows that are routed to
-        # it, so no engine can promise equal bits.
-        if kind == "cpu" and has_experts:
+        if kind == "cpu" and not is_exact:
             return False
         # On CUDA exact kernels have a price. With stale data, timing decides which
         # version samples a token, and the run would not repeat itself anyway.

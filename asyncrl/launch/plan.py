@@ -48,6 +48,7 @@ from asyncrl.launch.placement import (
     cuda_devices,
     place,
 )
+from asyncrl.models.support import has_states
 
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
@@ -777,8 +778,16 @@ def plan_run(
             stays = "each side moves out for the other"
         messages.append(f"placement.share={share or 'none'}: {stays}{part}")
     device = plan.placement.engines[0][0].name
+    inexact = plan.shape.inexact
+    is_embedded = config.rollout.engine == "embedded"
+    if config.rollout.deterministic is True and is_embedded and inexact:
+        raise ConfigError(
+            "rollout.deterministic=true, and rollout.engine=embedded cannot promise it for this model",
+            rule=inexact,
+            way_out="set rollout.deterministic=auto.",
+        )
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
-        is_on = config.is_deterministic(device, has_experts=plan.shape.has_experts)
+        is_on = config.is_deterministic(device, is_exact=not inexact)
         messages.append(f"rollout.deterministic: auto is {str(is_on).lower()}")
     return plan, tuple(messages)
 
@@ -958,6 +967,12 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
 # ---- sizes of a model
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_ROUND = (
+    "rounding of an expert depends on how many tokens are routed to it at once"
+)
+STATES_ROUND = (
+    "rounding of layers with states depends on how many tokens they read at once"
+)
 QK_NORM = ("qwen3", "olmo2", "olmo3")
 """Beginnings of model types with norms of queries and keys."""
 
@@ -983,7 +998,8 @@ class ModelShape:
     """MLP width of a token's active experts."""
     embeddings: int = 0
     """Parameters of embedding and head."""
-    has_experts: bool = False
+    inexact: str = ""
+    """Why a token's bits depend on the tokens that are computed with it, or ''."""
 
     def activation_bytes(
         self, num_tokens: int, item: int, kind: str, *, kept: float
@@ -1089,6 +1105,9 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         chosen = size("num_experts_per_tok", size("moe_k", 1))
         active = chosen * expert + shared
         saved += 2 * chosen * hidden  # each expert's input and output
+    inexact = STATES_ROUND if has_states(architecture) else ""
+    if num_experts:
+        inexact = EXPERTS_ROUND
     embeddings = (
         vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     )
@@ -1103,5 +1122,5 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         cached=latent or 2 * keys,
         active=active,
         embeddings=embeddings,
-        has_experts=num_experts > 0,
+        inexact=inexact,
     )

@@ -5,9 +5,22 @@ measure it. Imports no torch.
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from importlib.resources import files
+from typing import Any
 
 CELLS = ("trainer", "embedded engine", "vllm on a CPU")
+STATE_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
+"""Names in `layer_types` of layers that carry a state from token to token."""
+STATE_SIZES = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "state_size",
+    "conv_L_cache",
+    "linear_num_value_heads",
+    "lru_width",
+)
+"""Keys of architectures with such layers that may have no `layer_types`."""
 
 
 def find_support(model_type: str) -> list[dict[str, str]]:
@@ -25,3 +38,10 @@ def support_lines(rows: list[dict[str, str]]) -> list[str]:
         text = ", ".join(f"{cell}: {row[cell]}" for cell in CELLS)
         names.setdefault(text, f"{row['type']} {row['variant']}".rstrip())
     return [f"model: {name}: {text}" for text, name in names.items()]
+
+
+def has_states(architecture: Mapping[str, Any]) -> bool:
+    """Return whether some layers carry a state from token to token, as Mamba's do."""
+    if kinds := architecture.get("layer_types"):
+        return not STATE_LAYERS.isdisjoint(kinds)
+    return any(architecture.get(name) for name in STATE_SIZES)
