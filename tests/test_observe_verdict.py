@@ -148,7 +148,7 @@ SENTENCES = {
     "cut": "of the answers were cut off at a limit",
     "constant": "every answer earned",
     "equal": "of the groups all answers earned the same reward",
-    "gradient": "gradient is 0 since step",
+    "gradient": "gradient is 0 in the newest steps",
     "unmoved": "model hardly moved at trainer.learning_rate=",
     "special": "of the answers contain special tokens",
     "epochs": "no evaluation covers other prompts",

@@ -308,6 +308,60 @@ def test_digest_sees_undecoded_media(tmp_path: Path, kind: str) -> None:
     assert digest_of("1", b"a") == digest_of("2", b"a") != digest_of("3", b"b")
 
 
+@pytest.mark.parametrize("way", ["saved", "parquet", "file"])
+def test_json_columns_are_decoded_at_any_depth(tmp_path: Path, way: str) -> None:
+    import datasets
+
+    chat = [{"role": "user", "content": "q"}]
+    row = {
+        "prompt": chat,
+        "answer": {"tests": [1, [2]]},
+        "several": [[{"k": 1}], []],
+        "within": {"none": None, "deep": {"x": [1]}},
+        "text": "[1]",
+    }
+    json, many = datasets.Json(), datasets.List
+    shape = {
+        "prompt": many(json),
+        "answer": json,
+        "several": many(many(json)),
+        "within": {"none": json, "deep": json},
+        "text": datasets.Value("string"),
+    }
+    (tmp_path / "data").mkdir()
+    data = datasets.Dataset.from_list([row], features=datasets.Features(shape))
+    if way == "saved":
+        data.save_to_disk(tmp_path / "data")
+    else:
+        data.to_parquet(tmp_path / "data/train.parquet")
+    source: dict[str, Any] = {"files": [str(tmp_path / "data/train.parquet")]}
+    if way != "file":
+        args = {"cache_dir": str(tmp_path / "cache")} if way == "parquet" else {}
+        source = {"dataset": str(tmp_path / "data"), "args": args}
+    config = TaskConfig.model_validate(
+        {**source, "reward": "rewards_for_test:begins_with"}
+    )
+    task = build_task(config, seed=0)
+    item: Any = task.prompt(0)
+    assert [*item.content] == chat
+    assert {"prompt": item.content, "answer": item.answer, **item.info} == row
+
+
+def test_a_saved_folder_without_the_split_is_refused_with_its_splits(
+    tmp_path: Path,
+) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    splits = datasets.DatasetDict({"test": rows, "validation": rows})
+    splits.save_to_disk(tmp_path / "saved")
+    config = TaskConfig(dataset=str(tmp_path / "saved"), reward="math")
+    with pytest.raises(
+        ConfigError, match=r"has the splits test, validation(.|\n)*task.split"
+    ):
+        build_task(config, seed=0)
+
+
 def test_changed_code_is_recorded_with_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

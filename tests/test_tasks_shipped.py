@@ -4,15 +4,23 @@ math.
 
 from __future__ import annotations
 
-from typing import Any
+import tomllib
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from fakes import FakeTokenizer
+from token_cases import completion_of
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Prompt
-from asyncrl.tasks import PromptSource, TaskPrompts, build_task
+from asyncrl.messages.records import Completion, Prompt, Rollout
+from asyncrl.rollouts.rollout import make_trajectory, score_completion
+from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.rewards import math_reward
+from asyncrl.tasks.task import RowTask
 from asyncrl.tasks.toy import Letters
 
 # reasoning-gym
@@ -54,6 +62,54 @@ def test_unknown_gym_settings_are_refused() -> None:
         gym(args={"min_term": 2})
 
 
+async def scored(config: TaskConfig, prompt: Prompt, *texts: str) -> list[Any]:
+    """Return reward and `unreadable` of a rollout with each answer."""
+    task = build_task(config, seed=1)
+    scorer = TaskScorer(task, config, cast(Any, FakeTokenizer()), seed=1)
+    attempt: Any = SimpleNamespace(prompt=prompt)
+    found = []
+    for text in texts:
+        said = completion_of([*map(ord, text)], [-0.5] * len(text), prompt=[1, 2])
+
+        def rollout(reward: float, said: Completion = said) -> Rollout:
+            return (make_trajectory(0, said, reward),)
+
+        (branch,) = await score_completion(scorer, attempt, said, rollout)
+        found.append((branch.reward, branch.metrics["unreadable"]))
+    await scorer.aclose()
+    return found
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("prime_factorization", "abc"), ("boxnet", "null"), ("game_of_life", "{}")],
+)
+@pytest.mark.asyncio
+async def test_an_answer_that_makes_a_library_raise_earns_0_and_is_counted(
+    name: str, text: str
+) -> None:
+    config = TaskConfig(reasoning_gym=name, size=1)
+    item: Any = build_task(config, seed=1).prompt(0)
+    prompt = Prompt("0/0", ({"role": "user", "content": item.content},), item.answer)
+    raising, other = await scored(config, prompt, text, "")
+    assert (raising, other[1]) == ((0, 1), 0)
+
+
+@pytest.mark.asyncio
+async def test_only_an_answer_that_math_verify_never_finishes_earns_0_for_that(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "answer": "7"}')
+    files = [str(tmp_path / "rows.jsonl")]
+    config = TaskConfig(
+        files=files, reward="math", reward_timeout_s=3.0, reward_workers=1
+    )
+    texts = ("7", "\\boxed{9^{9^{9^9}}}", "8")
+    prompt = Prompt("0/0", (), "7")
+    assert await scored(config, prompt, *texts) == [(1, 0), (0, 1), (0, 0)]
+
+
 # letters
 
 LETTERS = Letters(size=1000, seed=0)
@@ -81,20 +137,26 @@ def test_held_out_letters_are_never_trained_on() -> None:
 
 # math
 
-CASES = [
-    ("42", "The answer is 42.", 1.0),
-    ("42", "The answer is 41.", 0.0),
-    ("42", "I do not know", 0.0),
-    ("\\frac{1}{2}", "0.5", 1.0),
-    ("x^2+2x+1", "$(x+1)^2$", 1.0),
-    ("5 + 3 = <<5+3=8>>8 apples and 10 more.\n#### 18", "Therefore 18", 1.0),
-    ("The answer is 42", "42", 1.0),
-    ("\\sin x", "$\\sin(x)$", 1.0),
-]
+REFERENCES = tomllib.loads(Path(__file__).with_name("math_references.toml").read_text())
 
 
-@pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
-def test_same_mathematics_is_right(
-    answer: object, completion: str, reward: float
+@pytest.mark.parametrize("reference", REFERENCES["read"])
+def test_each_reference_pays_only_right_answers(reference: str) -> None:
+    right, wrong = REFERENCES["read"][reference]
+    rewards = {
+        answer: math_reward(Prompt("0/0", ()), f"So $\\boxed{{{answer}}}$.", reference)
+        for answer in [*right, *wrong, "I do not know"]
+    }
+    assert [answer for answer in rewards if rewards[answer] == 1] == right
+
+
+@pytest.mark.parametrize("reference", list(chain(*REFERENCES["refused"].values())))
+def test_a_reference_that_is_not_one_value_is_refused_at_the_start(
+    reference: str,
 ) -> None:
-    assert math_reward(Prompt("0/0", ()), completion, answer) == reward
+    rows = [{"prompt": "p", "answer": "1"}, {"prompt": "p", "answer": reference}]
+    task = TaskConfig(files=["x"], reward="math")
+    with pytest.raises(
+        ConfigError, match=r"^row 1 .*not one value for math-verify; write"
+    ):
+        RowTask(rows, "row {}".format, lambda *_: 0.0, task)

@@ -67,6 +67,7 @@ from asyncrl.rollouts.tokenizer import (
 )
 from asyncrl.tasks.judge import check_endpoint
 from asyncrl.tasks.rewards import (
+    UnreadableAnswer,
     UserCodeFailed,
     call,
     call_async,
@@ -256,6 +257,8 @@ def try_reward(
                 result = call(function, prompt, given, asked)
                 if isinstance(result, Awaitable):
                     result = asyncio.run(call_async(result, given))
+            except UnreadableAnswer:
+                result = 0.0
             except UserCodeFailed as failure:
                 rewards.extend([failure] * (len(texts) if takes_group else 1))
                 continue

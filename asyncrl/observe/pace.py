@@ -250,6 +250,8 @@ class Pace:
         sampled = self.steps.total("tokens/sampled")
         if sampled and (masked := 1 - self.steps.total("tokens/trained") / sampled) > 0:
             yield f"Too old for buffer.max_staleness: {masked:.1%} of the tokens, which were masked."
+        if share := self.steps.mean("task/unreadable"):
+            yield f"A library raised on {share:.1%} of the answers, which earned 0 (task/unreadable)."
         for metric, words in LOSSES.items():
             if num := self.steps.newest(metric):
                 yield f"{words}: {num:.0f}."

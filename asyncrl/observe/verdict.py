@@ -393,12 +393,9 @@ def _no_signal(evidence: _Evidence) -> Iterator[_Finding]:
             "such groups teach nothing; use prompts neither too hard nor too easy",
         )
     elif not evidence.has_gradient:
-        gradients = steps.by_step("policy/grad_norm")
-        # NaN, of a step without a gradient, is not above 0
-        moved = [step for step, gradient in gradients if abs(gradient) > 0]
         yield _Finding(
-            f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ",
-            "no step since then has changed the weights",
+            "the gradient is 0 in the newest steps although rewards differ",
+            "check that the loss has tokens, and depends on the model's logprobs",
             is_certain=True,
             is_alarm=True,
         )

@@ -51,6 +51,7 @@ from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.rewards import UnreadableAnswer
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 log = logging.getLogger(__name__)
@@ -743,12 +744,26 @@ async def score_completion(
     if not scorer.scores_groups:
         if scorer.has_own_limits:
             attempt.clock.hold()
-        reward = await scorer.score(attempt.prompt, completion)
+        try:
+            reward = await scorer.score(attempt.prompt, completion)
+        except UnreadableAnswer as error:
+            log.debug("the reward of prompt %s %s", attempt.prompt.prompt_id, error)
+            return _noted(rollout(0.0), UNREADABLE, 1.0)
         if isinstance(reward, list):
             return with_credits(rollout(fmean(reward)), completion, reward)
-        return rollout(reward)
+        scored = rollout(reward)
+        return _noted(scored, UNREADABLE, 0.0) if scorer.is_library else scored
     first, *others = rollout(0.0)
     return (replace(first, unscored=scorer.text_of(completion)), *others)
+
+
+UNREADABLE = "unreadable"
+"""Metric of rollouts whose reward a library computes: 1 if it raised on the answer."""
+
+
+def _noted(rollout: Rollout, name: str, value: float) -> Rollout:
+    first, *others = rollout
+    return (replace(first, metrics={**first.metrics, name: value}), *others)
 
 
 def with_credits(

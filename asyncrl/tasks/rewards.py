@@ -27,7 +27,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 
-# Three digits of exponent at most, as _gold writes the number out in full.
+# Three digits of exponent at most, as the number is written out in full.
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
@@ -115,6 +115,10 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
     def __init__(self, what: str, kind: FailureKind = FailureKind.REWARD_CRASH) -> None:
         super().__init__(what)
         self.kind = kind
+
+
+class UnreadableAnswer(UserCodeFailed):
+    """A library's error on the model's answer, which earns 0."""
 
 
 class user_code:  # noqa: N801  used like contextlib.suppress
@@ -270,7 +274,7 @@ def no_reward(prompt: Prompt) -> RewardFailure:
 
 def math_reward(prompt: Prompt, completion: str, answer: object) -> float:
     """Return 1.0 if the completion's answer equals `answer` (a number, expression or
-    LaTeX), else 0.0. Raises ValueError.
+    LaTeX), else 0.0. Raises ValueError, or UnreadableAnswer.
 
     math-verify (https://github.com/huggingface/Math-Verify) limits time by signals,
     which need the main thread, so the scorer's limit applies. Evaluating 9^(9^9) would
@@ -283,54 +287,99 @@ def math_reward(prompt: Prompt, completion: str, answer: object) -> float:
         raise ValueError(
             f"math-verify cannot read the reference answer {answer!r:.80}; correct that row"
         )
-    return float(
-        verify(
-            list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None
-        )
-    )
+    try:
+        said = parse(completion, parsing_timeout=None)
+        return float(verify([*gold], said, timeout_seconds=None))
+    except Exception as error:  # of sympy, for example
+        raise UnreadableAnswer(raised(error)) from error
 
 
 FINAL_ANSWER = "####"
 """GSM8K's mark between a solution and its answer."""
+LEAD_IN = re.compile(
+    r"^(?:the )?(?:final |correct )?(?:answer|result|solution)\b(?: is| =|:)*\s*(?=\S)",
+    re.IGNORECASE,
+)
+FUNCTION = re.compile(r"(?<![\\A-Za-z])(?=(?:sin|cos|tan|log|ln|pi)\b)")
+"""Place of a name that math-verify reads as a product of letters."""
+AMOUNT = re.compile(
+    r"""([-+]?[\d.,]*\d(?:/\d+)?)
+    (?:\s*(?:[ckm]?m|k?g|ft|in|lbs?|oz|mi|h|hrs?|s|min|sec|mph|cup|day)(?:/[a-z]+)?
+    |(?:\s+(?:per|of|sq\.?|[A-Za-z]{4,})){1,3})\.?""",
+    re.VERBOSE,
+)
+"""A number with its unit, which does not count."""
+SENTENCE = re.compile(
+    r"\b(?:and|or|to|of|[A-Za-z]{4,})\b|[A-Za-z]\.|\d\s+[A-Za-z]{2,3}\b"
+)
+NOT_ONE_VALUE = re.compile(
+    r"""--|\\aleph
+    |\.\.\.|\u2026|\\[lc]?dots|\.\d*\s*(?:\\overline|\\bar|\\dot|\(\d+\))
+    |\\equiv|mod\b
+    |\d\s+\d+\s*/\s*\d                                  # a mixed number: half of it
+    |^\s*\d+(?:\s*[-\u2013\u2014]\s*\d+)+\s*$           # a range or a date: a difference
+    |:\s*0\d|\d\s*:\s*\d+\s*:|\d\s*[ap]\.?m\b           # a time, or a ratio of three
+    |\d\s*x\s*10\s*\^                                   # a variable x
+    |\d.*\b(?:and\sa|half|halves|thirds?|quarters?|dozens?|hundred|thousand|[mb]illion|trillion)\b
+    |\d.*\b(?:squared|cubed|plus|minus|over|one|two|three|four|five|six|seven|eight|nine|ten)\b
+    |\\boxed.*\}[^{}]*\d[^{}]*$
+    |\d\s*\\(?:text|mbox|mathrm|textrm)\{(?!\s*(?:and|or|,))[^}]*\}\s*\d
+    |\\(?:text|mbox|mathrm|textrm)\{(?!\s*(?:and|or))[^}]*[A-Za-z]{2}[^}]*\}\s*\$?-?\d
+    |[\u221a\u00d7\u00f7]""",
+    re.VERBOSE | re.IGNORECASE,
+)
+"""References of which math-verify reads another value, or only a part."""
+MARKED = re.compile(r"\\boxed|\\\[|\\\(|\$.*\$", re.DOTALL)
+"""Text with marked mathematics. In other texts math-verify sees only the first number of
+LaTeX.
+"""
 
 
 def reference_text(answer: Any) -> str:
-    """Return a text or a finite number as text. Raises ValueError, also for a text
-    without an answer.
+    """Return a text or a finite number as a text that math-verify reads as one value.
+    Raises ValueError if it cannot, also for a text without an answer.
     """
     is_number = type(answer) in (int, float, Decimal) and abs(answer) < math.inf
     if not is_number and not isinstance(answer, str):
         raise ValueError(
             f"the reference answer {answer!r:.80} is neither a text nor a finite number"
         )
-    text = str(answer)
-    if not text.rpartition(FINAL_ANSWER)[2].strip():
+    text = str(answer).rpartition(FINAL_ANSWER)[2].strip()
+    if not text:
         raise ValueError(f"the reference answer {answer!r:.80} is empty")
+    if SCIENTIFIC.fullmatch(text):  # math-verify reads 1e5 as 5 times e
+        return f"{Decimal(text):f}"
+    text = re.sub(r"\\\$|[€£]", "", LEAD_IN.sub("", text))
+    text = re.sub(r"\s*percent\b", r"\\%", text)
+    if text.count("$") == 1:  # a currency
+        text = text.replace("$", "")
+    # A solution ends with its answer.
+    unread = text[max(0, text.rfind("\\boxed")) :]
+    is_foreign = any(sign.isnumeric() and not sign.isascii() for sign in unread)
+    is_sentence = False
+    if amount := AMOUNT.fullmatch(text):
+        text = amount[1]
+    elif "\\" not in text:
+        text = FUNCTION.sub(r"\\", text)
+        words = re.sub(r"\$[^$]*\$", "", text)
+        is_sentence = bool(re.search(r"\d", words) and SENTENCE.search(words))
+    if is_foreign or is_sentence or NOT_ONE_VALUE.search(unread):
+        raise ValueError(
+            f"the reference answer {answer!r:.80} is not one value for math-verify; write a number, an "
+            "expression or LaTeX, or compare it in a reward function of your own (docs/rewards.md)"
+        )
     return text
 
 
 # The rollouts of a group share one reference answer.
 @lru_cache(maxsize=4096)
-def _gold(answer: str) -> tuple[object, ...]:
-    """Parse the reference answer, after #### if any (GSM8K).
-
-    Without dollars, math-verify sees only the first number of LaTeX.
-    """
+def _gold(text: str) -> tuple[object, ...]:
+    """Parse the text of a reference."""
     from math_verify import parse
 
     # It warns that time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = answer.rpartition(FINAL_ANSWER)[2].strip()
-    if SCIENTIFIC.fullmatch(answer):  # math-verify reads 1e5 as 5 times e
-        answer = f"{Decimal(answer):f}"
-    readings = [f"${answer}$", answer]
-    if any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\(")):
-        readings = [answer]
-    elif "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer):  # a sentence
-        readings.reverse()
-    for text in readings:
-        found = parse(text, parsing_timeout=None)
-        # unparsed text is a str
-        if any(not isinstance(reading, str) for reading in found):
-            return tuple(found)
-    return ()
+    found = parse(text if MARKED.search(text) else f"${text}$", parsing_timeout=None)
+    # unparsed text is a str
+    is_read = any(not isinstance(reading, str) for reading in found)
+    return tuple(found) if is_read else ()

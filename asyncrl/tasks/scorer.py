@@ -30,6 +30,7 @@ from asyncrl.tasks.rewards import (
     Completions,
     Reward,
     RewardFunction,
+    UnreadableAnswer,
     UserCodeFailed,
     call,
     call_async,
@@ -136,6 +137,7 @@ class TaskScorer:
         ask_judge: AskJudge | None = None,
     ) -> None:
         self.has_score = config.has_score
+        self.is_library = _is_library(config)
         self.shows_special = config.special_tokens == "visible"
         self.labels = frozenset(config.labels)
         self._text_of = partial(
@@ -201,7 +203,7 @@ class TaskScorer:
 
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[Reward]:
         """Return the reward of a completion, or of each sampled token. Raises
-        RewardFailure (data), or TaskError (ends the run).
+        RewardFailure or UnreadableAnswer (data), or TaskError (ends the run).
         """
         if not self.has_score:
             raise no_reward(prompt)
@@ -212,6 +214,8 @@ class TaskScorer:
             if isinstance(reward, list):
                 check_spans(reward, len(sampled.token_ids))
             return reward
+        except UnreadableAnswer:
+            raise
         except UserCodeFailed as failure:
             raise self._failure(prompt, text, failure) from failure
 
@@ -339,8 +343,14 @@ def _close_coroutine(called: asyncio.Future[object]) -> None:
         result.close()
 
 
+def _is_library(config: TaskConfig) -> bool:
+    return config.reward == "math" or config.reasoning_gym is not None
+
+
 def _too_slow(config: TaskConfig) -> UserCodeFailed:
-    return UserCodeFailed(
+    # Only the model's answer makes a library slow, and it must not escape its reward.
+    kind = UnreadableAnswer if _is_library(config) else UserCodeFailed
+    return kind(
         f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)",
         FailureKind.REWARD_TIMEOUT,
     )

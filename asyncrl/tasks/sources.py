@@ -20,7 +20,7 @@ import xxhash
 
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.files import write_whole
-from asyncrl.base.user_code import check_call, load_object, message_of
+from asyncrl.base.user_code import check_call, load_object, message_of, raised
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
@@ -30,7 +30,9 @@ from asyncrl.messages.worker_api import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.rewards import (
     RewardFunction,
+    UnreadableAnswer,
     UserCodeFailed,
+    math_reward,
     no_reward,
     optional,
     reward_function,
@@ -78,6 +80,9 @@ def build_task(
 
 def build_score(config: TaskConfig, seed: int) -> RewardFunction:
     """Build only the score function."""
+    if config.reward == "math":
+        # The import of math-verify takes seconds, which are not an answer's time.
+        math_reward(Prompt("0/0", ()), "1", "1")
     # Each reward process builds this, and must not read all rows into its memory.
     if config.files is not None or config.dataset is not None or config.verifiers:
         return reward_function(config)
@@ -274,8 +279,24 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _read_parquet(path: Path) -> dict[str, Mapping[str, object]]:
     import pyarrow.parquet
 
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    return {f"{path} row {number}": row for number, row in enumerate(rows)}
+    table = pyarrow.parquet.read_table(path)
+    found: dict[str, Mapping[str, object]] = {}
+    for number, row in enumerate(table.to_pylist()):
+        found[f"{path} row {number}"] = {
+            name: _with_json(row[name], table.schema.field(name).type) for name in row
+        }
+    return found
+
+
+def _with_json(value: Any, kind: Any) -> Any:
+    """Decode what a column of datasets.Json() stores as text, at any depth."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {name: _with_json(value[name], kind[name].type) for name in value}
+    return [_with_json(item, kind.value_type) for item in value]
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
@@ -298,7 +319,10 @@ def read_dataset(
             for file in ("state.json", "dataset_dict.json")
         ):
             rows: Any = datasets.load_from_disk(name)
-            rows = rows[split] if isinstance(rows, Mapping) else rows
+            if isinstance(rows, Mapping):
+                if split not in rows:
+                    raise ValueError(f"the folder has the splits {', '.join(rows)}")
+                rows = rows[split]
         else:
             rows = datasets.load_dataset(name, split=split, **settings)
         for column, feature in rows.features.items():
@@ -317,7 +341,9 @@ def read_dataset(
 
 def _undecoded(feature: Any) -> Any:
     """Leave images, audio and video as their bytes: a decoded one has no fixed digest."""
-    return replace(feature, decode=False) if hasattr(feature, "decode") else feature
+    # JSON is decoded. The class is newer than the oldest release that is allowed.
+    is_media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
+    return replace(feature, decode=False) if is_media else feature
 
 
 DATA_PIN = "data.json"
@@ -467,7 +493,10 @@ class GymTask:
         answer = self._extract(completion)
         entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
         said = completion.strip() if answer is None else answer
-        return float(self._dataset.score_answer(said, entry=entry))
+        try:
+            return float(self._dataset.score_answer(said, entry=entry))
+        except Exception as error:  # some tasks parse without a check
+            raise UnreadableAnswer(raised(error)) from error
 
 
 class VerifiersTask:
