@@ -191,6 +191,10 @@ HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
 OWN = "task.verifiers=true task.files=none task.reward=none"
 TWO = "task=[{python: 'a:B'}, {python: 'a:C', name: c}]"
+LORA = (
+    "rollout.engine=vllm trainer.lora={rank: 16} weight_sync.transport=lora"
+    " model.dtype=bfloat16"
+)
 EVALS = (
     "eval=[{name: often, every: 5, task: {python: 'a:B'}},"
     " {name: seldom, every: 20, task: {python: 'a:B'}}]"
@@ -250,6 +254,7 @@ weight_sync.transport=disk -> to a folder that trainer and engines share
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
 weight_sync.transport=lora -> set trainer.lora={rank: 16}
+LORA -> set weight_sync.transport=auto, which pushes merged weights, or model.dtype=float32
 rollout.top_p=0 -> rollout.top_p
 rollout.top_p=1.1 -> rollout.top_p
 rollout.top_k=-1 -> rollout.top_k
@@ -286,6 +291,7 @@ def settings(line: str) -> list[str]:
         "TAUGHT": TAUGHT,
         "TWO": TWO,
         "EVALS": EVALS,
+        "LORA": LORA,
     }.items():
         line = line.replace(word, meant)
     return re.split(r" (?=[a-z_]+\.)", line)

@@ -34,6 +34,10 @@ class EngineCapabilities:
     """Environment variable with the key of servers that others have started."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
+    adds_adapters: bool = False
+    """Computes W x + B A x, where the trainer merges and rounds. The two differ in
+    bfloat16.
+    """
     opens_chunks: bool = True
     stages_weights: bool = True
     """On separate devices, it holds two sets of weights."""
@@ -92,6 +96,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         returns_routing=True,
         reports_supports=True,
         receives_transfers=True,
+        adds_adapters=True,
         opens_chunks=False,
         stages_weights=False,
         sleeps_on_cpu=False,

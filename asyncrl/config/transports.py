@@ -32,8 +32,8 @@ def choose_transport(
     is_colocated: bool,
     num_nodes: int = 1,
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto`, and the reason. Never lora: vLLM computes
-    differently with unmerged adapters.
+    """Return the transport of `auto`, and the reason. Never lora: all other transports
+    push merged weights, with which every engine computes like the trainer.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
@@ -141,6 +141,17 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
         raise ConfigError(
             f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}",
             way_out="set trainer.lora={rank: 16}, and an engine with a model.",
+        )
+    # With `auto` in model.dtype, the placement of the resolved config comes here again.
+    if (
+        facts.sends_adapters
+        and rollout.facts.adds_adapters
+        and config.model.dtype not in ("auto", "float32")
+    ):
+        raise ConfigError(
+            f"{name} with rollout.engine={rollout.engine} and model.dtype={config.model.dtype}",
+            rule=f"{rollout.engine} adds adapters to W x, the trainer rounds merged weights: two policies",
+            way_out="set weight_sync.transport=auto, which pushes merged weights, or model.dtype=float32.",
         )
     if rollout.external_urls is None or facts.is_file_shared:
         return

@@ -51,15 +51,14 @@ class Canary(Message):
     temperature 1.
 
     `logprobs`: of token_ids[1:]. `next_logprob`: of the most likely next id.
-    `noise`, `largest_noise`: mean and largest distance of the logprobs from a second
-    pass that differs by rounding only.
+    `noise`: mean distance of the logprobs from a second pass that differs by rounding
+    only.
     """
 
     token_ids: list[int] = Field(min_length=2)
     logprobs: list[float] = Field(min_length=1)
     next_logprob: float
     noise: float = 0.0
-    largest_noise: float = 0.0
 
 
 class ExportChunkRequest(Message):

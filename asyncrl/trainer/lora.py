@@ -15,7 +15,6 @@ from typing import Any
 import peft
 import torch
 from peft.tuners import lora
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,10 +29,10 @@ from asyncrl.weights.export import (
     merge,
     named_weights,
     whole_tensors,
+    write_peft,
 )
 from asyncrl.weights.tensor_files import (
     SCALE,
-    adapted_modules,
     float32_names,
     rename_adapters,
 )
@@ -184,7 +183,11 @@ class Adapters:
         # experts.
         holder = nn.Module()
         holder.model = model
-        described = peft_config(config, [f"model.{name}" for name in names])
+        described = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
+            target_modules=[f"model.{name}" for name in names],
+        )
         # https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
         is_meta = next(model.parameters()).is_meta
@@ -271,24 +274,14 @@ def save_adapter(
     revision: str | None = None,
 ) -> None:
     """Write adapters as a peft folder. Raises OSError, SafetensorError."""
-    described = peft_config(config, adapted_modules(tensors))
-    described.base_model_name_or_path = base
-    described.revision = revision
-    described.inference_mode = True
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    scale = torch.tensor(config.alpha / config.rank, dtype=torch.float64)
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
-        described.save_pretrained(str(unfinished))
-        save_file(
-            named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"}
+        write_peft(
+            {**tensors, SCALE: scale},
+            unfinished,
+            base_model_name_or_path=base,
+            revision=revision,
+            inference_mode=True,
         )
         open_as(unfinished, unfinished / "adapter_config.json")
-
-
-def peft_config(config: LoraConfig, layers: list[str]) -> peft.LoraConfig:
-    return peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
-        target_modules=layers,
-        task_type="CAUSAL_LM",
-    )

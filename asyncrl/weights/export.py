@@ -424,8 +424,8 @@ def merge_adapters(
     return merged
 
 
-def write_peft(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a file's adapters as a peft folder."""
+def write_peft(tensors: Mapping[str, Tensor], folder: Path, **facts: object) -> None:
+    """Write a file's adapters as a peft folder. `facts`: more of its config."""
     modules = adapted_modules(tensors)
     rank = len(tensors[modules[0] + SUFFIXES[0]])
     config = {
@@ -434,7 +434,8 @@ def write_peft(tensors: Mapping[str, Tensor], folder: Path) -> None:
         "bias": "none",
         "r": rank,
         "lora_alpha": float(tensors[SCALE]) * rank,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": modules,
+        **facts,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = {
@@ -442,4 +443,4 @@ def write_peft(tensors: Mapping[str, Tensor], folder: Path) -> None:
         for name, one in tensors.items()
         if name != SCALE
     }
-    save_file(weights, folder / "adapter_model.safetensors")
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -275,48 +275,25 @@ def patch_adapters() -> None:
 
     apply = LRUCacheWorkerLoRAManager._apply_adapters
 
-    def apply_missing(manager: Any, requests: set[Any]) -> None:
-        loaded = manager.list_adapters()
-        apply(manager, {one for one in requests if one.lora_int_id not in loaded})
+    def apply_loaded(manager: object, requests: set[Any]) -> None:
+        for request in requests:
+            request.load_inplace = False
+        apply(manager, requests)
 
-    LRUCacheWorkerLoRAManager._apply_adapters = apply_missing
+    LRUCacheWorkerLoRAManager._apply_adapters = apply_loaded
 
 
 def patch_adapter_products() -> None:
-    """Multiply all rows by the one adapter (max_loras is 1) in one matrix product.
+    """Give the CPU kernels one index for all rows, whose requests have one adapter.
 
-    vLLM 0.32's CPU kernels copy the adapter for each row, in float32: 4,000 prompt
-    tokens of SmolLM2-135M took over 60 s, during which no token was sampled.
+    vLLM 0.32 copies the adapter for each index, in float32: 4,000 prompt tokens of
+    SmolLM2-135M took over 100 s in one step. With one index it is a matrix product.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    def shrink(
-        wrapper: Any,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        stacked: torch.Tensor,
-        scale: float,
-    ) -> None:
-        # Rows of requests without the adapter have index -1.
-        is_adapted_N1 = (wrapper.token_lora_indices >= 0)[:, None]
-        lora_A = stacked[0, 0].to(y.dtype)
-        y.copy_(scale * is_adapted_N1 * (x.to(y.dtype) @ lora_A.T))
-
-    def expand(
-        _wrapper: object,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        stacked: torch.Tensor,
-        start: int,
-        size: int,
-        add_inputs: bool = True,
-    ) -> None:
-        added = x.to(y.dtype) @ stacked[0, 0].to(y.dtype).T
-        part = y[:, start : start + size]
-        part.copy_(part + added if add_inputs else added)
-
-    PunicaWrapperCPU._apply_shrink = shrink
-    PunicaWrapperCPU._apply_expand = expand
+    PunicaWrapperCPU.token_lora_indices = property(
+        lambda wrapper: wrapper._token_lora_indices[:1]
+    )
     # No adapter is on the head. vLLM has one row per request here, and dies of a prompt
     # that wants a logprob for each of its tokens.
     PunicaWrapperCPU.add_lora_logits = lambda *_, **__: None
