@@ -441,12 +441,6 @@ def work(
     ] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
-    labels: Annotated[
-        str,
-        Option(
-            metavar="A,B", help="What this machine has, for tasks with task.labels."
-        ),
-    ] = "",
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
     env: Annotated[
         Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")
@@ -471,12 +465,6 @@ def work(
         int,
         Option(help="Take no work with less free disk for temporary files, in MiB."),
     ] = 256,
-    drain: Annotated[
-        float,
-        Option(
-            metavar="SECONDS", help="After SIGTERM, let rollouts finish for this long."
-        ),
-    ] = 20.0,
     give_up_after: Annotated[
         float, Option(metavar="SECONDS", help="End if the gateway is silent this long.")
     ] = 1800.0,
@@ -506,10 +494,8 @@ def work(
         sandbox=sandbox,
         sandbox_paths=sandbox_paths,
         max_memory_mb=max_memory_mb,
-        labels=[label.strip() for label in labels.split(",") if label.strip()],
         min_memory_mb=min_memory_mb,
         min_disk_mb=min_disk_mb,
-        drain_s=drain,
         give_up_s=give_up_after,
     )
     _exit(code)

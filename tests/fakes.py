@@ -141,7 +141,6 @@ class FakeScorer:
         self._reward, self.latency_s = reward, latency_s
 
     has_score = shows_special = True
-    labels = frozenset[str]()
     scores_groups = has_own_limits = False
     judge = None
 

@@ -52,7 +52,6 @@ def make_work(
     answer: Any = "42",
     info: dict[str, Any] | None = None,
     timeout_s: float | None = None,
-    labels: frozenset[str] = frozenset(),
 ) -> Work:
     prompt = Prompt(
         f"p{number}",
@@ -60,7 +59,7 @@ def make_work(
         answer,
         info or {},
     )
-    return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s, labels)
+    return Work(f"g{number}/r0", prompt, 0, 0, f"key-{number}", timeout_s)
 
 
 @asynccontextmanager

@@ -116,10 +116,7 @@ class Desk:
         return await self.call("/work/result", request.model_dump_json().encode())
 
 
-LABELS = {"a": set[str](), "b": {"gpu"}, "c": {"gpu", "docker"}}
-"""What each worker has."""
-WORKERS = st.sampled_from(sorted(LABELS))
-ASKED = st.sampled_from([set[str](), {"gpu"}, {"docker"}, {"gpu", "docker"}])
+WORKERS = st.sampled_from("abc")
 
 
 class QueueHistory(RuleBasedStateMachine):
@@ -134,7 +131,6 @@ class QueueHistory(RuleBasedStateMachine):
         self.runs: dict[str, asyncio.Task[Outcome]] = {}
         self.waiting: list[str] = []
         """Names of queued rollouts."""
-        self.asked: dict[str, set[str]] = {}
         """Labels by rollout."""
         self.held: dict[str, str] = {}
         """Worker by rollout."""
@@ -161,17 +157,16 @@ class QueueHistory(RuleBasedStateMachine):
             st.sampled_from(sorted(self.items.items(), key=lambda pair: pair[0]))
         )
 
-    @rule(asked=ASKED)
-    def add(self, asked: set[str]) -> None:
+    @rule()
+    def add(self) -> None:
         async def begin() -> asyncio.Task[Outcome]:
-            run = self.desk.run(len(self.runs), labels=frozenset(asked))
+            run = self.desk.run(len(self.runs))
             await asyncio.sleep(0)
             return run
 
         name = f"g{len(self.runs)}/r0"
         self.runs[name] = self.does(begin())
         self.waiting.append(name)
-        self.asked[name] = asked
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
     def ask(self, worker: str, data: st.DataObject, max_items: int) -> None:
@@ -184,13 +179,11 @@ class QueueHistory(RuleBasedStateMachine):
         asked = {
             "max_items": max_items,
             "wait_s": 0.0,
-            "labels": sorted(LABELS[worker]),
             "holding": [self.items[name].item_id for name in holding],
         }
         taken = self.does(self.desk.take(worker, **asked))
         names = [item.rollout_id for item in taken]
-        fit = [name for name in self.waiting if self.asked[name] <= LABELS[worker]]
-        assert names == fit[:max_items], "first in, first out"
+        assert names == self.waiting[:max_items], "first in, first out"
         assert (
             self.does(self.desk.take(worker, **asked, number=self.desk.number)) == []
         ), "it came late"
@@ -251,75 +244,39 @@ TestQueueHistory.settings = settings(
 
 
 @in_virtual_time
-async def test_run_names_labels_that_no_worker_has_and_workers_without_room() -> None:
+async def test_run_names_workers_without_room() -> None:
     desk = Desk()
-    runs = [desk.run(number, labels=frozenset({"gpu", "arm"})) for number in range(2)]
-    await asyncio.sleep(0)
-    assert desk.queue.gauges()["harness/unmatched"] == 0, "there is no worker at all"
-    assert await desk.take("plain", labels=["gpu"], wait_s=0.0) == []
     assert await desk.take("full", max_items=0, busy="9 MiB of disk are free") == []
-    assert desk.queue.gauges()["harness/unmatched"] == 2
-    wait = desk.queue.what_runs()
-    assert "2 for a worker with --labels arm,gpu" in wait
-    assert "worker full takes none: 9 MiB of disk are free" in wait
-    (item,) = await desk.take("right", labels=["x", "arm", "gpu"])
-    assert desk.queue.gauges()["harness/unmatched"] == 0
-    await desk.result(item.item_id, "right", outcome=Outcome(1.0))
-    assert await runs[0] == Outcome(1.0)
-    runs[1].cancel()
-    await desk.queue.aclose()
-
-
-@in_virtual_time
-async def test_worker_that_drains_gives_back_what_it_has_not_got() -> None:
-    desk = Desk()
-    runs = [desk.run(number) for number in range(3)]
-    poll = asyncio.create_task(desk.take("w", max_items=2))
-    first, _lost = await poll
-    held = [first.item_id]
-    assert await desk.take("w", holding=held, max_items=0, is_draining=True) == []
-    others = await desk.take("other", max_items=3)
-    assert [item.rollout_id for item in others] == ["g1/r0", "g2/r0"]
-    await desk.result(first.item_id, outcome=Outcome(0.5))
-    assert await runs[0] == Outcome(0.5)
-    for item, run in zip(others, runs[1:], strict=True):
-        await desk.result(item.item_id, "other", outcome=Outcome(1.0))
-        assert await run == Outcome(1.0)
+    assert "worker full takes none: 9 MiB of disk are free" in desk.queue.what_runs()
     await desk.queue.aclose()
 
 
 @pytest.mark.slow
 @in_virtual_time
 async def test_200_workers_of_64_rollouts() -> None:
-    """A third of the workers has a label, and a third of the work asks for it; workers
-    die, and their work is queued again by its caller.
-    """
+    """Workers die, and their work is queued again by its caller."""
     draw = random.Random(0)
     desk = Desk(lease_timeout_s=30.0)
     loop = asyncio.get_running_loop()
     most = dict[str, int]()
 
-    async def work(name: str, *, has_gpu: bool, dies: bool) -> None:
+    async def work(name: str, *, dies: bool) -> None:
         ends = dict[str, float]()
         until_s = draw.uniform(50.0, 100.0) if dies else math.inf
-        labels = ["gpu"] if has_gpu else []
         while loop.time() < until_s:
             for item_id in [key for key, end_s in ends.items() if end_s <= loop.time()]:
                 del ends[item_id]
                 await desk.result(item_id, name, outcome=Outcome(1.0))
-            asked = {"max_items": 64 - len(ends), "wait_s": 2.0, "labels": labels}
+            asked = {"max_items": 64 - len(ends), "wait_s": 2.0}
             for item in await desk.take(name, holding=[*ends], **asked):
-                assert has_gpu or "gpu" not in item.info
                 ends[item.item_id] = loop.time() + draw.lognormvariate(3.0, 1.0)
             most[name] = max(most.get(name, 0), len(ends))
             # A full worker's request is a heartbeat, which does not wait.
             await asyncio.sleep(1.0)
 
     async def run(number: int) -> int:
-        labels = {"gpu"} if number % 3 == 0 else set[str]()
         for tries in range(1, 20):
-            info = dict.fromkeys(labels, 1)
-            ran = desk.run(number, info=info, labels=frozenset(labels))
+            ran = desk.run(number)
             (end,) = await asyncio.gather(ran, return_exceptions=True)
             if end == Outcome(1.0):
                 return tries
@@ -327,9 +284,7 @@ async def test_200_workers_of_64_rollouts() -> None:
         raise AssertionError("lost 20 times")
 
     workers = [
-        asyncio.create_task(
-            work(f"w{number}", has_gpu=number % 3 == 0, dies=number % 10 == 0)
-        )
+        asyncio.create_task(work(f"w{number}", dies=number % 10 == 0))
         for number in range(200)
     ]
     tries = await asyncio.gather(*map(run, range(200 * 64)))

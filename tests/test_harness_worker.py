@@ -148,53 +148,6 @@ async def test_a_worker_elsewhere_ends_with_its_run_or_gives_up() -> None:
 
 
 @in_loop
-async def test_worker_drains() -> None:
-    steps = Steps()
-    async with open_gateway() as gateway:
-        caller = gateway.worker()
-        worker = Worker(
-            [steps], caller, WorkerSettings(name="w", slots=3, drain_s=60.0)
-        )
-        living = asyncio.ensure_future(worker.run())
-        first = asyncio.ensure_future(gateway.run(0))
-        await until(lambda: "p0" in steps.ends)
-        worker.drain_nowait()
-        # It left the poll at once, so later work is another worker's.
-        await until(lambda: not gateway.queue.gauges()["harness/queued"])
-        second = asyncio.ensure_future(gateway.run(1))
-        async with working(gateway, steps):
-            await until(lambda: "p1" in steps.ends)
-            assert [*worker.running.values()][0].get_name() == "g0/r0 attempt 0"
-            steps.ends["p0"].set_result(Outcome(0.5))
-            steps.ends["p1"].set_result(Outcome(1.0))
-            assert await first == Outcome(0.5)
-            assert await second == Outcome(1.0)
-        await living
-        assert not worker.is_cut
-        await caller.aclose()
-
-
-@in_loop
-async def test_worker_that_drains_too_long_leaves_its_work() -> None:
-    steps = Steps()
-    async with open_gateway() as gateway:
-        caller = gateway.worker()
-        worker = Worker(
-            [steps], caller, WorkerSettings(name="w", slots=3, drain_s=0.01)
-        )
-        living = asyncio.ensure_future(worker.run())
-        running = asyncio.ensure_future(gateway.run(0))
-        await until(lambda: "p0" in steps.ends)
-        worker.drain_nowait()
-        await living
-        assert worker.is_cut
-        assert steps.cancelled == ["p0"]
-        with pytest.raises(RolloutFailure, match="worker w was ended"):
-            await running
-        await caller.aclose()
-
-
-@in_loop
 async def test_worker_without_memory_or_disk_takes_no_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,8 +204,8 @@ async def test_worker_without_room_ends_with_its_run(
 
 
 @pytest.mark.slow
-def test_worker_without_a_gateway_ends_after_its_drain() -> None:
-    options = ["--drain", "0.1", "--command", "true"]
+def test_worker_without_a_gateway_ends_at_sigterm() -> None:
+    options = ["--command", "true"]
     with subprocess.Popen(
         [sys.executable, "-m", "asyncrl", "work", "http://127.0.0.1:9", *options],
         env={**os.environ, WORKER_KEY_ENV: "x"},

@@ -80,7 +80,6 @@ NO_SCORE: Any = SimpleNamespace(
     shows_special=True,
     scores_groups=False,
     judge=None,
-    labels=frozenset[str](),
 )
 
 

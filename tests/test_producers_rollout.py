@@ -254,7 +254,6 @@ class FakeHost:
     """
 
     has_score = shows_special = True
-    labels = frozenset[str]()
     scores_groups = False
     judge = None
     has_own_limits = False

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -18,12 +20,6 @@ from starlette.routing import Route
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
-from asyncrl.agents.labelled_queue import (
-    LabelledQueue,
-    Labels,
-    QueuedItem,
-    WorkerRecord,
-)
 from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
@@ -31,6 +27,8 @@ from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome, Work
+
+log = logging.getLogger(__name__)
 
 FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[Request], Awaitable[Message]]
@@ -40,6 +38,43 @@ WorkerId = tuple[str, str]
 # may have sent heartbeats in that time, still unread.
 LATE_S = 1.0
 """A timer this late means that this process was stopped."""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedItem:
+    """An attempt of a rollout, until its outcome. `started` may be called repeatedly."""
+
+    item: wire.WorkItem
+    started: Callable[[], None]
+    done: asyncio.Future[Outcome | RolloutFailure]
+    worker: WorkerRecord | None = None
+    posted: Outcome = field(default_factory=Outcome)
+
+    @property
+    def item_id(self) -> str:
+        return self.item.item_id
+
+    def post(self, outcome: Outcome) -> None:
+        if self.posted not in (Outcome(), outcome):
+            log.warning(
+                "%s: the newest posted outcome counts, %s, instead of %s",
+                self.item.rollout_id,
+                outcome,
+                self.posted,
+            )
+        self.posted = outcome
+
+
+@dataclass(eq=False, slots=True)
+class WorkerRecord:
+    """A worker process: its newest request for work, its items, and the timer that ends
+    its lease. `busy`: why it takes no work.
+    """
+
+    last_number: int = -1
+    busy: str = ""
+    held: dict[str, QueuedItem] = field(default_factory=dict)
+    silence: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -67,7 +102,7 @@ class RolloutQueue:
     """Takes all posted outcomes, with outcomes="later"."""
 
     def __post_init__(self) -> None:
-        self._queue = LabelledQueue()
+        self._queue = OrderedDict[str, QueuedItem]()
         self._workers: dict[WorkerId, WorkerRecord] = {}
         self._takers: dict[str, Callable[[Outcome], None]] = {}
         """Receivers of posted outcomes, by key."""
@@ -85,7 +120,6 @@ class RolloutQueue:
     def gauges(self) -> dict[str, float]:
         return {
             "harness/queued": len(self._queue),
-            "harness/unmatched": sum(self._unmatched().values()),
             "harness/workers": len(self._workers),
             "harness/unseen_s": self._loop.time() - self._last_seen_s,
             "harness/leases": self._num_given,
@@ -97,27 +131,14 @@ class RolloutQueue:
         num_held = sum(len(worker.held) for worker in self._workers.values())
         num_workers = len(self._workers)
         text = f"{len(self._queue)} wait for a worker, {num_held} run on {num_workers} workers"
-        for labels, num in self._unmatched().items():
-            text += f", {num} for a worker with --labels {','.join(sorted(labels))}"
         for name, worker in self._workers.items():
             if worker.busy:
                 text += f", worker {name[0]} takes none: {worker.busy}"
         return f"harnesses ({text})"
 
-    def _unmatched(self) -> dict[Labels, int]:
-        """Return the items that no worker may take, though there are workers."""
-        if not self._workers:
-            return {}
-        return self._queue.unmatched(worker.labels for worker in self._workers.values())
-
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        item = QueuedItem(
-            self._make_item(work),
-            started,
-            self._loop.create_future(),
-            work.labels,
-        )
-        self._queue.add(item)
+        item = QueuedItem(self._make_item(work), started, self._loop.create_future())
+        self._queue[item.item_id] = item
         is_posted = self.harnesses[work.harness].outcomes == "posted"
         if is_posted and item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
@@ -205,9 +226,7 @@ class RolloutQueue:
         # Heartbeats (max_items=0) say nothing about lost items: they overtake the
         # answer that brings them. An old number is a request that its worker has given
         # up.
-        elif (
-            message.max_items or message.is_draining
-        ) and message.number > worker.last_number:
+        elif message.max_items and message.number > worker.last_number:
             worker.last_number = message.number
             lost = worker.held.keys() - message.holding  # in transit
             # To the front, in their order: they have waited longest, and their clocks
@@ -215,11 +234,10 @@ class RolloutQueue:
             for item_id in filter(lost.__contains__, [*reversed(worker.held)]):
                 item = worker.held.pop(item_id)
                 item.worker = None
-                self._queue.give_back(item)
-            # A worker that drains ends its older poll, and gets nothing.
-            self._changed.notify()
-            if message.max_items:
-                items = await self._wait_items(request, message, worker)
+                self._queue[item_id] = item
+                self._queue.move_to_end(item_id, last=False)
+            self._changed.notify()  # ends its older poll
+            items = await self._wait_items(request, message, worker)
         self._num_given += len(items)
         return wire.TakeAnswer(
             items=items,
@@ -240,9 +258,8 @@ class RolloutQueue:
             and worker.last_number == message.number
         ):
             items = list[wire.WorkItem]()
-            while len(items) < message.max_items and (
-                item := self._queue.take(worker.labels)
-            ):
+            while self._queue and len(items) < message.max_items:
+                _, item = self._queue.popitem(last=False)
                 # Held from here on, although the answer may be lost on its way: then
                 # the next take does not list it, and it returns to the queue.
                 item.worker = worker
@@ -317,7 +334,6 @@ class RolloutQueue:
         self._last_seen_s = self._loop.time()
         worker = self._workers.setdefault(worker_id, WorkerRecord())
         if isinstance(message, wire.TakeRequest):
-            worker.labels = frozenset(message.labels)
             worker.busy = message.busy
         self._await_sign(worker_id, worker)
         return message, worker_id
@@ -360,7 +376,7 @@ class RolloutQueue:
         self, item: QueuedItem, result: Outcome | RolloutFailure | None = None
     ) -> None:
         """Forget an item; `result`, if given, ends its run(). Idempotent."""
-        self._queue.remove(item)
+        self._queue.pop(item.item_id, None)
         if item.worker is not None:
             item.worker.held.pop(item.item_id, None)
         self._takers.pop(item.item.outcome_key or "", None)

@@ -61,7 +61,6 @@ from asyncrl.base.signals import END
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import Signal
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.fields import Name
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
@@ -108,9 +107,7 @@ class Room(Message):
 class WorkerSettings(Message):
     name: str
     slots: int = Field(ge=1)
-    labels: tuple[Name, ...] = ()
     room: Room = Room()
-    drain_s: float = Field(default=0.0, ge=0)
     give_up_s: float | None = Field(default=None, ge=0)
 
 
@@ -118,8 +115,7 @@ class Worker:
     """Run one rollout per slot.
 
     Life: run() until cancelled, or the gateway reports the run's end: then all
-        harnesses are cancelled. After drain_nowait it takes no work, and ends with its
-        last harness, or after `drain_s`.
+        harnesses are cancelled.
 
     Waits: for a free slot, for memory and disk, then for work. Without an answer from
         the gateway it retries for `give_up_s`.
@@ -136,12 +132,9 @@ class Worker:
         settings: WorkerSettings,
     ) -> None:
         self.settings = settings
-        self.is_cut = False
-        """It drained, and left rollouts unfinished."""
         self._busy = ""
         self._is_over = False
         """The run has ended, as any answer may say."""
-        self._drain = asyncio.Event()
         self.running: dict[str, asyncio.Task[None]] = {}
         self._harnesses = harnesses
         self._caller = caller
@@ -168,7 +161,7 @@ class Worker:
                 heartbeats = tasks.create_task(
                     self._send_heartbeats(), name="heartbeats"
                 )
-                while not (self._is_over or self.is_draining):
+                while not self._is_over:
                     for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
                         running = tasks.create_task(
@@ -176,18 +169,13 @@ class Worker:
                         )
                         self.running[item.item_id] = running
                     await self._freed.wait_for(
-                        lambda: (
-                            len(self.running) < self.settings.slots
-                            or self.is_draining
-                            or self._is_over
-                        )
+                        lambda: len(self.running) < self.settings.slots or self._is_over
                     )
                     await self._wait_room()
-                    answer = await self._poll()
-                if self.is_draining:
-                    await self._finish()
+                    timeout_s = wire.MAX_WAIT_S + CALL_TIMEOUT_S
+                    answer = await self._take(timeout_s, is_poll=True)
                 # Workers of `asyncrl work` return here. The run ends its own processes.
-                elif self.settings.give_up_s is None:
+                if self.settings.give_up_s is None:
                     await asyncio.Event().wait()
                 else:
                     log.info("worker %s: the run is done", self.settings.name)
@@ -209,32 +197,9 @@ class Worker:
             if self._http is not None:
                 await self._http.aclose()
 
-    def drain_nowait(self) -> None:
-        """Take no more work, and end with the last harness. Idempotent."""
-        self._drain.set()
-        self._freed.notify()
-
-    @property
-    def is_draining(self) -> bool:
-        return self._drain.is_set()
-
-    async def _finish(self) -> None:
-        log.info(
-            "worker %s drains: it takes no more work, and its %d rollouts may end within %g s",
-            self.settings.name,
-            len(self.running),
-            self.settings.drain_s,
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.drain_s):
-                await self._freed.wait_for(lambda: not self.running)
-        self.is_cut = bool(self.running)
-
     async def _wait_room(self) -> None:
         """Wait until the machine has memory and disk for another rollout."""
-        while (short := self.settings.room.shortage()) and not (
-            self.is_draining or self._is_over
-        ):
+        while (short := self.settings.room.shortage()) and not self._is_over:
             if not self._busy:
                 log.warning("worker %s takes no work: %s", self.settings.name, short)
             self._busy = short
@@ -242,23 +207,6 @@ class Worker:
                 async with asyncio.timeout(ROOM_PERIOD_S):
                     await self._freed.wait()
         self._busy = ""
-
-    async def _poll(self) -> wire.TakeAnswer:
-        """Take work. A drain cuts the poll, and a second one returns to the queue what
-        the answer to the first would have brought.
-        """
-        timeout_s = wire.MAX_WAIT_S + CALL_TIMEOUT_S
-        poll = asyncio.ensure_future(self._take(timeout_s, is_poll=True))
-        drain = asyncio.ensure_future(self._drain.wait())
-        try:
-            await asyncio.wait({poll, drain}, return_when=asyncio.FIRST_COMPLETED)
-            # A failed poll ends the worker, whether it drains or not.
-            if poll.done() and (poll.exception() or not self.is_draining):
-                return poll.result()
-        finally:
-            drain.cancel()
-            poll.cancel()
-        return await self._take(timeout_s, is_poll=True)
 
     async def _take(
         self, timeout_s: float, *, is_poll: bool = False
@@ -276,15 +224,12 @@ class Worker:
     def _request(
         self, *, is_poll: bool = False, is_leaving: bool = False
     ) -> wire.TakeRequest:
-        takes = is_poll and not self.is_draining
         return wire.TakeRequest(
             **self._identity,
-            max_items=self.settings.slots - len(self.running) if takes else 0,
+            max_items=self.settings.slots - len(self.running) if is_poll else 0,
             number=next(self._numbers),
             holding=list(self.running),
-            is_draining=self.is_draining,
             is_leaving=is_leaving,
-            labels=list(self.settings.labels),
             busy=self._busy,
         )
 
@@ -396,8 +341,8 @@ def work(
     key: str,
     health_fd: int | None = None,
 ) -> int:
-    """Return 0 when the run is done or the worker has drained, 143 after SIGTERM with
-    rollouts left, 130 after Ctrl-C. A second signal cuts the harnesses' cleanup.
+    """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second
+    signal cuts the harnesses' cleanup.
     """
 
     async def live() -> None:
@@ -408,22 +353,10 @@ def work(
             if health_fd is not None:
                 await _serve_health(harnesses, health_fd)
             worker = Worker(harnesses, caller, spec)
-            loop = asyncio.get_running_loop()
-
-            def on_sigterm() -> None:
-                # The second signal does not wait for the harnesses.
-                if worker.is_draining or not spec.drain_s:
-                    task.cancel()
-                worker.drain_nowait()
-                # Also if the gateway gives no answer, for which a request waits.
-                loop.call_later(spec.drain_s + GOODBYE_TIMEOUT_S, task.cancel)
-
             # A run's own worker outlives signals to all processes of the run.
             number = signal.SIGTERM if health_fd is None else END
-            loop.add_signal_handler(number, on_sigterm)
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
             await worker.run()
-            if worker.is_cut:
-                raise asyncio.CancelledError
         finally:
             await caller.aclose()
 
@@ -500,10 +433,8 @@ def run_worker(
     name: str | None,
     args: str | None,
     env: Sequence[str],
-    labels: Sequence[str],
     min_memory_mb: int,
     min_disk_mb: int,
-    drain_s: float,
     give_up_s: float,
     **settings: object,
 ) -> int:
@@ -528,9 +459,7 @@ def run_worker(
             name=name or f"{socket.gethostname()}/{os.getpid()}",
             url=url.rstrip("/").removesuffix("/v1"),
             slots=slots,
-            labels=tuple(labels),
             room=Room(memory_mb=min_memory_mb, disk_mb=min_disk_mb),
-            drain_s=drain_s,
             harnesses=[config],
             give_up_s=give_up_s,
         )
@@ -540,7 +469,7 @@ def run_worker(
         )
         raise ConfigError(
             f"`asyncrl work {url}` got {given}, {args=}: {error}",
-            way_out=f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE, --labels A,B.",
+            way_out=f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE.",
         ) from error
     _log_to_stderr()
     hide_memory()

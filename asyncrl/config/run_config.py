@@ -526,18 +526,6 @@ class RunConfig(FrozenConfig):
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
             yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
-        is_labelled = any(task.labels for task in self.all_tasks)
-        generators = (*self.generators.values(), *self.eval_generators.values())
-        is_remote = all(
-            generator.remote
-            for task, generator in zip(self.all_tasks, generators, strict=True)
-            if task.labels
-        )
-        if is_labelled and not (self.generator.remote and is_remote):
-            yield (
-                "task.labels choose among the workers of `asyncrl work`; set generator.remote=true, or "
-                "remove them"
-            )
 
     def _posted_conflicts(self) -> Iterator[str]:
         is_later = any(each.outcomes == "later" for each in self.harnesses)

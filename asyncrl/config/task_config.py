@@ -162,8 +162,6 @@ class TaskConfig(FrozenConfig):
     """
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
-    labels: list[Name] = []
-    """What a worker must have to run this task: `asyncrl work --labels`."""
     shuffle: bool = True
     """Shuffle by seed, differently each epoch (false = file order)."""
     sampling: Literal["uniform", "by_difficulty"] = "uniform"

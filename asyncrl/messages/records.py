@@ -363,9 +363,7 @@ RUN_RULES = SessionRules()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`labels`: what a worker must have to run it. `harness`: place in
-    RunConfig.harnesses.
-    """
+    """`harness`: place in RunConfig.harnesses."""
 
     rollout_id: str
     prompt: Prompt
@@ -373,7 +371,6 @@ class Work:
     attempt: int
     key: str
     timeout_s: float | None
-    labels: frozenset[str] = frozenset()
     harness: int = 0
     outcome_key: str | None = None
     """With which the reward is posted later."""

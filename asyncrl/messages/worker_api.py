@@ -84,18 +84,15 @@ class WorkerMessage(Message):
 class TakeRequest(WorkerMessage):
     """`holding`: all items that the worker has not returned. A given item missing here
     was lost in transit and is queued again. `number` grows; late requests are ignored.
-    Without `max_items` it is a heartbeat. `is_draining`: the worker takes no more, and
-    finishes its items. `is_leaving`: it ends without finishing them. `labels`: what the
-    worker has; `busy`: why it takes no work now.
+    Without `max_items` it is a heartbeat. `is_leaving`: the worker ends without
+    finishing its items. `busy`: why it takes no work now.
     """
 
     number: NonNegativeInt
     max_items: int = Field(ge=0, le=100_000)
     holding: list[str]
     wait_s: NonNegativeFloat = MAX_WAIT_S
-    is_draining: bool = False
     is_leaving: bool = False
-    labels: list[str] = []
     busy: str = ""
 
 

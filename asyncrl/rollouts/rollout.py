@@ -641,7 +641,6 @@ class HarnessGenerator:
                 attempt.attempt,
                 session.key,
                 attempt.clock.left_s,
-                scorer.labels,
                 self.harness,
                 outcome_key,
                 self.task_seed and self.task_seed(prompt.seed_id, index),

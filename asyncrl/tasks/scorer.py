@@ -139,7 +139,6 @@ class TaskScorer:
         self.has_score = config.has_score
         self.is_library = _is_library(config)
         self.shows_special = config.special_tokens == "visible"
-        self.labels = frozenset(config.labels)
         self._text_of = partial(
             answer_text, tokenizer, shows_special=self.shows_special
         )
