@@ -33,7 +33,7 @@ class GuessingTask(vf.Task[GuessingData]):
     async def found(self, trace: vf.Trace) -> float:
         if self.data.secret == 8:
             raise ZeroDivisionError("no reward for 8")
-        if self.data.secret == 5:
+        if trace.last_reply == "nan":
             return float("nan")
         if self.data.secret == 9:
             await asyncio.Event().wait()
@@ -88,10 +88,16 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
         secret = task.data.secret
         async with agents.agent.interaction(task) as talk:
             segment = await talk.turn("Which number from 0 to 9?")
-            while not segment.terminated and segment.last_reply != str(secret):
+            while not segment.terminated and segment.last_reply not in (
+                str(secret),
+                "nan",
+                "off",
+            ):
                 plant(segment.last_reply)
                 guess = int(segment.last_reply)
                 segment = await talk.turn("higher" if guess < secret else "lower")
+        if segment.last_reply == "off":
+            raise ValueError("this guess is no number")
 
 
 class ChatHarnessConfig(vf.HarnessConfig):

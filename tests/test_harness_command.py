@@ -89,6 +89,9 @@ def test_last_line_is_the_outcome_or_a_failure() -> None:
 def test_text_that_looks_like_a_reward_is_named(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for hard in ("-\n" * 10**5, f"{'1' * 10**6}x", "." * 10**6):
+        assert last_line_outcome(f"\n{hard}\nend") == Outcome(), "in linear time"
+    assert not caplog.text
     assert last_line_outcome(text) == Outcome()
     assert "the task scores" in caplog.text
     assert "7" in caplog.text

@@ -378,7 +378,9 @@ def openenv_url() -> Iterator[str]:
 
 @pytest.mark.extras
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda each: str(each)[9:80])
+@pytest.mark.parametrize(
+    "planted", PLANTED, ids=lambda each: f"{each['what']}, {harness_of(each)}"
+)
 def test_planted_failure_has_its_name_and_is_never_a_reward(
     planted: dict[str, Any],
     request: pytest.FixtureRequest,

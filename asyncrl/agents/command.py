@@ -63,7 +63,8 @@ STDERR_TAIL_BYTES = 2000
 TAIL_BYTES = 2**20
 """The end of a program's output that is kept; earlier output is dropped."""
 LIKE_A_REWARD = re.compile(
-    r"^\W*(?:(?:reward|score)\W+)?-?\d*\.?\d+\s*$", re.IGNORECASE | re.MULTILINE
+    r"^[^\w\n.]*(?:(?:reward|score)[^\w\n.]+)?\.?\d[\d.]*[^\S\n]*$",
+    re.IGNORECASE | re.MULTILINE,
 )
 """A line that is no outcome, but may be meant as one."""
 GRACE_S = 2.0

@@ -83,7 +83,7 @@ class Shape(NamedTuple):
     action: str | None
     schema: Mapping[str, Any]
 
-    def action_of(self, text: str) -> dict[str | None, Any] | None:
+    def action_of(self, text: str) -> dict[str, Any] | None:
         """Return the action of an answer, None if it breaks the schema.
 
         Example: the field `column` is an integer from 0 to 6.
@@ -97,7 +97,7 @@ class Shape(NamedTuple):
         values: list[Any] = [text, text.strip()]
         with suppress(ValueError, RecursionError):
             values.append(json.loads(text))
-        actions = [{self.action: value} for value in values]
+        actions = [{str(self.action): value} for value in values]
         validator = Validator(self.schema, format_checker=Validator.FORMAT_CHECKER)
         return next(filter(validator.is_valid, actions), None)
 
@@ -331,8 +331,8 @@ class OpenEnvHarness:
         if chosen is None and len(required) == 1:
             (chosen,) = required
         others = [name for name in required if name != chosen]
-        is_scalar = chosen in fields and _is_scalar(fields[chosen], schema)
-        if not is_scalar or others:
+        field = fields.get(chosen or "")
+        if field is None or not _is_scalar(field, schema) or others:
             raise ConfigError(
                 f"{self._said}: actions have the fields {', '.join(fields)}, of which "
                 f"{', '.join(required) or 'none'} must be given, and generator.args.action is {chosen}",

@@ -153,29 +153,33 @@ class VerifiersHarness:
         trained = [trace for trace in traces if trace.agent.trainable]
         for trace in trained:
             _check_paid(trace, said)
-        late = [trace for trace in traces if trace.stop_condition == AGENT_TIMEOUT]
-        frozen = [
-            trace.id for trace in traces if trace.calls and not trace.agent.trainable
-        ]
-        # The library sends the id of an agent's trace with its calls (X-Session-ID).
-        about = {"untrained": tuple(frozen), "timed_out": bool(late)}
+        timed_out = any(trace.stop_condition == AGENT_TIMEOUT for trace in traces)
         (first, *others) = traces
-        if not others:
+        if not others and first.agent.trainable:
             reward = float(first.reward) if first.rewards else None
-            return Outcome(reward, _metrics_of(first), **about)
+            return Outcome(reward, _metrics_of(first), timed_out=timed_out)
         if unpaid := [trace.agent.name for trace in trained if not trace.rewards]:
             raise RewardFailure(
                 f"{said} gave no reward to agent {', '.join(unpaid)}",
                 rule="each of several trained agents has its own reward",
             )
+        # The library sends the id of an agent's trace with its calls (X-Session-ID).
         rewards = {trace.id: float(trace.reward) for trace in trained if trace.calls}
+        frozen = [trace.id for trace in traces if not trace.agent.trainable]
         values = defaultdict[str, list[float]](list)
         for trace in traces:
             for name, value in _metrics_of(trace).items():
                 values[f"{trace.agent.name}/{name}"].append(value)
         metrics = {name: fmean(each) for name, each in values.items()}
         roles = {trace.id: trace.agent.name for trace in traces}
-        return Outcome(None, metrics, rewards, roles=roles, **about)
+        return Outcome(
+            None,
+            metrics,
+            rewards,
+            roles=roles,
+            untrained=tuple(frozen),
+            timed_out=timed_out,
+        )
 
 
 def _check_paid(trace: Any, said: str) -> None:
