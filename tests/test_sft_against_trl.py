@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import MOE, make_tiny_moe
 from trainer_cases import MakeStep, assert_all_close
 
 from asyncrl.config.sft_config import MEAN_NLL
@@ -151,3 +152,19 @@ def test_loss_and_gradient_match_trl(
     assert named.keys() == gradients.keys()
     found = [named[name].grad for name in gradients]
     assert_all_close(found, gradients.values(), 1e-6)  # type: ignore[arg-type]
+
+
+def test_router_loss_matches_trl(make_step: MakeStep, tmp_path: Path) -> None:
+    """TRL adds the load-balancing loss by the weight in the model's config."""
+    folder = make_tiny_moe(tmp_path / "moe", **MOE | {"router_aux_loss_coef": 0.5})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, gradients = theirs(folder, tmp_path, "completions", is_packed=False)
+    rank = make_step(folder, algorithm=MEAN_NLL.model_dump(), measures_gap=False)
+    batch = pack_groups(ours_of(folder, tmp_path, "completions"))
+    nll = rank.evaluate(*batch)["eval/loss"]
+    assert rank.forward_backward(*batch)["policy/loss"] == pytest.approx(loss, rel=1e-6)
+    found = [rank.masters.named[name].grad for name in gradients]
+    assert_all_close(found, gradients.values(), 1e-6)  # type: ignore[arg-type]
+    balance = rank.optimizer_step()["policy/router_aux_loss"]
+    assert nll + 0.5 * balance == pytest.approx(loss, rel=1e-6)

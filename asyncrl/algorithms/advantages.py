@@ -105,7 +105,8 @@ def reinforce_pp(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Normalize over the batch, without groups.
 
     REINFORCE++, https://arxiv.org/abs/2501.03262. The paper normalizes over tokens;
-    here every sample counts once.
+    here every sample counts once. With kl_in=reward the paper's token t has the reward
+    minus the KL from t on; here each token has the reward minus the sample's whole KL.
     """
     # All samples of the batch are one group, so prompts of unequal difficulty are
     # compared.

@@ -215,8 +215,10 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
         >>> m2po(log_weight_M, torch.ones(4)).tolist()
         [1.0, 1.0, 0.0, 1.0]
 
-    https://arxiv.org/abs/2510.01161; token selection from
-    https://github.com/Infini-AI-Lab/M2PO.
+    The rule is the paper's, https://arxiv.org/abs/2510.01161. The authors' code,
+    https://github.com/Infini-AI-Lab/M2PO, counts the same tokens, but caps |log w| until
+    the mean of the capped squares is at most M2_LIMIT and clips the ratio at that cap,
+    so it clips more tokens than this function masks.
     """
     (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
     # double, because a sum over all tokens of a step loses small moments in float32.
@@ -455,6 +457,9 @@ def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
         sequence      1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
         sequence_sum  1 / num_sequences                 LUSPO, https://arxiv.org/abs/2602.05261
         constant      1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
+
+    In the paper num_sequences is a constant. Here it also depends on the policy if agents
+    branch, or if sequences lose all their tokens to a mask.
 
     Example: sequences of 1 and 4 tokens. By token both have the weight of their length;
     by sequence each token of the short one counts four times as much.

@@ -98,6 +98,10 @@ class TrainerConfig(FrozenConfig):
     """Timeout for a step, an export or a save, in seconds. On expiry the trainer is
     restarted.
     """
+    router_aux_loss: Literal["auto"] | NonNegativeFloat = "auto"
+    """Weight of the load-balancing loss of a mixture-of-experts model's routers (auto =
+    the router_aux_loss_coef of its config, 0 = off).
+    """
     logprob_gap_limit: PositiveFloat | None = None
     """End the run when trainer and engines differ by more than this mean on fresh tokens, in nats (none =
     warn at 0.05)."""

@@ -455,6 +455,8 @@ class PackRules:
 
     max_tokens: int
     border: LengthBorder | None = None
+    reads_all: bool = False
+    """Read the tokens behind the last loss token too."""
 
     def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
         """Return sequences that may share micro-batches, with the maximum of their
@@ -483,7 +485,8 @@ def micro_batches(
     lockstep, are flagged False.
     """
     # The length of a whole trajectory decides its rotary frequencies.
-    sequences = token_ranges(header, has_loss, reads_all=rules.border is not None)
+    reads_all = rules.reads_all or rules.border is not None
+    sequences = token_ranges(header, has_loss, reads_all=reads_all)
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))

@@ -12,17 +12,20 @@ weights' float64.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
@@ -40,13 +43,15 @@ T = TypeVar("T")
 class Scores(NamedTuple):
     """Scores of M tokens, float32 nats of softmax(logits / temperature) over the
     token's support. Only `logprob_M` and `entry_E` have a gradient. `entry_E`: the
-    logprobs of MicroBatch.distilled's entries.
+    logprobs of MicroBatch.distilled's entries. `balance`: the routers' loss
+    (BalanceLoss) times the number of tokens, with a gradient too.
     """
 
     logprob_M: Tensor
     entropy_M: Tensor
     highest_M: Tensor
     entry_E: Tensor | None = None
+    balance: Tensor | None = None
 
 
 def head_scores(
@@ -354,8 +359,58 @@ class ForwardPlan:
     border: LengthBorder | None = None
     reason: str = ""
 
-    def rules(self, max_tokens: int) -> PackRules:
-        return PackRules(max_tokens if self.is_packed else 0, self.border)
+    def rules(self, max_tokens: int, *, reads_all: bool = False) -> PackRules:
+        return PackRules(max_tokens if self.is_packed else 0, self.border, reads_all)
+
+
+class BalanceLoss:
+    """The load-balancing loss of all routers (Switch Transformer,
+    https://arxiv.org/abs/2101.03961), by the model's own function in transformers.
+    `weight`: its factor in the loss.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, setting: float | Literal["auto"]
+    ) -> None:
+        """Raises ConfigError for a weight that this model cannot have."""
+        module = sys.modules[type(model).__module__]
+        self._function: Any = getattr(module, "load_balancing_loss_func", None)
+        # The numbers of experts, and of those that a token is sent to.
+        names = ("num_experts", "num_experts_per_tok")
+        self._sizes = [getattr(model, name, None) for name in names]
+        is_known = self._function is not None and all(self._sizes)
+        own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+        self.weight = (is_known and own or 0.0) if setting == "auto" else setting
+        self.is_recording = False
+        self._logits = list[Tensor]()
+        if self.weight == 0:
+            return
+        if not is_known:
+            raise ConfigError(
+                f"trainer.router_aux_loss={setting} for a {type(model).__name__}",
+                rule="transformers has a load-balancing loss for this class",
+                way_out="set trainer.router_aux_loss=auto, or 0.",
+            )
+        recorded: Any = backbone_of(model)._can_record_outputs["router_logits"]  # type: ignore[union-attr]
+        for one in model.modules():
+            if isinstance(one, recorded.target_class):
+                one.register_forward_hook(partial(self._note, recorded.index))
+
+    def _note(self, place: int, _: nn.Module, args: object, found: Any) -> None:
+        # Recomputed layers must not record again: their graphs would stay in memory.
+        if self.is_recording:
+            self._logits.append(found[place])
+
+    def take(self, layout: Layout) -> Tensor:
+        """Return the loss of the pass that was recorded, times its tokens. A token that
+        several sequences share counts for each of them.
+        """
+        logits, self._logits = tuple(self._logits), []
+        self.is_recording = False
+        places = np.concatenate([places_of(runs) for runs in layout.rows])
+        count_N = torch.from_numpy(np.bincount(places, minlength=layout.num_tokens))
+        loss: Tensor = self._function(logits, *self._sizes, count_N)
+        return loss * len(places)
 
 
 class Policy(nn.Module):
@@ -375,6 +430,7 @@ class Policy(nn.Module):
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
         self.before_pass: Callable[[], None] = lambda: None
+        self.balance: BalanceLoss | None = None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self._rows = MixerRows(model, self.plan.mixers)
@@ -398,11 +454,16 @@ class Policy(nn.Module):
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
         inputs = self.inputs(micro)
         self.replay(micro.routing_N)
+        if self.balance is not None:
+            self.balance.is_recording = torch.is_grad_enabled()
         scores = self._scores(inputs, micro, temperature)
         logprob_M, entropy_M, highest_M = (
             score_U.index_select(0, micro.pair_M) for score_U in scores[:3]
         )
-        return Scores(logprob_M, entropy_M, highest_M, scores.entry_E)
+        balance = None
+        if self.balance is not None and self.balance.is_recording:
+            balance = self.balance.take(micro.layout)
+        return Scores(logprob_M, entropy_M, highest_M, scores.entry_E, balance)
 
     def inputs(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Prepare the model for a micro-batch, and return its arguments."""

@@ -49,7 +49,7 @@ from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import Trained, make_optimizer
 from asyncrl.trainer.packing import LogitSets, MicroBatch
-from asyncrl.trainer.policy import Policy, Scores
+from asyncrl.trainer.policy import BalanceLoss, Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks
 from asyncrl.trainer.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.step_metrics import Fresh
@@ -105,6 +105,8 @@ class TrainerRank(TrainedModel):
         self._objective = Objective(spec)
         needs_reference = self._objective.needs_reference
         super().__init__(spec, ranks, needs_reference=needs_reference)
+        balance = BalanceLoss(self.policy.model, spec.trainer.router_aux_loss)
+        self.policy.balance = balance if balance.weight > 0 else None
         self._optimizer = make_optimizer(self.masters, spec.trainer)
         self._trained = Trained(self.masters, self._optimizer)
         self._meter = self._make_meter()
@@ -403,7 +405,10 @@ class TrainerRank(TrainedModel):
             batch.header,
             batch.arrays,
             chosen,
-            self.policy.plan.rules(self.spec.trainer.micro_batch_tokens),
+            self.policy.plan.rules(
+                self.spec.trainer.micro_batch_tokens,
+                reads_all=self.policy.balance is not None,
+            ),
             self.device,
             self.ranks,
             self.policy.costs,
@@ -437,6 +442,8 @@ class TrainerRank(TrainedModel):
         if step.parts:
             self._trained.scale_gradient(1.0 - share)
         numbers = replace(numbers, weight_N=numbers.weight_N * share)
+        read = packing.token_ranges(batch.header, chosen, reads_all=True)
+        num_read = sum(one.length for one in read)
         outputs = list[tuple[MicroBatch, Scores]]()
         losses = list[MicroLoss]()
         for micro, counts in self._passes(batch, chosen, has_backward=True):
@@ -450,10 +457,16 @@ class TrainerRank(TrainedModel):
             loss, stats = self._objective.micro_loss(
                 micro, scores.logprob_M, batch, numbers, scores.entry_E
             )
+            if self.policy.balance is not None:
+                # As in TRL a mean over micro-batches, here by their tokens: one
+                # micro-batch has the exact loss of the part.
+                balance = scores.balance / num_read
+                loss = loss + self.policy.balance.weight * share * balance
+                stats["router_aux_loss"] = balance.detach() * int(chosen.sum())
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(
-                logprob_M=scores.logprob_M.detach(), entry_E=None
+                logprob_M=scores.logprob_M.detach(), entry_E=None, balance=None
             )
             # Keep tensors on the device: reading them here would wait for each
             # micro-batch. gather_scores() and gather_losses() wait once, for all.
