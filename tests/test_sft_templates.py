@@ -1,4 +1,4 @@
-"""Demonstrations under all templates of the oracle: transformers alone says which
+"""Demonstrations under all templates of the oracle: transformers says which
 tokens are learned.
 """
 

@@ -48,6 +48,7 @@ UNREAD_COLUMNS = (
     "completion_mask assistant_masks loss_scale loss_weight"
 ).split()
 """Columns that change what other trainers learn from the same messages."""
+EMPTY = (None, "", [], {})
 RATINGS = ("label", "kto_tag")
 """Columns of preference data. False: an answer that must not be learned."""
 OWN_ROWS = "give each answer its own row, as `prompt` and `completion`. Or "
@@ -278,12 +279,12 @@ def _refuse_columns(row: Mapping[str, object], place: str) -> None:
     """Raise ConfigError for a column that says that something else is learned."""
     for name, value in row.items():
         is_marked = name in MARKS and value not in (None, True)
-        is_empty = _without_nulls(value) in (None, "", [], {})
-        is_unread = name in UNREAD_COLUMNS and not is_empty
-        if is_marked or is_unread or (name in RATINGS and value is False):
+        is_bad = name in RATINGS and value is False
+        is_unread = name in UNREAD_COLUMNS and _without_nulls(value) not in EMPTY
+        if is_marked or is_unread or is_bad:
             raise ConfigError(
                 f"{place} has the column {name}: {value!r:.160}",
-                rule="columns besides the messages and `tools` cannot change what is learned",
+                rule="columns besides the messages and `tools` cannot change the learned tokens",
                 way_out="remove the column, or the row. A message may have the mark `train: false`; a system "
                 "text is a message; settings of the template are in model.chat_template_kwargs.",
             )
