@@ -253,12 +253,12 @@ class Oracle:
 
     def assistant_mask(self, chat: Chat, tools: Any) -> list[int]:
         """Return the mask of transformers: the tokens of {% generation %} blocks."""
-        chat = [_as_server(message) for message in chat]
+        given = [_as_server(message) for message in chat]
         if not _writes(self.template, "u", self.options, wants_parts=False):
-            for message in chat:
+            for message in given:
                 message["content"] = [{"type": "text", "text": message["content"]}]
         encoded = self.fast.apply_chat_template(
-            chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            given, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
         return list(encoded["assistant_masks"])
 

@@ -15,7 +15,6 @@ from asyncrl.config import DataConfig
 from asyncrl.messages.tokens import Tokens
 from asyncrl.rollouts.demonstrations import (
     DemonstrationFeed,
-    _messages,
     demonstration_of,
     read_demonstrations,
 )
@@ -52,14 +51,8 @@ TURNS = [
 GOOD = {"prompt": "a", "completion": "b"}
 
 
-def said(**fields: object) -> dict[str, Any]:
-    """Return a row whose answer has other fields."""
-    answer = {"role": "assistant", "content": "cd", **fields}
-    return {"messages": [TURNS[0], answer]}
-
-
-def call(arguments: object) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+REFUSED = (Path(__file__).parent / "sft_rows.jsonl").read_text().splitlines()
+"""Rows in the forms of other trainers and of public data, and the refusal."""
 
 
 def tokenizer_of(
@@ -111,69 +104,14 @@ def test_answers_of_a_prompt_are_not_learned(
     assert (as_text.ids == demonstration_of(as_chat, "r", tokenizer).ids).all()
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"messages": TURNS[:1]}, "has no assistant message"),
-        ({"prompt": TURNS, "completion": []}, "has no assistant message"),
-        ({"messages": []}, "has no assistant message"),
-        ({"text": "ab"}, "has the columns text"),
-        ({"messages": TURNS, "prompt": "a"}, "has the columns messages, prompt"),
-        ({"prompt": "a"}, "has the columns prompt"),
-        ({"messages": "ab"}, "messages is not a list"),
-        ({"messages": [{"role": "boss"}]}, "messages is not a list .*0.role"),
-        ({"prompt": 3, "completion": "a"}, "prompt is not a list"),
-        ({"prompt": "a", "completion": "é"}, "a character that the tokenizer lacks"),
-        (said(content=None), "an answer has a text"),
-        (said(content=" \n"), "an answer has a text"),
-        (
-            said(function_call={"name": "f", "arguments": "{}"}),
-            "0?1.function_call Extra",
-        ),
-        (said(contnet="x"), "1.contnet Extra"),
-        (said(refusal="no"), "1.refusal Extra"),
-        (said(masked=True), "1.masked Extra"),
-        (said(mask=1), "1.mask Extra"),
-        (said(train_detail=[]), "1.train_detail Extra"),
-        (said(weight=0.5), "1.weight Input should be a valid boolean"),
-        (said(loss="maybe"), "1.loss Input should be a valid boolean"),
-        (said(tool_calls=[call("{")]), "1.tool_calls.0.function.arguments Value error"),
-        (said(tool_calls=[call("[1]")]), "arguments Input should be a valid dict"),
-        (said(tool_calls=[call("")]), "1.tool_calls.0.function.arguments Value error"),
-        (said(tool_calls=[call([1])]), "arguments Input should be a valid dict"),
-        (said(tool_calls=[{"name": "f"}]), "1.tool_calls.0.function Field required"),
-        (said(tool_calls=[call({"x": "y"})]), "leaves out 'f' of message 2"),
-        (said(reasoning="ab"), "leaves out 'ab' of message 2"),
-        (said(train=False), "has no assistant message to learn"),
-        (said(content="c<|im_end|>"), "'c<|im_end|>' of message 2 .* has <|im_end|>"),
-        (said(content="c<|im_end|>\nd"), "has <|im_end|>, which the chat template"),
-        ({"messages": [{"role": "user", "contnet": "a"}, TURNS[1]]}, "0.contnet Extra"),
-        ({"messages": [{"role": "user"}, TURNS[1]]}, "0 Value error, only an answer"),
-        ({"messages": [TURNS[0] | {"loss": True}, TURNS[1]]}, "0 Value error, only an"),
-        ({"messages": [{"from": "gpt", "value": "a"}]}, "0.role Field required"),
-        ({"messages": [TURNS[0] | {"role": "function"}]}, "0.role Input should be"),
-        ({"conversations": [{"from": "gpt", "value": "a"}]}, "columns conversations"),
-        ({"instruction": "a", "output": "b"}, "has the columns instruction, output"),
-        ({"query": "a", "response": "b", "history": []}, "has the columns query"),
-        (GOOD | {"tools": [{"name": "f"}]}, "tools is not a list of tools: KeyError"),
-        (GOOD | {"tools": "[{]"}, "tools is not a list of tools"),
-        (GOOD | {"tools": [call({})]}, r"leaves out 'f' of message 3 \(tools\)"),
-        (GOOD | {"train": False}, "has the column train: False"),
-        (GOOD | {"weight": 0}, "has the column weight: 0"),
-        (GOOD | {"loss_mask": [0, 1]}, "has the column loss_mask"),
-        (GOOD | {"label": False}, "has the column label: False"),
-        (GOOD | {"system": "be short"}, "has the column system: 'be short'"),
-        (GOOD | {"enable_thinking": False}, "has the column enable_thinking"),
-        (GOOD | {"chat_template_kwargs": {"a": 1}}, "has the column chat_template_kw"),
-    ],
-)
+@pytest.mark.parametrize("line", REFUSED)
 def test_bad_row_is_refused_with_its_line(
-    row: dict[str, Any], said: str, tiny_model_dir: Path, tmp_path: Path
+    line: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
+    row, said = (json.loads(line)[name] for name in ("row", "said"))
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(row)}\n")
     data = DataConfig(files=[str(path)])
-    said = said.replace("|", r"\|")
     with pytest.raises(ConfigError, match=rf"(?s)rows.jsonl line 3.*{said}"):
         read_demonstrations(data, HFChatTokenizer(tiny_model_dir), None)
 
@@ -288,22 +226,6 @@ def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(
     assert read_demonstrations(data, tokenizer, 64).num_endless == 1
     usual = tokenizer_of(tiny_model_dir, tmp_path, CHATML)
     assert read_demonstrations(data, usual, 64).num_endless == 0
-
-
-def test_arguments_without_a_value_are_left_out() -> None:
-    """Parquet gives each call the arguments of all calls of the file."""
-    function = {
-        "name": "f",
-        "arguments": {"city": "Paris", "unit": None, "days": [None]},
-    }
-    call = {"id": "0", "type": "function", "function": function}
-    chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    (message,) = _messages(chat, None, "row 1")
-    assert message["tool_calls"][0]["function"]["arguments"] == {
-        "city": "Paris",
-        "days": [None],
-    }
-    assert "content" not in message
 
 
 @pytest.mark.parametrize("value", [False, 0, 0.0, "0", "false"])

@@ -43,7 +43,7 @@ def trajectory_of(
 
 @pytest.fixture
 def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """A run with one group: two good rollouts, which are equal, and three others."""
+    """A run with one group: two good rollouts, which are equal, and four others."""
     folder = tmp_path / "run"
     folder.mkdir()
     model = {"path": str(tiny_model_dir)}
@@ -59,6 +59,7 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
                 ("cd", 1.0, False),
                 ("bad", 0.5, False),
                 ("long", 1.0, True),
+                ("", 1.0, False),
             ]
         ):
             made = trajectory_of(

@@ -1,4 +1,4 @@
-"""Demonstrations under all templates of the oracle: transformers alone says which
+"""Demonstrations under all templates of the oracle: transformers says which
 tokens are learned.
 """
 
@@ -30,7 +30,9 @@ from asyncrl.rollouts.demonstrations import demonstration_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 TEMPLATES = installed() | collected(Path(__file__).parent / "chat_templates")
+KIND = Kind("never", "", has_bos=True, has_several_ends=False)
 ASK, SAY = user("Ask 98"), answer("It is 97.")
+ADD = {"name": "add", "arguments": {"a": "x97", "unit": None}}
 CHATS = {
     "plain": [ASK, SAY],
     "system": [{"role": "system", "content": "Rule 5"}, ASK, SAY],
@@ -89,8 +91,7 @@ def check_learned(
 def test_answer_is_learned_whole_with_one_end(
     base: str, name: str, tmp_path: Path
 ) -> None:
-    kind = Kind(base, "", has_bos=True, has_several_ends=False)
-    oracle = Oracle(TEMPLATES[name], kind, tmp_path)
+    oracle = Oracle(TEMPLATES[name], KIND._replace(base=base), tmp_path)
     product = HFChatTokenizer(tmp_path)
     for title, chat in CHATS.items():
         tools = TOOLS if any("tool_calls" in message for message in chat) else None
@@ -101,10 +102,11 @@ def test_answer_is_learned_whole_with_one_end(
         except ConfigError as error:
             named = SETTING.search(error.way_out)
             assert title != "plain" or named or REFUSED[base].fullmatch(name)
+            part = re.search("leaves out '(.*)' of message", error.what)
+            if part is not None:
+                text = oracle.text(chat, tools, is_open=False)
+                assert part[1] not in text.rpartition("98")[2]
             if named is None:
-                if part := re.search("leaves out '(.*)' of message", error.what):
-                    text = oracle.text(chat, tools, is_open=False).rpartition("98")[2]
-                    assert part[1] not in text
                 continue
             settings = {named[1]: named[2] == "true"}
             changed = HFChatTokenizer(tmp_path, chat_template_kwargs=settings)
@@ -114,33 +116,33 @@ def test_answer_is_learned_whole_with_one_end(
         assert ((name, title) in ENDLESS) == set(last).isdisjoint(oracle.end_ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "same"),
-    [
-        ("trl.qwen3", {"reasoning": "hm97"}, {"reasoning_content": "hm97"}),
-        ("trl.qwen3", {"thinking": "hm97"}, {"reasoning_content": "hm97"}),
-        ("trl.gptoss", {"reasoning": "hm97"}, {"thinking": "hm97"}),
-        (
-            "trl.qwen2_5",
-            called(["97"]) | {"content": None, "function_call": None, "id": "7"},
-            called(["97"]),
-        ),
-    ],
-)
-def test_forms_of_a_message_are_learned_alike(
-    name: str, fields: dict[str, Any], same: dict[str, Any], tmp_path: Path
-) -> None:
-    kind = Kind("never", "", has_bos=True, has_several_ends=False)
-    oracle = Oracle(TEMPLATES[name], kind, tmp_path)
+CALL = called(["97"])
+FORMS = {
+    "trl.qwen3": (
+        SAY | {"reasoning_content": "hm97"},
+        SAY | {"reasoning": "hm97"},
+        SAY | {"thinking": "hm97", "train": 1, "annotations": [], "refusal": None},
+    ),
+    "trl.qwen2_5": (
+        CALL,
+        CALL | {"content": None, "function_call": None, "id": "7"},
+        CALL | {"tool_calls": [CALL["tool_calls"][0] | {"function": ADD}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_an_answer_are_learned_alike(name: str, tmp_path: Path) -> None:
+    oracle = Oracle(TEMPLATES[name], KIND, tmp_path)
     product = HFChatTokenizer(tmp_path)
-    tools = TOOLS if "tool_calls" in fields else None
-    ids = []
-    for said, given in ((SAY | fields, json.dumps(tools)), (SAY | same, tools)):
-        row = {"prompt": [ASK], "completion": [said], "tools": given}
-        ids.append(demonstration_of(row, "row", product).ids.tolist())
-    assert ids[0] == ids[1]
-    text = oracle.text([ASK, SAY | same], tools, is_open=False)
-    assert ids[0] == oracle.ids(text)[: len(ids[0])]
+    first, *_ = FORMS[name]
+    expected = oracle.ids(oracle.text([ASK, first], TOOLS, is_open=False))
+    for form in FORMS[name]:
+        for tools in (TOOLS, json.dumps(TOOLS)):
+            row = {"prompt": [ASK], "completion": [form], "tools": tools}
+            ids = demonstration_of(row, "row", product).ids.tolist()
+            # The template writes a line end behind the answer.
+            assert ids == expected[:-1]
 
 
 def test_shorter_generation_prompt_is_a_way_out(tmp_path: Path) -> None:
@@ -149,8 +151,7 @@ def test_shorter_generation_prompt_is_a_way_out(tmp_path: Path) -> None:
         template = TEMPLATES[f"trl.{name}"]
         head, found, tail = template.rpartition(ending)
         assert found
-        kind = Kind("bytes", "", has_bos=True, has_several_ends=False)
-        oracle = Oracle(head + tail, kind, tmp_path / name)
+        oracle = Oracle(head + tail, KIND._replace(base="bytes"), tmp_path / name)
         row = {"messages": CHATS["plain"]}
         tokens = demonstration_of(row, "row", HFChatTokenizer(tmp_path / name))
         check_learned(oracle, CHATS["plain"], None, tokens, {})

@@ -661,15 +661,10 @@ def _check_lengths(
             rule=f"the model's embedding has vocab_size={num_rows} rows",
             way_out="correct the template, or take the tokenizer that belongs to the model.",
         )
-    omitted = [
-        message["role"]
-        for prompt, text in zip(prompts, texts, strict=True)
-        for message in prompt.messages
-        if not is_written(message["content"], text)
-    ]
     notes = [
-        f"{source} leaves out messages of the role {role} in prompts of the {name}"
-        for role in sorted({*omitted})
+        f"{source} leaves out the {message['role']} message of prompts of the {name}"
+        for message in prompts[0].messages
+        if not is_written(message["content"], texts[0])
     ]
     if not (num_too_long := sum(length > limit for length in lengths)):
         return notes

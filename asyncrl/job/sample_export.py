@@ -53,7 +53,10 @@ def export_samples(
                 continue
             prompt = json.loads(messages)
             for rollout in _good(connection, group_id, min_reward):
-                answer = {"role": "assistant", "content": _text(rollout, tokenizer)}
+                text = _text(rollout, tokenizer)
+                if not text.strip():  # supervised fine-tuning refuses it
+                    continue
+                answer = {"role": "assistant", "content": text}
                 row: dict[str, object] = {
                     "messages": [*prompt, answer],
                     "reward": rollout.reward,

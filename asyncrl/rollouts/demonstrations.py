@@ -44,9 +44,11 @@ MARKS = "train train_on_turn trainable training loss loss_mask weight".split()
 """Marks of other trainers: false keeps a message out of the loss."""
 UNREAD_COLUMNS = (
     "system history functions documents objects image images video videos audio audios "
-    "chat_template_kwargs enable_thinking mask masks labels completion_mask assistant_masks"
+    "chat_template_kwargs enable_thinking input_ids labels ignore mask masked masks train_mask "
+    "completion_mask assistant_masks loss_scale loss_weight"
 ).split()
 """Columns that change what other trainers learn from the same messages."""
+EMPTY = (None, "", [], {})
 RATINGS = ("label", "kto_tag")
 """Columns of preference data. False: an answer that must not be learned."""
 OWN_ROWS = "give each answer its own row, as `prompt` and `completion`. Or "
@@ -111,7 +113,7 @@ def _check(message: dict[str, Any]) -> dict[str, Any]:
     return {"reasoning_content": thought, **message} if thought else message
 
 
-_CHAT: TypeAdapter[Chat] = TypeAdapter(
+_CHAT: TypeAdapter[Any] = TypeAdapter(
     list[Annotated[_Message, AfterValidator(_check)]], config=ConfigDict(extra="forbid")
 )
 
@@ -224,6 +226,8 @@ class _Row:
     answers: Sequence[int]
     tools: Sequence[Mapping[str, Any]]
     tokenizer: HFChatTokenizer
+    written: Sequence[int]
+    """Messages whose texts must not end a turn."""
     settings: Mapping[str, object] | None = None
     """Template variables besides those of the run."""
 
@@ -256,7 +260,10 @@ def demonstration_of(
             rule="assistant messages are learned, except in a `prompt` or with a mark like `train: false`",
             way_out="add one, or remove the row.",
         )
-    known = _Row(chat, answers, _tools_of(row.get("tools"), place), tokenizer)
+    tools = _tools_of(row.get("tools"), place)
+    # A text may be a prompt as another trainer's template writes it.
+    written = [*answers, 0] if isinstance(row.get("prompt"), str) else answers
+    known = _Row(chat, answers, tools, tokenizer, written)
     try:
         return _tokens(known)
     except ValueError as error:
@@ -272,12 +279,12 @@ def _refuse_columns(row: Mapping[str, object], place: str) -> None:
     """Raise ConfigError for a column that says that something else is learned."""
     for name, value in row.items():
         is_marked = name in MARKS and value not in (None, True)
-        is_empty = _without_nulls(value) in (None, "", [], {})
-        is_unread = name in UNREAD_COLUMNS and not is_empty
-        if is_marked or is_unread or (name in RATINGS and value is False):
+        is_bad = name in RATINGS and value is False
+        is_unread = name in UNREAD_COLUMNS and _without_nulls(value) not in EMPTY
+        if is_marked or is_unread or is_bad:
             raise ConfigError(
                 f"{place} has the column {name}: {value!r:.160}",
-                rule="columns besides the messages and `tools` cannot change what is learned",
+                rule="columns besides the messages and `tools` cannot change the learned tokens",
                 way_out="remove the column, or the row. A message may have the mark `train: false`; a system "
                 "text is a message; settings of the template are in model.chat_template_kwargs.",
             )
@@ -323,7 +330,7 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
     if role is not None and isinstance(content, str):
         chat = [{"role": role, "content": content}]
     try:
-        return _CHAT.validate_python(_without_nulls(chat))
+        return list(_CHAT.validate_python(_without_nulls(chat)))
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"]))
@@ -426,36 +433,28 @@ def _prefix_spans(row: _Row) -> tuple[str, Spans]:
 
 
 def _refuse_omissions(row: _Row, text: str, spans: Spans) -> None:
-    """Raise ValueError if the template leaves out a part of the chat, or an answer
-    contains the end of a turn.
+    """Raise ValueError if the template leaves out a part of the chat, or a text has the
+    end of a turn. Templates may drop the texts of earlier answers' thoughts.
     """
     by_answer = dict(zip(row.answers, spans, strict=True))
     tools = {"role": "tools", "tool_calls": row.tools}
     for number, message in enumerate([*row.chat, tools]):
-        is_learned = number in by_answer
+        name = f"message {number + 1} ({message['role']})"
         start, end = by_answer.get(number, (0, len(text)))
-        for part in _parts_of(message, is_learned=is_learned):
-            name = f"{part!r:.160} of message {number + 1} ({message['role']})"
+        parts = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if number in by_answer or message["role"] != "assistant":
+            parts += [message.get("content", ""), message.get("reasoning_content", "")]
+        for part in parts:
             # The generation prompt may open the thought.
             if not is_written(part, text[max(0, start - len(part)) : end]):
-                raise ValueError(f"the chat template leaves out {name}")
-            if is_learned and (stop := row.tokenizer.find_end(part)):
-                raise ValueError(f"{name} has {stop}, which the chat template writes")
-
-
-def _parts_of(message: Mapping[str, Any], *, is_learned: bool) -> Iterator[str]:
-    """Yield the texts of a message, and of its calls the names and arguments. Templates
-    may drop earlier thoughts, also those within a content.
-    """
-    if is_learned or message["role"] != "assistant":
-        yield message.get("content", "")
-    if is_learned:
-        yield message.get("reasoning_content", "")
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        yield function["name"]
-        arguments = function.get("arguments", {})
-        yield from (value for value in arguments.values() if isinstance(value, str))
+                raise ValueError(
+                    f"the chat template leaves out {part!r:.160} of {name}"
+                )
+        said = json.dumps(message, ensure_ascii=False)
+        if number in row.written and (stop := row.tokenizer.find_end(said)):
+            raise ValueError(
+                f"{name} has {stop} in its text, which the template writes"
+            )
 
 
 def _num_tokens(text: str, ids: Sequence[int], tokenizer: HFChatTokenizer) -> int:

@@ -443,12 +443,12 @@ class HFChatTokenizer:
 
     @property
     def ends_answers(self) -> bool:
-        """Return whether the template ends an answer with a token at which generation
-        stops.
+        """Return whether generation stops at a token that ends an answer in the template.
+        A template that refuses a plain chat counts as such.
         """
-        last, _ = self._behind(*PROBES[0])
-        ending = last + self.next_ends[0]
-        return not self.end_ids.isdisjoint(self._ids(ending))
+        last, inner = self._behind(*PROBES[0])
+        ending = self._ids(last + self.next_ends[0])
+        return not inner or not self.end_ids.isdisjoint(ending)
 
     def find_end(self, text: str) -> str:
         """Return the tokens that end a turn among those of an answer's text."""
