@@ -300,9 +300,11 @@ def test_signal_to_all_processes_makes_a_checkpoint(
 ) -> None:
     """As systemd, scancel, Slurm's --signal and a closed terminal send them."""
     run_dir = tmp_path / "run"
+    is_hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     lives = [
         (start, signal.SIGTERM),
-        (start, signal.SIGHUP),
+        # Under nohup SIGHUP is ignored.
+        (start, signal.SIGHUP if is_hung_up else signal.SIGUSR2),
         (start_by_hostile_parent, signal.SIGUSR1),
     ]
     for number, (begin, sent) in enumerate(lives, 1):

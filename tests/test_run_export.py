@@ -328,80 +328,55 @@ def test_a_card_has_no_paths_and_no_secrets(
         os.environ.get("HOME", "/root"),
     ):
         assert not any(hidden in text for text in written)
-    for row in (
-        f"| base model | {tiny_model_dir.name} |",
-        "| data | task asyncrl.tasks.toy:Letters |",
-        "| reward | of the task |",
-        "| learning rate | 0.003, constant |",
-        "| licence | unknown: see the base model |",
-    ):
-        assert row in card
 
 
-ROWS = {
-    "files": ["/home/me/rows.jsonl"],
-    "python": None,
-    "reward": "/home/me/r.py:f",
-}
-HUB = {"dataset": "openai/gsm8k", "python": None, "reward": "math"}
+BY_FILE = {"files": ["/home/me/rows.jsonl"], "reward": "/home/me/r.py:f"}
+BY_MODEL = {"dataset": "openai/gsm8k", "reward": {"model": {"path": "a/b"}}}
+JUDGE = {"model": "m", "prompt": f"{SECRET} {{completion}}"}
+BY_JUDGE = {"dataset": "openai/gsm8k", "reward": {"judge": JUDGE}}
 
 
 @pytest.mark.parametrize(
-    ("task", "rows", "datasets"),
+    ("task", "licence", "rows", "datasets"),
     [
-        (ROWS, ["| data | rows.jsonl |", "| reward | r.py:f |"], None),
-        (
-            HUB,
-            ["| data | openai/gsm8k, split train |", "| reward | math |"],
-            ["openai/gsm8k"],
-        ),
-        (
-            ROWS | {"reward": {"model": {"path": "a/b"}}},
-            ["| reward | reward model a/b |"],
-            None,
-        ),
-        (
-            HUB
-            | {
-                "reward": {
-                    "judge": {"model": "m", "prompt": f"{SECRET} {{completion}}"}
-                }
-            },
-            ["| reward | judge m |"],
-            ["openai/gsm8k"],
-        ),
+        (BY_FILE, "mit", ["| data | rows.jsonl |", "| reward | r.py:f |"], None),
+        (BY_MODEL, "other", ["| data | openai/gsm8k |", "| reward | a/b |"], True),
+        (BY_JUDGE, "unknown", ["| data | openai/gsm8k |", "| reward | m |"], True),
     ],
 )
 def test_card_names_what_the_model_was_made_of(
     made: MadeRun,
     tmp_path: Path,
     task: dict[str, Any],
+    licence: str,
     rows: list[str],
-    datasets: list[str] | None,
+    datasets: bool | None,
 ) -> None:
-    values = yaml.safe_load((made.path / "config.yaml").read_text())
-    values["task"] |= {"size": 1000, **task}
-    (made.path / "config.yaml").write_text(yaml.safe_dump(values))
     base = shutil.copytree(made.config.model.path or "", tmp_path / "base")
+    values = yaml.safe_load((made.path / "config.yaml").read_text())
+    values["task"] |= {"size": 1000, "python": None, **task}
     values["model"]["path"] = str(base)
     (made.path / "config.yaml").write_text(yaml.safe_dump(values))
-    (base / "README.md").write_text("---\nlicense: mit\n---\nA model.")
-    (base / "LICENSE").write_text("Permission is granted")
+    if licence == "mit":
+        (base / "README.md").write_text("---\nlicense: mit\n---\nA model.")
+    if licence != "unknown":
+        (base / "LICENSE").write_text("Permission is granted")
     out = made.export(tmp_path / "out", step="2")
     card = (out / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
-    assert (front["license"], front.get("datasets")) == ("mit", datasets)
-    assert (out / "LICENSE").read_text() == "Permission is granted"
-    for row in [*rows, "| licence | mit, as the card of the base model says |"]:
+    assert front["license"] == licence
+    assert front.get("datasets") == (["openai/gsm8k"] if datasets else None)
+    assert (out / "LICENSE").exists() == (licence != "unknown")
+    fixed = ["| base model | base |", "| learning rate | 0.003, constant |"]
+    for row in [*fixed, *rows, f"| licence | {licence}: see the base model |"]:
         assert row in card
     assert "/home/me" not in card
     assert SECRET not in card
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-@pytest.mark.parametrize("has_code", [True, False])
 def test_every_reader_gets_the_template_of_the_run_and_no_absent_code(
-    tiny_model_dir: Path, tmp_path: Path, is_replaced: bool, has_code: bool
+    tiny_model_dir: Path, tmp_path: Path, is_replaced: bool
 ) -> None:
     """transformers before 4.43 and llama.cpp's converter read tokenizer_config.json."""
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
@@ -409,22 +384,19 @@ def test_every_reader_gets_the_template_of_the_run_and_no_absent_code(
     named.mkdir()
     (named / "tool_use.jinja").write_text("old with tools")
     settings = json.loads((base / "tokenizer_config.json").read_text())
-    code = {"AutoTokenizer": [None, "tok.Own"], "AutoModel": "me/code--far.Model"}
-    settings |= {"chat_template": "old", "auto_map": code}
+    settings |= {"chat_template": "old", "auto_map": {"AutoTokenizer": [None, "t.Own"]}}
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
-    if has_code:
-        (base / "tok.py").write_text("class Own: ...")
     template = tmp_path / "new.jinja"
     template.write_text("new {{ messages[0].content }}")
     out = tmp_path / "out"
     out.mkdir()
+    (out / "config.json").write_text('{"auto_map": {"AutoModel": "m.Own"}, "a": 1}')
     given = template if is_replaced else None
     copy_files(base, out, given, [*TOKENIZER, *GENERATION])
+    assert json.loads((out / "config.json").read_text()) == {"a": 1}
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == (template.read_text() if given else "old")
-    kept = {"AutoModel"} | ({"AutoTokenizer"} if has_code else set())
-    assert settings["auto_map"].keys() == kept
-    assert (out / "tok.py").exists() == has_code
+    assert "auto_map" not in settings
     loaded = PreTrainedTokenizerFast.from_pretrained(out)
     with_tools = loaded.get_chat_template(None, tools=[{"type": "function"}])
     assert with_tools == (template.read_text() if given else "old with tools")

@@ -263,7 +263,7 @@ def test_settings_of_the_computation_may_not_change(
         ({"critic": {}, "algorithm": {"advantage": "gae"}}, "a checkpoint with a crit"),
         (
             {"teacher": {"path": "m"}, "algorithm": {"distill_weight": 1.0}},
-            "were not scored by a teacher",
+            "lack these numbers of a teacher",
         ),
     ],
 )

@@ -99,15 +99,14 @@ def load_written(path: Path) -> RunConfig | SftConfig:
 
 
 def _drop(values: Any, places: Iterable[Sequence[int | str]]) -> bool:
-    """Remove the innermost values at these places. Return whether there were any."""
+    """Remove the innermost keys at these places. Return whether there were any."""
     has_dropped = False
     for place in places:
         holder, section, last = None, values, None
         # Pydantic also names the form of a union, which is no key.
         for part in place:
-            is_key = isinstance(section, dict) and part in section
             is_entry = isinstance(section, list) and part in range(len(section))
-            if is_key or is_entry:
+            if is_entry or (isinstance(section, dict) and part in section):
                 holder, section, last = section, section[part], part
         if isinstance(holder, dict):
             del holder[last]

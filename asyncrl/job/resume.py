@@ -213,12 +213,15 @@ def _refuse_changes(
     allowed: Collection[str],
     run_dir: Path,
 ) -> list[str]:
-    changes = {
-        key: f"{key}: {values[0]!r} -> {values[1]!r}"
+    changed = {
+        key: values
         for key, values in changed_keys(before, now).items()
         if not _is_free(key, values, now)
     }
-    fixed = {key: why for key in changes if (why := _why_fixed(key, before, now))}
+    changes = {
+        key: f"{key}: {values[0]!r} -> {values[1]!r}" for key, values in changed.items()
+    }
+    fixed = {key: why for key in changed if (why := _why_fixed(key, changed[key]))}
     if fixed:
         lines = "".join(f"\n    {changes[key]}: {fixed[key]}" for key in fixed)
         raise ConfigError(
@@ -254,43 +257,30 @@ def _is_free(
 
 
 _ORDER = "the order of prompts follows from it"
+_TAUGHT = "rollouts in the journal lack these numbers of a teacher"
 FIXED = {
     "trainer.lora": "checkpoints hold adapters of this form",
     "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
-    "critic": "a checkpoint with a critic does not load without one, nor the reverse",
-    "algorithm.distill_weight": "rollouts in the journal were not scored by a teacher",
-    "algorithm.distill_loss": "rollouts in the journal have other numbers of the teacher",
-    "algorithm.distill_top_k": "rollouts in the journal have other numbers of the teacher",
+    "critic.learning_rate": "a checkpoint with a critic does not load without one, nor the reverse",
+    "algorithm.distill_weight": _TAUGHT,
+    "algorithm.distill_loss": _TAUGHT,
+    "algorithm.distill_top_k": _TAUGHT,
     "rollout.temperature": "tokens in the journal were sampled at it, and the trainer has one temperature",
     "seed": _ORDER,
-    "task.shuffle": _ORDER,
-    "task.sampling": _ORDER,
-    "task.share": _ORDER,
-    "task.size": _ORDER,
     "data.shuffle": _ORDER,
+    **{f"task.{key}": _ORDER for key in ("shuffle", "sampling", "share", "size")},
 }
 """Keys that no resume can change, with the reason."""
+_SWITCHES = ("critic.learning_rate", "algorithm.distill_weight")
+"""Keys that may change, but not between a number and none."""
 
 
-def _why_fixed(
-    key: str, before: RunConfig | SftConfig, now: RunConfig | SftConfig
-) -> str | None:
-    section, _, rest = key.partition(".")
-    if section == "task":  # task.KEY, or task.NAME.KEY
-        key = f"task.{rest.rpartition('.')[2]}"
-    if section == "critic":
-        key = "critic" if _has_critic(before) != _has_critic(now) else ""
-    if key == "algorithm.distill_weight" and _distills(before):
+def _why_fixed(key: str, values: tuple[object, object]) -> str | None:
+    if key in _SWITCHES and all(values):
         return None
-    return next((FIXED[name] for name in FIXED if _is_named(key, [name])), None)
-
-
-def _has_critic(config: RunConfig | SftConfig) -> bool:
-    return isinstance(config, RunConfig) and config.critic is not None
-
-
-def _distills(config: RunConfig | SftConfig) -> bool:
-    return isinstance(config, RunConfig) and config.algorithm.distill_weight > 0
+    if key.startswith("task."):  # task.KEY, or task.NAME.KEY
+        key = f"task.{key.rpartition('.')[2]}"
+    return FIXED.get(key)
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asyncrl import __version__
@@ -14,11 +14,8 @@ from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
-from asyncrl.config.judge_config import JudgedReward
 from asyncrl.config.load import writer_of
-from asyncrl.config.reward_model_config import ModelledReward
-from asyncrl.config.sft_config import MEAN_NLL, DataConfig, SftConfig
-from asyncrl.config.task_config import TaskConfig
+from asyncrl.config.sft_config import MEAN_NLL
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.observe.run_dir import (
@@ -219,35 +216,28 @@ def _write_card(
 
     is_sft = config.algorithm == MEAN_NLL
     is_on_hub = HUB_ID.fullmatch(base) is not None
-    settings = read_settings(run_dir)
-    sources = (
-        [settings.data] if isinstance(settings, SftConfig) else [*config.tasks.values()]
-    )
-    datasets = [source.dataset for source in sources if source.dataset is not None]
-    licence, licence_text = _licence_of(Path(base), folder)
+    settings = read_settings(run_dir).model_dump()
+    sources = settings.get("data") or settings["task"]
+    sources = sources if isinstance(sources, list) else [sources]
+    names = [one["dataset"] for one in sources]
+    licence = _licence_of(Path(base), folder)
     data = ModelCardData(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["asyncrl", "sft" if is_sft else "reinforcement-learning"],
-        datasets=[name for name in datasets if HUB_ID.fullmatch(name)] or None,
+        datasets=[name for name in names if name and HUB_ID.fullmatch(name)] or None,
         license=licence,
     )
     trainer = config.trainer
     rows = {
-        "base model": "random weights" if config.model.scratch else public_name(base),
-        "data": ", ".join(dict.fromkeys(map(_data_of, sources))),
-        "reward": ", ".join(
-            dict.fromkeys(
-                _reward_of(source)
-                for source in sources
-                if isinstance(source, TaskConfig)
-            )
+        "base model": "random weights" if config.model.scratch else _shown(base),
+        "data": _shown(sources),
+        "reward": _shown(
+            [one["reward"] or "of the task" for one in sources if "reward" in one]
         ),
         "learning rate": f"{trainer.learning_rate:g}, {trainer.schedule}",
-        "adapters": trainer.lora
-        and f"rank {trainer.lora.rank}, alpha {trainer.lora.alpha:g}",
-        "licence": licence_text,
+        "licence": f"{licence}: see the base model",
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
     steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
@@ -277,44 +267,28 @@ allowed, {oldest:.0f} observed.
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 
-def public_name(name: str) -> str:
-    """Return a hub id, or the last part of a path: a card has no paths of a machine.
+SHOWN = ("python", "files", "dataset", "reasoning_gym", "model", "path", "judge")
+"""Keys of data and rewards that a card names."""
 
-    >>> public_name("Qwen/Qwen3-0.6B"), public_name("/home/me/tasks.py:Sums")
-    ('Qwen/Qwen3-0.6B', 'tasks.py:Sums')
+
+def _shown(value: object) -> str:
+    """Return names of data or of a reward, without paths, prompts and addresses.
+
+    >>> _shown({"files": ["/home/me/rows.jsonl"], "split": "train"})
+    'rows.jsonl'
+    >>> _shown({"judge": {"model": "Qwen/Qwen3-8B", "prompt": "Grade it."}})
+    'Qwen/Qwen3-8B'
     """
+    if isinstance(value, Mapping):
+        value = [value[key] for key in SHOWN if value.get(key)]
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    name = str(value)
     return name if HUB_ID.fullmatch(name) else Path(name).name
 
 
-def _data_of(source: TaskConfig | DataConfig) -> str:
-    if source.files is not None:
-        return ", ".join(map(public_name, source.files))
-    if source.dataset is not None:
-        return f"{public_name(source.dataset)}, split {source.split}"
-    if isinstance(source, TaskConfig):
-        kinds = {"reasoning-gym": source.reasoning_gym, "task": source.python}
-        for kind, name in kinds.items():
-            if name is not None:
-                return f"{kind} {public_name(name)}"
-    return "a verifiers environment"
-
-
-def _reward_of(task: TaskConfig) -> str:
-    reward = task.reward
-    if isinstance(reward, ModelledReward):
-        return f"reward model {public_name(reward.model.path)}"
-    if isinstance(reward, JudgedReward):
-        return f"judge {public_name(reward.judge.model)}"
-    return "of the task" if reward is None else public_name(reward)
-
-
-def _licence_of(base: Path, folder: Path) -> tuple[str, str]:
-    """Return the licence of the base model as metadata and as text, and copy its file
-    into `folder`.
-    """
-    unknown = "unknown", "unknown: see the base model"
-    if not base.is_dir():
-        return unknown
+def _licence_of(base: Path, folder: Path) -> str:
+    """Return the licence that the base folder names, and copy its file to `folder`."""
     files = sorted(base.glob("LICENSE*"))
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -322,9 +296,6 @@ def _licence_of(base: Path, folder: Path) -> tuple[str, str]:
     if card.is_file():
         from huggingface_hub import ModelCard
 
-        named = ModelCard.load(card, ignore_metadata_errors=True).data.license
-        if named is not None:
-            return str(named), f"{named}, as the card of the base model says"
-    if files:
-        return "other", f"see {files[0].name}, from the base model"
-    return unknown
+        if (named := ModelCard.load(card).data.license) is not None:
+            return str(named)
+    return "other" if files else "unknown"

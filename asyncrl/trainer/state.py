@@ -78,6 +78,8 @@ from asyncrl.weights.tensor_files import (
 
 STATE = "state.json"
 POLICY, CRITIC = "", "critic."
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder with a tokenizer's templates besides the default one."""
 
 
 class Progress(BaseModel, frozen=True):
@@ -497,61 +499,29 @@ def copy_files(
     base: Path, path: Path, template: str | Path | None, patterns: Sequence[str]
 ) -> None:
     """Copy files byte for byte: a tokenizer that transformers loads and saves may split
-    texts otherwise. Only a new template, and names of code that is not there, change
-    their settings.
+    texts otherwise. Only a new template, and the names of the base folder's own code,
+    change a file.
     """
-    # The base folder's own code, for readers that know no native class.
-    wanted = [*patterns, "*.py"]
-    for source in {source for pattern in wanted for source in base.glob(pattern)}:
+    for source in {source for pattern in patterns for source in base.glob(pattern)}:
         if template is None or not source.name.startswith("chat_template"):
             shutil.copyfile(source, path / source.name)
-    if template is None:
-        named = base / NAMED_TEMPLATES
-        if named.is_dir():
-            shutil.copytree(named, path / NAMED_TEMPLATES)
-    else:
-        _set_template(path, Path(template).read_text(encoding="utf-8"))
-    for settings_file in path.glob("*config.json"):
-        settings = json.loads(settings_file.read_bytes())
-        if _drop_absent_code(settings, path):
-            _write_json(settings_file, settings)
-
-
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder with a tokenizer's templates besides the default one."""
-
-
-def _set_template(path: Path, template: str) -> None:
-    """Make this the only template, wherever readers look for it."""
-    (path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    # llama.cpp's converter and older versions of transformers read only this file.
-    settings_file = path / "tokenizer_config.json"
-    if settings_file.is_file():
-        settings = json.loads(settings_file.read_bytes())
-        _write_json(settings_file, settings | {"chat_template": template})
-
-
-def _drop_absent_code(settings: dict[str, Any], path: Path) -> bool:
-    """Remove classes of modules that the folder lacks, and return whether there were
-    any: readers that trust the folder's code would fail.
-    """
-    has_dropped = False
-    for section in sections_of(settings):
-        found = section.get("auto_map", {})
-        for name, classes in [*found.items()]:
-            several = classes if isinstance(classes, list) else [classes]
-            # REPOSITORY--MODULE.CLASS is fetched from the hub.
-            local = [one for one in several if one is not None and "--" not in one]
-            modules = [path / f"{one.split('.')[0]}.py" for one in local]
-            if not all(module.is_file() for module in modules):
-                del found[name]
-                has_dropped = True
-    return has_dropped
-
-
-def _write_json(path: Path, settings: dict[str, Any]) -> None:
-    text = json.dumps(settings, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    changed: dict[str, str] = {}
+    named = base / NAMED_TEMPLATES
+    if template is not None:
+        shutil.copyfile(template, path / "chat_template.jinja")
+        # llama.cpp's converter and older versions of transformers read only this key.
+        changed = {"chat_template": Path(template).read_text(encoding="utf-8")}
+    elif named.is_dir():
+        shutil.copytree(named, path / NAMED_TEMPLATES)
+    for file in path.glob("*config.json"):
+        before = json.loads(file.read_bytes())
+        # Of code that is not copied: readers that trust it would fail.
+        after = {key: before[key] for key in before if key != "auto_map"}
+        if file.name == "tokenizer_config.json":
+            after |= changed
+        if after != before:
+            text = json.dumps(after, indent=2, ensure_ascii=False)
+            file.write_text(text + "\n", encoding="utf-8")
 
 
 def save_model(
