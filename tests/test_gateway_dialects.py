@@ -273,65 +273,6 @@ REFUSED: list[tuple[str, Any, str]] = [
         "web_search_2025",
     ),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"enable_thnking": False}}, "thnking"),
-    *(
-        (path, BASES[path] | body, f"{name}=1 is refused")
-        for path, name, body in (
-            (CHAT, "messages[0].nmae", said({**HI[0], "nmae": 1})),
-            (CHAT, "messages[0].content[0].x", user(type="text", text="a", x=1)),
-            (
-                CHAT,
-                "messages[1].tool_calls[0].function.args",
-                said(
-                    *HI,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "args": 1}}],
-                    },
-                ),
-            ),
-            (
-                CHAT,
-                "tools[0].function.params",
-                {"tools": [{"function": {"name": "f", "params": 1}}]},
-            ),
-            (CHAT, "stream_options.usage", {"stream_options": {"usage": 1}}),
-            (TEXT, "stream_options.usage", {"stream_options": {"usage": 1}}),
-            (
-                CHAT,
-                "response_format.json_schema.x",
-                {
-                    "response_format": {
-                        "type": "json_schema",
-                        "json_schema": {"name": "a", "schema": {}, "x": 1},
-                    }
-                },
-            ),
-            (RESPONSES, "input[0].x", item(role="user", content="a", x=1)),
-            (RESPONSES, "reasoning.efort", {"reasoning": {"efort": 1}}),
-            (RESPONSES, "text.form", {"text": {"form": 1}}),
-            (
-                RESPONSES,
-                "tools[0].x",
-                {"tools": [{"type": "function", "name": "f", "x": 1}]},
-            ),
-            (MESSAGES, "messages[0].content[0].x", user(type="text", text="a", x=1)),
-            (
-                MESSAGES,
-                "tools[0].parameters",
-                {"tools": [{"name": "f", "parameters": 1}]},
-            ),
-            (
-                MESSAGES,
-                "tool_choice.names",
-                {"tool_choice": {"type": "auto", "names": 1}},
-            ),
-            (
-                MESSAGES,
-                "output_config.efort",
-                {"output_config": {"efort": 1}},
-            ),
-        )
-    ),
     (
         CHAT,
         said(*HI) | {"min_tokens": 5},

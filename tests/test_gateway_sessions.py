@@ -740,7 +740,7 @@ async def test_agent_without_a_call_is_told_of_caches() -> None:
             world.session.last_completion,
             lambda: world.session.rollout(0, Outcome(1.0), 1.0),
         ):
-            with pytest.raises(RolloutFailure, match="without a call") as failure:
+            with pytest.raises(RolloutFailure, match="completion") as failure:
                 end()
             assert failure.value.kind == FailureKind.NO_CALL
             assert "litellm.cache" in str(failure.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -39,10 +39,8 @@ class AnswerText:
         """
         self._texts = texts
         self._stop = stop
-        self._stop_ids = self._special(stop)
-        self._marks = self._special(keep_special)
-        if shows_special:
-            self._marks |= texts.special_ids - texts.end_ids
+        self._stop_ids = _special(texts, tuple(stop))
+        self._marks = _special(texts, tuple(keep_special), shows_all=shows_special)
         self._opening = thinking[0] if thinking else ""
         self._may_think = thinking is not None
         self._last: list[int] = []
@@ -142,13 +140,22 @@ class AnswerText:
         self._num_known = len(known) - len(new) + len(sure)
         return sure
 
-    def _special(self, names: Iterable[str]) -> set[int]:
-        return {
-            token
-            for name in names
-            for token in self._texts.encode(name)
-            if token not in self._texts.text_ids and self._decode([token]) == name
-        }
+
+@lru_cache(256)
+def _special(
+    texts: ChatTokenizer, names: tuple[str, ...], *, shows_all: bool = False
+) -> frozenset[int]:
+    """Return the special tokens of these names; with `shows_all` also all others that
+    end no answer.
+    """
+    shown = texts.special_ids - texts.end_ids if shows_all else frozenset[int]()
+    return shown.union(
+        token
+        for name in names
+        for token in texts.encode(name)
+        if token not in texts.text_ids
+        and texts.decode([token], skip_special_tokens=False) == name
+    )
 
 
 @cache

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -230,6 +230,24 @@ class Capture:
             tools,
             agent,
         )
+        of_chat: dict[str, Any] = {}
+        keys: list[bytes] = []
+        if match := planned.match:
+            # Decoded behind the prompt, because the text of a token depends on its
+            # neighbors, and with special tokens, since they may enclose a thought that
+            # answer_forms must find. Later renders are compared with this text.
+            sampled = completion.token_ids
+            text = decode_after(self.tokenizer, planned.tail, sampled)
+            said = text.removesuffix(end_of(self.tokenizer, sampled))
+            forms = answer_forms(message, said, self.thinking)
+            keys = [match.chain.key_with(form) for form in forms]
+            of_chat = {
+                "num_messages": match.num_messages + 1,
+                "key": keys[0],
+                "text": match.whole and match.whole.then(text),
+                "deviations": match.deviations,
+                "shown": match.shown,
+            }
         node = ChatNode(
             name=name,
             order=planned.number,
@@ -241,25 +259,8 @@ class Capture:
             whole=planned.whole.then(tokens.ids[num_added:]),
             call=call,
             is_trained=is_trained,
+            **of_chat,
         )
-        keys: list[bytes] = []
-        if match := planned.match:
-            # Decoded behind the prompt, because the text of a token depends on its
-            # neighbors, and with special tokens, since they may enclose a thought that
-            # answer_forms must find. Later renders are compared with this text.
-            sampled = completion.token_ids
-            text = decode_after(self.tokenizer, planned.tail, sampled)
-            said = text.removesuffix(end_of(self.tokenizer, sampled))
-            forms = answer_forms(message, said, self.thinking)
-            keys = [match.chain.key_with(form) for form in forms]
-            node = replace(
-                node,
-                num_messages=match.num_messages + 1,
-                key=keys[0],
-                text=match.whole and match.whole.then(text),
-                deviations=match.deviations,
-                shown=match.shown,
-            )
         self._nodes[name] = node
         # The parent ended a branch until now; its continuation does from here on. An
         # empty answer adds no tokens to train, so it ends no branch.
@@ -291,7 +292,7 @@ class Capture:
         RolloutFailure.
         """
         if not self._nodes:
-            raise _no_call()
+            raise _no_call("the agent ended without a completion or a reward")
         # Not the last recorded one: the order in which parallel answers end depends on
         # the engines' speed, and the task may score this text.
         last = max(self._nodes.values(), key=lambda node: node.order)
@@ -314,7 +315,9 @@ class Capture:
         turn_rewards, the last one earns `reward`. Raises RolloutFailure.
         """
         if not self._nodes:
-            raise _no_call()
+            raise _no_call(
+                "the agent ended with 0 completions and not one sampled token to train on"
+            )
         nodes = _in_order(self._nodes.values(), outcome)
         trained = {node: None for node in nodes if _has_loss(node, outcome)}
         # A branch ends at its last trained answer. Untrained answers behind it would
@@ -365,10 +368,10 @@ class Capture:
         return tuple(rollout)
 
 
-def _no_call() -> RolloutFailure:
+def _no_call(what: str) -> RolloutFailure:
     return RolloutFailure(
-        "the agent ended without a call of the model",
-        rule="its answer may come from a cache of its framework, and nothing of it can be trained",
+        what,
+        rule="an answer that a framework took from its cache cannot be trained",
         way_out=WAYS_OUT[FailureKind.NO_CALL],
         kind=FailureKind.NO_CALL,
     )

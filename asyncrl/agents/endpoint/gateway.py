@@ -147,7 +147,7 @@ class Gateway:
             add(f"{prefix}/models/{{model:path}}", self._models)
         app.add_api_route("/health", self._health)
         app.router.routes += [*openapi.ROUTES, *extra_routes]
-        return _Router([*routes, Mount("/", app)])
+        return Router([*routes, Mount("/", app)])
 
     def add_route(
         self,
@@ -366,13 +366,6 @@ class Gateway:
 
 def is_connected(request: Request) -> bool:
     return not request.scope["connection"].transport.is_closing()
-
-
-class _Router(Router):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A redirect would send some clients to the proxy's inner address.
-        scope["path"] = scope["path"].rstrip("/") or "/"
-        await super().__call__(scope, receive, send)
 
 
 @dataclass(frozen=True)
@@ -595,6 +588,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def answer(scope: Any, receive: Any, send: Any) -> None:
+            # A redirect would send clients to the proxy's inner address.
+            scope["path"] = scope["path"].rstrip("/") or "/"
             await app(scope, receive, send)
             # a write that fails closes the transport before uvicorn learns of it, and
             # reports an open answer

@@ -393,7 +393,6 @@ def _few_keys(value: object) -> object:
 ResponseFormat = Annotated[
     Annotated[_AnyObject | _SchemaFormat, Field(discriminator="type")] | None,
     BeforeValidator(lambda value: None if value == {"type": "text"} else value),
-    BeforeValidator(_few_keys),
 ]
 """None: any text."""
 
