@@ -137,10 +137,14 @@ def saved_models(run: Run) -> Iterator[tuple[int, Any]]:
     source = run.config["model"]["path"] or run.folder / "model"
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     if lora := run.config["trainer"]["lora"]:
+        linear = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name != "lm_head"
+        ]
         shape = {"r": lora["rank"], "lora_alpha": lora["alpha"]}
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(**shape, target_modules="all-linear")
-        )
+        adapters = peft.LoraConfig(**shape, target_modules=linear)
+        model = peft.get_peft_model(model, adapters)
     yield 0, copy.deepcopy(model.eval()).to(dtype)
     for version in range(1, run.config["trainer"]["num_steps"]):
         saved = run.folder / f"checkpoints/step_{version}/trainer"
