@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from model_zoo import FIRST_ID, make_config, random_model
 from tiny_model import TINY_ARCHITECTURE
 from torch import Tensor
 from torch.nn import functional
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
+<<<<<<< HEAD
+=======
+from asyncrl.base.errors import ConfigError
+from asyncrl.messages.records import Adjustment
+>>>>>>> h73-moe
 from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.forward_plan import find_plan, probe_model
-from asyncrl.trainer.packing import AllowedRows, micro_batches
-from asyncrl.trainer.policy import ForwardPlan, HeadUse, Policy, head_scores
+from asyncrl.trainer.packing import AllowedRows, micro_batches, pack_texts
+from asyncrl.trainer.policy import (
+    BalanceLoss,
+    ForwardPlan,
+    HeadUse,
+    Policy,
+    head_scores,
+)
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
@@ -304,3 +318,51 @@ def test_sliced_head_is_a_log_softmax(
             float((gradient - wide_gradient).norm() / wide_gradient.norm())
             < gradient_limit
         )
+
+
+@torch.no_grad()
+def own_balance(model: Any, texts: Sequence[npt.NDArray[np.int64]]) -> float:
+    """Return the balance loss of transformers' forward over padded rows."""
+    most = max(map(len, texts))
+    ids_BT = torch.tensor([[*text, *[0] * (most - len(text))] for text in texts])
+    lengths_B = torch.tensor([len(text) for text in texts])
+    mask_BT = (torch.arange(most) < lengths_B[:, None]).long()
+    output = model(ids_BT, attention_mask=mask_BT, output_router_logits=True)
+    return float(output.aux_loss)
+
+
+BALANCED = (
+    "ernie4_5_moe flex_olmo gpt_oss granitemoe jamba minimax_m2 mixtral olmoe phimoe "
+    "qwen2_moe qwen3_5_moe qwen3_moe qwen3_next"
+).split()
+UNBALANCED = ["qwen3", "deepseek_v3", "llama4_text", "doge", "granitemoehybrid dense"]
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_routers_have_transformers_balance_loss(name: str) -> None:
+    """Packed texts that share a beginning, and one by one if they cannot be packed."""
+    model = random_model(make_config(name))
+    head = np.arange(20) + FIRST_ID
+    texts = [np.array([*head, *rest]) for rest in ([5, 6, 7], [9, 8, 7, 5, 6], [4])]
+    plan = find_plan(probe_model(model.config, torch.device("cpu")))
+    texts = texts if plan.is_packed else texts[:1]
+    read = [text[:-1] for text in texts]
+    expected = own_balance(model, read)
+    policy = Policy(model, plan)
+    policy.balance = BalanceLoss(model, "auto")
+    assert policy.balance.weight == model.config.get_text_config().router_aux_loss_coef
+    found = policy(pack_texts(texts, torch.device("cpu"))).balance
+    assert found is not None
+    assert float(found.detach()) / sum(map(len, read)) == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", UNBALANCED)
+def test_balance_loss_is_off_or_refused_without_routers_that_have_one(
+    name: str,
+) -> None:
+    model = random_model(make_config(name))
+    assert BalanceLoss(model, "auto").weight == BalanceLoss(model, 0.0).weight == 0
+    with pytest.raises(ConfigError, match=f"0.1 for a {type(model).__name__}"):
+        BalanceLoss(model, 0.1)

@@ -125,7 +125,7 @@ class HFChatTokenizer:
         environment = _compile(
             template, f"the chat template of {self.model_path}"
         ).environment
-        known = find_undeclared_variables(environment.parse(template))
+        known = frozenset(find_undeclared_variables(environment.parse(template)))
         self.variables = known.difference(
             environment.globals, RESERVED, tokenizer.special_tokens_map
         )

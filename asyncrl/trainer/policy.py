@@ -16,7 +16,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+<<<<<<< HEAD
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+=======
+from inspect import signature
+from typing import Any, Literal, NamedTuple, TypeVar
+>>>>>>> h73-moe
 
 import numpy as np
 import torch
@@ -37,6 +42,8 @@ from asyncrl.trainer.supports import Entries, EntriesPart, SupportRows
 from asyncrl.trainer.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
+LOSS = "load_balancing_loss_func"
+"""In transformers' modules of models whose routers have this loss."""
 T = TypeVar("T")
 
 
@@ -373,28 +380,33 @@ class BalanceLoss:
         self, model: PreTrainedModel, setting: float | Literal["auto"]
     ) -> None:
         """Raises ConfigError for a weight that this model cannot have."""
-        module = sys.modules[type(model).__module__]
-        self._function: Any = getattr(module, "load_balancing_loss_func", None)
-        # The numbers of experts, and of those that a token is sent to.
-        names = ("num_experts", "num_experts_per_tok")
-        self._sizes = [getattr(model, name, None) for name in names]
-        is_known = self._function is not None and all(self._sizes)
+        function: Any = vars(sys.modules[type(model).__module__]).get(LOSS)
+        routers = list[nn.Module]()
+        # Doge's function needs more, so it has none here.
+        if function is not None and len(signature(function).parameters) == 4:
+            recorded: Any = backbone_of(model)._can_record_outputs["router_logits"]
+            kind = recorded.target_class
+            routers = [one for one in model.modules() if isinstance(one, kind)]
         own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-        self.weight = (is_known and own or 0.0) if setting == "auto" else setting
-        self.is_recording = False
-        self._logits = list[Tensor]()
-        if self.weight == 0:
-            return
-        if not is_known:
+        if setting == "auto":
+            setting = own if own and routers else 0.0
+        elif setting > 0 and not routers:
             raise ConfigError(
                 f"trainer.router_aux_loss={setting} for a {type(model).__name__}",
-                rule="transformers has a load-balancing loss for this class",
+                rule="the model's class has routers and a load-balancing loss in transformers",
                 way_out="set trainer.router_aux_loss=auto, or 0.",
             )
-        recorded: Any = backbone_of(model)._can_record_outputs["router_logits"]  # type: ignore[union-attr]
-        for one in model.modules():
-            if isinstance(one, recorded.target_class):
-                one.register_forward_hook(partial(self._note, recorded.index))
+        self.weight = setting
+        self.is_recording = False
+        self._logits = list[Tensor]()
+        if setting > 0:
+            self._loss = partial(
+                function,
+                num_experts=model.num_experts,
+                top_k=model.num_experts_per_tok,
+            )
+            for router in routers:
+                router.register_forward_hook(partial(self._note, recorded.index))
 
     def _note(self, place: int, _: nn.Module, args: object, found: Any) -> None:
         # Recomputed layers must not record again: their graphs would stay in memory.
@@ -409,7 +421,7 @@ class BalanceLoss:
         self.is_recording = False
         places = np.concatenate([places_of(runs) for runs in layout.rows])
         count_N = torch.from_numpy(np.bincount(places, minlength=layout.num_tokens))
-        loss: Tensor = self._function(logits, *self._sizes, count_N)
+        loss: Tensor = self._loss(logits, attention_mask=count_N)
         return loss * len(places)
 
 
