@@ -21,11 +21,7 @@ from torch.nn import functional
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-<<<<<<< HEAD
-=======
 from asyncrl.base.errors import ConfigError
-from asyncrl.messages.records import Adjustment
->>>>>>> h73-moe
 from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.forward_plan import find_plan, probe_model

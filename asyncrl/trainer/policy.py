@@ -16,12 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-<<<<<<< HEAD
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
-=======
 from inspect import signature
-from typing import Any, Literal, NamedTuple, TypeVar
->>>>>>> h73-moe
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
