@@ -48,7 +48,7 @@ UNREAD_COLUMNS = (
     "completion_mask assistant_masks loss_scale loss_weight"
 ).split()
 """Columns that change what other trainers learn from the same messages."""
-EMPTY = (None, "", [], {})
+EMPTY: tuple[object, ...] = (None, "", [], {})
 RATINGS = ("label", "kto_tag")
 """Columns of preference data. False: an answer that must not be learned."""
 OWN_ROWS = "give each answer its own row, as `prompt` and `completion`. Or "
