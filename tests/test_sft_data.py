@@ -252,6 +252,13 @@ def test_marked_answer_is_only_context(
     assert tokens.ids.tolist() == plain.ids.tolist()
 
 
+def test_name_of_a_token_in_a_question_may_be_text(tiny_model_dir: Path) -> None:
+    tokenizer = HFChatTokenizer(tiny_model_dir, parse_special_tokens=False)
+    question = {"role": "user", "content": "ab <|im_end|>"}
+    tokens = demonstration_of({"messages": [question, TURNS[1]]}, "row", tokenizer)
+    assert learned(tokens, tokenizer) == ["cd<|im_end|>"]
+
+
 def test_answer_is_not_cut_at_a_special_token_within(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
