@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from itertools import product
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_runs import environment
 from launch_cases import load
 from test_docs import has_setting
 
@@ -211,6 +215,34 @@ def test_each_situation_has_its_one_right_sentence(situation: dict[str, Any]) ->
     for key, value in re.findall(r"(?:set|with) ([a-z._]+)=([\d.e+-]+)\.$", str(lines)):
         assert has_setting(key)
         assert 0 < float(value) < attrgetter(key)(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault", ["trainer.learning_rate=0.2", "algorithm.kl_coefficient=50"]
+)
+def test_the_printed_advice_helps(tmp_path: Path, fault: str) -> None:
+    def run(name: str, setting: str) -> dict[str, Any]:
+        options = ["trainer.num_steps=80", "rollout.group_size=8", setting]
+        command = ["run", "configs/quickstart.yaml", *options, "observe.trackers=[]"]
+        subprocess.run(
+            [sys.executable, "-m", "asyncrl", *command, "--run-dir", tmp_path / name],
+            check=True,
+            cwd=Path(__file__).parents[1],
+            env=environment(),
+        )
+        summary: dict[str, Any] = json.loads(
+            (tmp_path / name / "summary.json").read_text()
+        )
+        return summary
+
+    ill = run("ill", fault)
+    (advice,) = re.findall(r"(?:set|with) (\S+)\.$", ill["health"][0])
+    assert advice.partition("=")[0] == fault.partition("=")[0]
+    well = run("well", advice)
+    # measured: 0.17 and 0.29 for the learning rate, 0.14 and 0.23 for the KL term
+    assert well["reward"]["last"] > ill["reward"]["last"] + 0.03
+    assert well["health"] == []
 
 
 def test_imitation_may_reach_a_low_entropy() -> None:

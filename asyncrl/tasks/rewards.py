@@ -328,7 +328,7 @@ NOT_ONE_VALUE = re.compile(
     |[\u221a\u00d7\u00f7]""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""References of which math-verify reads another value, or only a part."""
+"""math-verify reads another value of such a reference, or only a part."""
 MARKED = re.compile(r"\\boxed|\\\[|\\\(|\$.*\$", re.DOTALL)
 """Text with marked mathematics. In other texts math-verify sees only the first number of
 LaTeX.
