@@ -143,9 +143,8 @@ def test_check_prints_what_a_run_would_warn_of(
     if command == "run":
         task = CONFIG["task"] | {"system_prompt": "be short"}
         rollout = CONFIG["rollout"] | {"max_prompt_tokens": 64}
-        config = CONFIG | {"demonstrations": data, "algorithm": {"sft_weight": 0.5}}
-        config |= {"task": task, "rollout": rollout}
-        said.append("note: the chat template ends answers with no token at which")
+        config = CONFIG | {"task": task, "rollout": rollout}
+        said = ["note: the chat template ends answers with no token at which"]
         said.append("leaves out the system message of prompts of the task")
     config["model"] = {"path": str(model), "chat_template": str(template)}
     path = tmp_path / "config.yaml"

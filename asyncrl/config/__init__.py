@@ -4,10 +4,6 @@ from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig as BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig as CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig as CriticConfig
-from asyncrl.config.demonstrations_config import (
-    DemonstrationsConfig as DemonstrationsConfig,
-)
-from asyncrl.config.demonstrations_config import RowsConfig as RowsConfig
 from asyncrl.config.eval_config import EvalConfig as EvalConfig
 from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig

@@ -107,12 +107,6 @@ class AlgorithmConfig(FrozenConfig):
     """Beta of jsd: 0 is KL(teacher || student), 1 KL(student || teacher)."""
     reward_weight: NonNegativeFloat = 1.0
     """Weight of the reward's advantage (0 = only distillation)."""
-    sft_weight: NonNegativeFloat = 0.0
-    """Weight of the mean negative log-likelihood of `demonstrations`, per token of their
-    answers, which is added to the loss of each optimizer step (0 = off).
-    """
-    sft_steps: NonNegativeInt = 0
-    """Steps over which sft_weight falls linearly to 0 (0 = it is constant)."""
     router_replay: bool = False
     """Route each token to the experts that the engine used (R3,
     https://arxiv.org/abs/2510.11370).
@@ -138,15 +132,6 @@ class AlgorithmConfig(FrozenConfig):
     @property
     def needs_critic(self) -> bool:
         return self.advantage == "gae"
-
-    def sft_weight_at(self, version: int) -> float:
-        """Return the weight of demonstrations in the batch that makes `version` + 1.
-
-        Example: sft_weight 0.2 and sft_steps 4 give 0.2, 0.15, 0.1, 0.05, 0, 0, ...
-        """
-        if self.sft_steps == 0:
-            return self.sft_weight
-        return self.sft_weight * max(0, self.sft_steps - version) / self.sft_steps
 
     @property
     def num_distill_ids(self) -> int:
@@ -183,8 +168,6 @@ class AlgorithmConfig(FrozenConfig):
         # Both change only the reward, which has no weight here.
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
             yield "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
-        if self.sft_steps > 0 and self.sft_weight == 0:
-            yield "sft_steps has no effect with sft_weight=0; remove it"
         only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
         if only_gae and not self.needs_critic:
             yield (

@@ -14,7 +14,6 @@ from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
-from asyncrl.config.demonstrations_config import DemonstrationsConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
@@ -76,8 +75,6 @@ class RunConfig(FrozenConfig):
     """A value model for algorithm.advantage=gae (none = off; `{}` = a copy of the
     policy).
     """
-    demonstrations: DemonstrationsConfig | None = None
-    """Demonstrations for algorithm.sft_weight (none = off)."""
     teacher: Teachers | None = None
     """A model for on-policy distillation, or a list of several (none = off)."""
     eval: Evals | None = None
@@ -280,7 +277,6 @@ class RunConfig(FrozenConfig):
             self._algorithm_conflicts,
             self._limit_conflicts,
             self._critic_conflicts,
-            self._demonstration_conflicts,
             self._teacher_conflicts,
             self._task_conflicts,
             self._reward_conflicts,
@@ -459,14 +455,6 @@ class RunConfig(FrozenConfig):
             yield (
                 f"critic.warmup_steps={warmup} leaves the policy no step of trainer.num_steps={num_steps}; "
                 "lower it"
-            )
-
-    def _demonstration_conflicts(self) -> Iterator[str]:
-        weight = self.algorithm.sft_weight
-        if weight > 0 and self.demonstrations is None:
-            yield (
-                f"algorithm.sft_weight={weight} needs `demonstrations`; name their files, or set "
-                "algorithm.sft_weight=0"
             )
 
     def _teacher_conflicts(self) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
-from asyncrl.config.demonstrations_config import RowsConfig
 from asyncrl.config.fields import Count, FrozenConfig, Seed
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
@@ -36,18 +35,35 @@ mean negative log-likelihood.
 """
 
 
-class DataConfig(RowsConfig):
+class DataConfig(FrozenConfig):
     """Demonstrations of `asyncrl sft`: chats whose assistant messages are learned
     (docs/sft.md).
     """
 
-    section: ClassVar[str] = "data"
-    free_keys: ClassVar[Collection[str]] = (
-        *RowsConfig.free_keys,
+    # Their tokens are pinned by a digest, so a moved file is still the same data.
+    free_keys: ClassVar = (
+        "files",
+        "dataset",
+        "split",
+        "args",
         "eval_files",
         "eval_every",
     )
 
+    files: list[str] | None = None
+    """JSONL or parquet files. A row has `messages`, or `prompt` and `completion`."""
+    dataset: str | None = None
+    """Hugging Face dataset, instead of `files`: hub id or folder."""
+    split: str = "train"
+    """Split of `dataset`."""
+    args: dict[str, object] = {}
+    """Settings of `datasets.load_dataset`."""
+    shuffle: bool = True
+    """Shuffle by seed, differently each epoch (false = file order)."""
+    max_tokens: int | None = Field(default=None, ge=2)
+    """Maximum tokens of a row (none = the model's max_position_embeddings)."""
+    overlong: Literal["refuse", "skip"] = "refuse"
+    """Longer rows: refuse the data, or train without them. Rows are never cut."""
     epochs: Count = 1
     """Passes over the rows."""
     eval_files: list[str] | None = None
@@ -56,6 +72,10 @@ class DataConfig(RowsConfig):
     """Steps between two of these measurements (none = after each epoch). The last
     weights are always measured.
     """
+
+    def conflicts(self) -> Iterator[str]:
+        if (self.files is None) == (self.dataset is None):
+            yield "give either data.files or data.dataset"
 
 
 class SftTrainerConfig(TrainerConfig):

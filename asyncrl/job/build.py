@@ -39,15 +39,10 @@ from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
-from asyncrl.rollouts.demonstrations import (
-    DemonstrationFeed,
-    read_demonstrations,
-)
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
@@ -65,7 +60,6 @@ from asyncrl.tasks.scorer import Scorers, judge_gauges
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import Demonstrate
 
 logger = logging.getLogger("asyncrl.job.build")
 
@@ -99,10 +93,7 @@ async def build(
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
     )
-    demonstrate, of_rows = await _read_demonstrations(lifecycle, tokenizer)
-    data_pin = DataPin(
-        lifecycle.run_dir, digests | of_rows, is_free=point.may_change_data
-    )
+    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point.may_change_data)
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(lifecycle, placement)
@@ -119,14 +110,7 @@ async def build(
     # Before the fleet, whose specs contain the addresses that this reserves.
     await factory.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-    fleet = Fleet(
-        lifecycle,
-        factory,
-        staging_dir,
-        journal,
-        checkpoints,
-        demonstrate,
-    )
+    fleet = Fleet(lifecycle, factory, staging_dir, journal, checkpoints)
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
@@ -248,33 +232,6 @@ async def prepare_model(
         parse_special_tokens=lifecycle.config.gateway.parse_special_tokens,
     )
     return folder, tokenizer
-
-
-async def _read_demonstrations(
-    lifecycle: Lifecycle, tokenizer: HFChatTokenizer
-) -> tuple[Demonstrate | None, dict[str, str]]:
-    """Return the function that gives each version its rows, and the digest of all rows;
-    nothing without algorithm.sft_weight. Raises ConfigError.
-    """
-    config = lifecycle.config
-    settings = config.demonstrations
-    if settings is None or config.algorithm.sft_weight == 0:
-        return None, {}
-    lifecycle.log.activity("reading the demonstrations")
-    found = await asyncio.to_thread(
-        read_demonstrations, settings, tokenizer, config.rollout.max_length
-    )
-    for text in found.warnings(tokenizer):
-        lifecycle.log.warn(text)
-    feed = DemonstrationFeed(
-        found.rows, settings.num_rows, config.seed, is_shuffled=settings.shuffle
-    )
-
-    def of_version(version: int) -> Batch | None:
-        is_mixed = config.algorithm.sft_weight_at(version) > 0
-        return feed.batch(version) if is_mixed else None
-
-    return of_version, {"demonstrations/rows": found.digest}
 
 
 def _make_evaluation(

@@ -130,13 +130,6 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
-    shown = config.demonstrations
-    is_mixed = config.algorithm.sft_weight > 0
-    if shown is not None and is_mixed and found.tokenizer is not None:
-        longest = config.rollout.max_length
-        rows = read_demonstrations(shown, found.tokenizer, longest)
-        yield f"demonstrations: {rows.summary}"
-        yield from (f"warning: {text}" for text in rows.warnings(found.tokenizer))
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)

@@ -67,7 +67,7 @@ from asyncrl.sync.push import NodeFiles
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import load_limit_s
-from asyncrl.trainer.trainer_client import RENDEZVOUS, Demonstrate, TrainerSpec
+from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
 Client = TypeVar("Client", bound=ServerClient)
 MEET_FRACTION = 0.8
@@ -469,7 +469,6 @@ class Fleet:
         staging_dir: Path,
         journal: Journal,
         checkpoints: Checkpoints,
-        demonstrations: Demonstrate | None,
     ) -> None:
         config = lifecycle.config
         self._lifecycle = lifecycle
@@ -496,7 +495,6 @@ class Fleet:
                 checkpoints=checkpoints,
                 batches=partial(journaled_batches, journal),
             ),
-            demonstrations=demonstrations,
         )
         if config.weight_sync.facts.is_collective:
             factory.group = BroadcastGroup(

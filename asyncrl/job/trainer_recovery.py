@@ -15,7 +15,7 @@ from asyncrl.journal.read import ResumeState
 from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.records import Batch
-from asyncrl.trainer.trainer_client import Demonstrate, TrainerClient
+from asyncrl.trainer.trainer_client import TrainerClient
 
 T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.trainer_recovery")
@@ -41,16 +41,13 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         timeout_s: float | None = None,
         on_start: Callable[[], None] | None = None,
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
-        demonstrations: Demonstrate | None = None,
     ) -> None:
         """Supervise ranks that are not started yet; the first takes the calls.
         `on_start` is called before new ranks start; `bring_back` catches up to a
         version.
         """
         Supervisor.__init__(self, ranks, supervision, on_start=on_start)
-        TrainerClient.__init__(
-            self, ranks[0].caller, timeout_s=timeout_s, demonstrations=demonstrations
-        )
+        TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
         self._catch_up = bring_back
         self._over: ComponentError | None = None
         self._up_changed = Signal()
@@ -129,7 +126,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
             self._caller,
             policy_version=self.policy_version,
             timeout_s=self._timeout_s,
-            demonstrations=self._demonstrations,
         )
         await self._catch_up(client, self.policy_version)
         self._reached(client.policy_version)

@@ -607,9 +607,6 @@ def model_memory(
         tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
     # a longer sequence is its own micro-batch
     tokens = max(tokens, config.rollout.max_length)
-    # A longer row of demonstrations is a pass of its own.
-    if config.demonstrations is not None and config.algorithm.sft_weight > 0:
-        tokens = max(tokens, config.demonstrations.max_tokens or 0)
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if trainer.deterministic and kind == "cuda":
         work += tokens * DETERMINISTIC_BYTES

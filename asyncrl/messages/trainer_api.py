@@ -23,9 +23,6 @@ from asyncrl.messages.engine_api import (
 from asyncrl.messages.records import CallSpan, Credit
 from asyncrl.messages.tokens import Tokens, in_batch
 
-DEMONSTRATIONS = "demonstrations"
-"""Array of a packed batch with another packed batch."""
-
 
 class BroadcastRequest(Message):
     version: NonNegativeInt
@@ -149,11 +146,9 @@ class BatchHeader(Message):
     trajectories: list[TrajectoryHeader]
 
 
-def pack_batch(
-    header: BatchHeader, tokens: Tokens, demonstrations: bytes | None = None
-) -> bytes:
+def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     """Return a safetensors blob with the header and the calls as JSON in its first
-    array. `demonstrations`: a packed batch that is trained in the same steps.
+    array.
     """
     tokens = tokens.kept(in_batch)
     # One grammar may hold for thousands of spans, and has up to 256 KiB.
@@ -171,8 +166,6 @@ def pack_batch(
     # 100 MB at most.
     blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     arrays = {"header": blob, **tokens.arrays()}
-    if demonstrations is not None:
-        arrays[DEMONSTRATIONS] = np.frombuffer(demonstrations, dtype=np.uint8)
     body: bytes = save_safetensors(arrays)
     return body
 
@@ -194,11 +187,3 @@ def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
         )
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error
-
-
-def unpack_demonstrations(body: bytes) -> tuple[BatchHeader, Tokens] | None:
-    """Return the demonstrations that are trained with a batch, if there are any. Raises
-    ValueError for an invalid body.
-    """
-    packed = load_safetensors(body).get(DEMONSTRATIONS)
-    return None if packed is None else unpack_batch(packed.tobytes())

@@ -213,8 +213,6 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
     elif (loss := steps.mean("policy/loss", part)) is not None:
         parts.append(f"loss {loss:.4f}")
-    if shown := demonstrations_text(steps, part):
-        parts.append(f"demonstrations {shown}")
     if age := staleness_text(steps, part, max_staleness):
         parts.append(f"staleness {age}")
     if num_awaited := steps.last.get("reward/awaited"):
@@ -241,7 +239,6 @@ def metric_rows(
         ("reward", curve_text(steps, "reward/mean")),
         ("loss", "" if has_reward else curve_text(steps, "policy/loss")),
         ("by task", tasks_text(steps, part)),
-        ("demonstrations", demonstrations_text(steps, part)),
         (
             "time",
             numbers.shares_text(shares).append(
@@ -271,13 +268,6 @@ def tasks_text(steps: Steps, part: slice) -> str:
         f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}"
         for name in names
     )
-
-
-def demonstrations_text(steps: Steps, part: slice) -> str:
-    """Format as `loss 0.413, 8 rows a step`; '' without demonstrations."""
-    loss = steps.mean("sft/loss", part)
-    num_rows = steps.mean("sft/rows", part) or 0.0
-    return "" if loss is None else f"loss {loss:.3f}, {num_rows:.0f} rows a step"
 
 
 def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import message_of
-from asyncrl.config import RowsConfig
+from asyncrl.config import DataConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
 from asyncrl.messages.tokens import Tokens, spans_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, is_written
@@ -160,24 +160,23 @@ class Demonstrations:
 
 
 def read_demonstrations(
-    data: RowsConfig,
+    data: DataConfig,
     tokenizer: HFChatTokenizer,
     positions: int | None,
     key: Literal["files", "eval_files"] = "files",
 ) -> Demonstrations:
-    """Read the `files` or the `dataset` of a section, or data.eval_files.
+    """Read data.files, data.dataset or data.eval_files.
     `positions`: of the model. Raises ConfigError.
     """
-    section = data.section
     paths = getattr(data, key)
-    source = f"{section}.{key}={paths}"
+    source = f"data.{key}={paths}"
     if paths is None:
-        source = f"{section}.dataset={data.dataset}"
+        source = f"data.dataset={data.dataset}"
         assert data.dataset is not None
-        rows, place_of = read_dataset(data.dataset, data.split, data.args, section)
+        rows, place_of = read_dataset(data.dataset, data.split, data.args, "data")
     else:
         args = data.args if key == "files" else {}
-        rows, place_of = read_files(paths, args, f"{section}.{key}")
+        rows, place_of = read_files(paths, args, f"data.{key}")
     limit = data.max_tokens or positions
     found = list[Tokens]()
     num_skipped = 0
@@ -193,8 +192,8 @@ def read_demonstrations(
             else:
                 raise ConfigError(
                     f"{place} has {len(tokens)} tokens, and {limit} are allowed",
-                    rule=f"a row is never cut; the limit is {section}.max_tokens, or the model's positions",
-                    way_out=f"shorten the row, raise {section}.max_tokens, or set {section}.overlong=skip.",
+                    rule="a row is never cut; the limit is data.max_tokens, or the model's positions",
+                    way_out="shorten the row, raise data.max_tokens, or set data.overlong=skip.",
                 )
             # A dataset decodes the next row in the head of this loop.
             place = f"the row after {place}"
@@ -209,7 +208,7 @@ def read_demonstrations(
         raise ConfigError(
             f"{source} has no rows to train on{skipped if num_skipped else ''}",
             rule=FORM,
-            way_out=f"give other files, or raise {section}.max_tokens.",
+            way_out="give other files, or raise data.max_tokens.",
         )
     num_endless = sum(
         tokenizer.end_ids.isdisjoint(row.ids[row.spans[-1].start :].tolist())

@@ -139,41 +139,25 @@ class TrainerRank(TrainedModel):
 
     # ---- training
 
-    def train(
-        self,
-        header: api.BatchHeader,
-        arrays: Tokens,
-        demonstrations: tuple[api.BatchHeader, Tokens] | None = None,
-    ) -> dict[str, float]:
+    def train(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Train on a batch: a gradient and a step for each mini-batch of each epoch.
-        `demonstrations`: rows that are mixed in, cut into as many parts.
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
         # If the policy's ranks refuse, so do the ranks of a critic apart: they are in the
         # same call, and would wait.
-        shown = self.everyone.agree(lambda: self._read_shown(demonstrations))
+        self.everyone.agree(lambda: self._refuse_open_gradient("train"))
         batch = self._begin(header, arrays)
         loop = self.spec.trainer
         # Proximal and reference logprobs and advantages are computed once, in _begin(),
         # by the weights before the first step. All epochs and mini-batches compare with
         # these.
         parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
-        version = VersionSums(
-            num_epochs=loop.epochs, batches=[batch], demonstrations=shown
-        )
-        shown_parts = list[BoolN]()
-        if shown is not None:
-            shown_parts = packing.mini_batches(
-                shown.header, shown.has_loss, loop.mini_batches
-            )
+        version = VersionSums(num_epochs=loop.epochs, batches=[batch])
         with self._dropped_on_error(version):
             for epoch in range(loop.epochs):
                 for number, chosen in enumerate(parts):
                     self._add_gradient(version, batch, chosen)
-                    if shown is not None:
-                        part = shown_parts[number % len(shown_parts)]
-                        self._add_demonstrations(version, shown, part)
                     # Masked parts and skipped steps count too, so that the schedule
                     # ends.
                     index = epoch * loop.mini_batches + number
@@ -491,43 +475,6 @@ class TrainerRank(TrainedModel):
         step.add(part, numbers.size)
         return part
 
-    def _read_shown(
-        self, demonstrations: tuple[api.BatchHeader, Tokens] | None
-    ) -> BatchNumbers | None:
-        """Check the demonstrations of train(), and return them with their loss tokens.
-        Raises Refused.
-        """
-        self._refuse_open_gradient("train")
-        # A version that trains only the critic learns no demonstrations either.
-        if demonstrations is None or self._is_warming_up:
-            return None
-        header, arrays = demonstrations
-        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
-        return BatchNumbers(header, arrays, objective.loss_tokens(header, arrays))
-
-    def _add_demonstrations(
-        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
-    ) -> None:
-        """Add the gradient of the mean negative log-likelihood of the chosen tokens,
-        times algorithm.sft_weight. The other parts of the loss do not see them.
-        """
-        self._use_in_step("add the gradient of demonstrations", *POLICY_PASS)
-        weight = self.spec.algorithm.sft_weight_at(self.policy_version)
-        num_tokens = int(chosen.sum())
-        losses = list[MicroLoss]()
-        for micro, counts in self._passes(batch, chosen, has_backward=True):
-            # Of the model itself, as in `asyncrl sft`: nobody sampled these tokens at
-            # the run's temperature.
-            logprob_M = self.policy(micro, 1.0).logprob_M
-            self._meter.enter("backward")
-            loss = -logprob_M.sum() / num_tokens
-            # See _add_gradient() for the pass without sequences.
-            (loss * (weight if counts else 0.0)).backward()
-            if counts:
-                losses.append((loss.detach(), {}))
-        self._meter.enter("")
-        version.open_step.sft_loss, _ = gather_losses(losses, self.ranks)
-
     def _take_step(self, version: VersionSums, index: int) -> None:
         """Apply the open gradient, or skip it if it is not finite. `index`: of the step
         in its version.
@@ -541,8 +488,6 @@ class TrainerRank(TrainedModel):
         self._meter.enter("optimizer")
         grad_norm = self._trained.prepare_step(loop, number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
-        if version.demonstrations is not None:
-            needed["loss of demonstrations"] = step.sft_loss
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
             self._use_in_step("take the critic's step", CRITIC_GRADIENTS)

@@ -214,9 +214,7 @@ class TrainerService:
         if isinstance(self.rank, CriticRank):
             self.rank.train(header, arrays)
             return None
-        demonstrations = api.unpack_demonstrations(batch)
-        metrics = self.rank.train(header, arrays, demonstrations)
-        return self._trained(metrics)
+        return self._trained(self.rank.train(header, arrays))
 
     def forward_backward(self, batch: bytes) -> api.TrainResponse | None:
         metrics = self.rank.forward_backward(*api.unpack_batch(batch))

@@ -54,8 +54,6 @@ class StepSums:
     size: int = 0
     loss: float = 0.0
     grad_norm: float = math.nan
-    sft_loss: float = 0.0
-    """Mean negative log-likelihood of demonstrations; it is not part of `loss`."""
 
     def share_of(self, size: int) -> float:
         """Return the share that a further part of this size has in the mean; 1.0 for
@@ -82,7 +80,6 @@ class VersionSums:
     batches: list[BatchNumbers] = field(default_factory=list)
     steps: list[StepSums] = field(default_factory=list)
     open_step: StepSums = field(default_factory=StepSums)
-    demonstrations: BatchNumbers | None = None
 
     def close_step(self) -> None:
         self.steps.append(self.open_step)
@@ -118,19 +115,9 @@ class VersionSums:
             "policy/grad_norm": _mean([step.grad_norm for step in taken]),
             **step_metrics.policy_metrics(*map(np.concatenate, columns)),
             **self._gap_metrics(),
-            **self._sft_metrics(taken),
             "sample/masked_fraction": 1.0 - num_loss_tokens / num_sampled,
             "tokens/trained": float(num_loss_tokens),
             "trainer/skipped_steps": float(len(self.steps) - len(taken)),
-        }
-
-    def _sft_metrics(self, taken: list[StepSums]) -> dict[str, float]:
-        if self.demonstrations is None:
-            return {}
-        return {
-            "sft/loss": _mean([step.sft_loss for step in taken]),
-            "sft/rows": float(len(self.demonstrations.header.trajectories)),
-            "sft/tokens": float(self.demonstrations.has_loss.sum()),
         }
 
     def _gap_metrics(self) -> dict[str, float]:

@@ -20,7 +20,6 @@ from asyncrl.messages.tokens import Tokens
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
-Demonstrate = Callable[[int], Batch | None]
 OnStep = Callable[[Batch, api.TrainResponse], None]
 
 LOST_STATUS = 503
@@ -119,11 +118,8 @@ class TrainerClient:
         *,
         policy_version: int = 0,
         timeout_s: float | None = None,
-        demonstrations: Demonstrate | None = None,
     ) -> None:
-        """`demonstrations`: returns the rows that are trained with the batch of a version."""
         self._caller = caller
-        self._demonstrations = demonstrations
         self._timeout_s = timeout_s
         self.policy_version = policy_version
         self._version_changed = Signal()
@@ -317,16 +313,7 @@ class TrainerClient:
     async def _packed(self, batch: Batch) -> bytes:
         # In a thread: packing a large batch would hold up every rollout on the event
         # loop.
-        return await run_in_thread(lambda: self._pack(batch))
-
-    def _pack(self, batch: Batch) -> bytes:
-        # A function of the version, so a batch that is trained again, after a restart
-        # or a resume, has the same rows.
-        packed = None
-        if self._demonstrations is not None:
-            rows = self._demonstrations(batch.version)
-            packed = None if rows is None else api.pack_batch(*pack_groups(rows))
-        return api.pack_batch(*pack_groups(batch), packed)
+        return await run_in_thread(lambda: api.pack_batch(*pack_groups(batch)))
 
     def _reached(self, version: int) -> None:
         self.policy_version = version
