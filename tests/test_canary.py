@@ -69,6 +69,7 @@ def test_limit_admits_rounding_and_refuses_small_faults(
         assert max(gaps) <= (most if dtype == "bfloat16" else 1e-5)
         assert gaps[2] <= median_most
         step.train(*make_batch(version=version))
+    assert canary is not None
     found = dict[str, list[float]]()
     tensors = {**dict(engine.named_parameters()), **dict(engine.named_buffers())}
     for name, (place, change) in FAULTS.items():
