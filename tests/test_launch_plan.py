@@ -564,18 +564,6 @@ def test_transport_works_between_these_sides_or_is_refused(
     )
 
 
-def test_vllm_adds_no_adapters_where_auto_is_bfloat16() -> None:
-    there = single_node(machine(2))
-    given = ["rollout.engine=vllm", "trainer.lora={rank: 4}", "model.dtype=auto"]
-    config, _ = resolve_auto(load(*given, "weight_sync.transport=lora"), there)
-    with pytest.raises(ConfigError, match="model.dtype=bfloat16") as refused:
-        make_plan(config, there)
-    assert "weight_sync.transport=auto" in refused.value.way_out
-    merged, _ = resolve_auto(load(*given), there)
-    make_plan(merged, there)
-    assert merged.weight_sync.settled == "nccl"
-
-
 def test_vllms_python_is_named_or_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,8 @@ class WeightSyncConfig(FrozenConfig):
     """
     canary_limit: Literal["auto"] | PositiveFloat | None = "auto"
     """Maximum difference in nats between vLLM's logprobs of a fixed text and the
-    trainer's after each push (auto = twice the model's own rounding noise, at least
-    0.001; none = not compared).
+    trainer's after each push (auto = three times the model's own rounding noise,
+    at least 0.001; none = not compared).
     """
     timeout_s: PositiveFloat = 600.0
     """Timeout for each phase of a push or a handover, in seconds. On expiry an engine

@@ -48,8 +48,8 @@ class Canary(Message):
     temperature 1.
 
     `logprobs`: of token_ids[1:]. `next_logprob`: of the most likely next id.
-    `noise`: mean distance of the logprobs from a second pass that differs by rounding
-    only.
+    `noise`: median distance of the logprobs from a second pass that differs by
+    rounding only.
     """
 
     token_ids: list[int] = Field(min_length=2)

@@ -191,7 +191,7 @@ class Exports:
             token_ids=ids.tolist(),
             logprobs=scores.logprob_M[:-1].tolist(),
             next_logprob=float(scores.highest_M[-1]),
-            noise=float((others.logprob_M - scores.logprob_M)[:-1].abs().mean()),
+            noise=float((others.logprob_M - scores.logprob_M)[:-1].abs().median()),
         )
 
 
