@@ -142,7 +142,7 @@ class FakeScorer:
 
     has_score = shows_special = True
     labels = frozenset[str]()
-    scores_groups = has_own_limits = False
+    scores_groups = has_own_limits = is_library = False
     judge = None
 
     def of(self, prompt: Prompt) -> FakeScorer:

@@ -255,7 +255,7 @@ class FakeHost:
 
     has_score = shows_special = True
     labels = frozenset[str]()
-    scores_groups = False
+    scores_groups = is_library = False
     judge = None
     has_own_limits = False
     num_spent = num_calls = 1
