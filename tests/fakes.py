@@ -141,7 +141,7 @@ class FakeScorer:
         self._reward, self.latency_s = reward, latency_s
 
     has_score = shows_special = True
-    scores_groups = has_own_limits = False
+    scores_groups = has_own_limits = is_library = False
     judge = None
 
     def of(self, prompt: Prompt) -> FakeScorer:
