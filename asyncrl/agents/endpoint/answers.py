@@ -39,8 +39,10 @@ class AnswerText:
         """
         self._texts = texts
         self._stop = stop
-        self._stop_ids = _special(texts, tuple(stop))
-        self._marks = _special(texts, tuple(keep_special), shows_all=shows_special)
+        names = tuple(keep_special)
+        # hashed by its identity
+        self._stop_ids = _special(texts, tuple(stop))  # type: ignore[arg-type]
+        self._marks = _special(texts, names, shows_all=shows_special)  # type: ignore[arg-type]
         self._opening = thinking[0] if thinking else ""
         self._may_think = thinking is not None
         self._last: list[int] = []

@@ -187,9 +187,11 @@ class Capture:
         # Calls get numbers when they are planned. Parallel answers end in any order,
         # and a call that is never delivered leaves a gap.
         self._num_calls += 1
-        ids = np.concatenate([parent.all_ids(), added]) if parent else added
+        prompt_ids = added
+        if parent is not None:
+            prompt_ids = np.concatenate([parent.all_ids(), added])
         return PromptPlan(
-            self._num_calls - 1, how, added, parent, match, whole, ids, changed
+            self._num_calls - 1, how, added, parent, match, whole, prompt_ids, changed
         )
 
     def record(

@@ -223,18 +223,20 @@ class AnswerReader:
     def begin(self, name: str, own_id: str | None = None) -> None:
         self.cut()
         number = len(self.calls)
-        id = own_id if self.is_free(own_id) else call_id(self._name, number)
+        id = call_id(self._name, number)
+        if own_id and self.is_free(own_id):
+            id = own_id
         self.call = Block("call", number, name=name, id=id)
         if number < self.most_calls:
             self.calls.append(self.call)
             self.blocks.append(self.call)
             self.pieces.append((self.call, ""))
 
-    def is_free(self, id: str | None) -> bool:
+    def is_free(self, id: str) -> bool:
         """Return whether an id names no other call of this answer. Clients key results
         by it.
         """
-        return bool(id) and all(call.id != id for call in self.calls)
+        return all(call.id != id for call in self.calls)
 
     def grow(self, arguments: str) -> None:
         """Append to the arguments of the last call."""
@@ -389,7 +391,8 @@ def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     if groups.get("object"):
         end = yield from reader.need(JSON_END)
         # Mistral's and Apriel's models write the id last, and a stream has shown another.
-        if reader.is_free(end["id"]) and len(reader.calls) > reader.num_shown:
+        is_hidden = len(reader.calls) > reader.num_shown
+        if end["id"] and is_hidden and reader.is_free(end["id"]):
             reader.call.id = end["id"]
 
 
