@@ -35,7 +35,8 @@ float32, and 0.008 to 0.018 in bfloat16.
 """
 ANSWER = regex.compile('"[a-f]{3,9}"')
 """What the grammar of scripts/pairs.yaml allows."""
-ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) |^Traceback")
+ALARM = re.compile(r"^[\d-]+ \S+ (WARNING|ERROR|CRITICAL) |^Traceback")
+"""Of the product's log format; vLLM has another, and warns at each start."""
 HARMLESS = re.compile(
     r"checkpoint of version \d+ skipped: the previous one is still being written"
     r"|resuming with trainer.learning_rate: 0.003 -> 0.001"
