@@ -13,7 +13,6 @@ import pairs_oracle
 import pytest
 from pairs import FACTORS, config_of, refusal
 
-
 # Of torch, which loads a checkpoint in one process, and of peft.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore::FutureWarning"
