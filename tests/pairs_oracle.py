@@ -210,7 +210,7 @@ def allowed_by_grammar(run: Run, branch: Branch, place: int) -> list[int]:
 
 def check_record(run: Run) -> None:
     """Each batch and each prompt is trained once, on tokens within the bound, and a
-    push interrupts a rollout where it can.
+    push interrupts a rollout if it can.
     """
     bound = run.config["buffer"]["max_staleness"]
     record = effective(lines_of(run.folder / "trained.jsonl")).lines
