@@ -112,8 +112,8 @@ def rows() -> list[Row]:
     wanted = [pair for pair in all_pairs() if not refusal(pair)]
     missing = set(wanted)
     found = list[Row]()
-    # allpairspy gives a row up when its choices lead to a refusal. It left 62 pairs,
-    # each of which then needed another row.
+    # allpairspy gives a row up when its choices lead to a refusal. It left 62 pairs;
+    # each needed another row.
     while missing:
         row = dict(next(pair for pair in wanted if pair in missing))
         for name in sorted(FACTORS, key=lambda name: -len(FACTORS[name])):

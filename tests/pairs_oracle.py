@@ -35,7 +35,8 @@ float32, and 0.008 to 0.018 in bfloat16.
 """
 ANSWER = regex.compile('"[a-f]{3,9}"')
 """What the grammar of scripts/pairs.yaml allows."""
-ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) |^Traceback")
+ALARM = re.compile(r"^[\d-]+ \S+ (WARNING|ERROR|CRITICAL) |^Traceback")
+"""Of the product's log format; vLLM has another, and warns at each start."""
 HARMLESS = re.compile(
     r"checkpoint of version \d+ skipped: the previous one is still being written"
     r"|resuming with trainer.learning_rate: 0.003 -> 0.001"
@@ -209,7 +210,7 @@ def allowed_by_grammar(run: Run, branch: Branch, place: int) -> list[int]:
 
 def check_record(run: Run) -> None:
     """Each batch and each prompt is trained once, on tokens within the bound, and a
-    push interrupts a rollout where it can.
+    push interrupts a rollout if it can.
     """
     bound = run.config["buffer"]["max_staleness"]
     record = effective(lines_of(run.folder / "trained.jsonl")).lines

@@ -13,6 +13,11 @@ import pairs_oracle
 import pytest
 from pairs import FACTORS, config_of, refusal
 
+# Of torch, which loads a checkpoint in one process, and of peft.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+)
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[pairs.Row]:
@@ -42,7 +47,6 @@ SPOILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["nothing", *SPOILED])
 def test_the_oracle_sees_a_spoiled_file(name: str, whole: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(whole, tmp_path / "run")
@@ -60,7 +64,6 @@ def test_the_oracle_sees_a_spoiled_file(name: str, whole: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_rows_that_the_commit_draws_pass(tmp_path: Path) -> None:
     asked = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(asked, cwd=pairs.ROOT, capture_output=True, text=True)
