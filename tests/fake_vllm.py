@@ -9,7 +9,9 @@ FakeVllm._decode.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -82,6 +84,7 @@ class FakeVllm(FakeServer):
         self.rejects_paused = False
         """Behave like vLLM 0.33; vLLM 0.32 holds a request that arrives during a pause.
         """
+        self.reports_experts = False
         self.staged: dict[str, Any] = {}
         self._boot()
 
@@ -291,6 +294,13 @@ class FakeVllm(FakeServer):
             "finish_reason": run.finish,
             "weight_versions": run.spans if run.finish else None,
         }
+        if run.finish and self.reports_experts:
+            num_read = len(run.body["token_ids"]) + len(run.tokens) - 1
+            # One layer: token t goes to the experts t and t + 1.
+            read = np.arange(num_read, dtype=np.uint16)[:, None, None] + [0, 1]
+            data = io.BytesIO()
+            np.save(data, read.astype(np.uint16))
+            choice["routed_experts"] = base64.b64encode(data.getvalue()).decode()
         return {"choices": [choice]}
 
     def _check(self, route: str, path: str) -> None:

@@ -27,6 +27,7 @@ from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import ROUTING
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -156,3 +157,23 @@ async def test_every_token_has_the_version_it_says(
         check_logprobs(completion)
         assert versions(completion) == sorted(set(versions(completion)))
     assert (fake.pause, fake.runs) == (None, {})
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "keep_kv"])
+@virtual
+async def test_requests_with_experts_are_read_again_as_new_ones(
+    interrupt: Interrupt,
+) -> None:
+    """vLLM would report the experts of the first reading after `keep`."""
+    fake, server = await ready_server()
+    fake.reports_experts = True
+    server.needed = replace(server.needed, returns_routing=True)
+    pool = EnginePool([server], slots=6)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(pool.generate(request(max_tokens=40)))
+        await asyncio.sleep(8 * DECODE_S)
+        await publish(server, 1, interrupt)
+    completion = running.result()
+    assert versions(completion) == [0, 1]
+    assert completion.num_interruptions == (interrupt == "keep")
+    assert (completion.tokens.columns[ROUTING][1:, 0] == range(42)).all()
