@@ -1,4 +1,4 @@
-"""Curves of PPO with a critic on its own process against GRPO, on two tasks.
+"""Curves of PPO with a critic against GRPO, on two tasks.
 
     python benchmarks/critic_curve.py [--seeds 3] [--work DIR]
 
@@ -27,7 +27,7 @@ SIDES = {
     "reverse-grpo": "reverse, GRPO",
 }
 ALGORITHMS = {
-    "gae": ["placement.critic=cpu"],
+    "gae": [],
     "grpo": ["critic=none", "algorithm.advantage=grpo"],
 }
 TASKS = {

@@ -42,8 +42,6 @@ from safetensors.numpy import load_file
 
 CHILDREN = {
     "trainer": "asyncrl.trainer.rank_process",
-    "policy": "trainer-0",
-    "critic": "critic-0",
     "engine": "asyncrl_servers.embedded",
 }
 """Processes that the run itself restarts, and a part of their command lines."""

@@ -96,23 +96,19 @@ def running(
     folder: Path,
     world_size: int = 2,
     *,
-    critic_ranks: int = 0,
     trainer: dict[str, Any] | None = None,
     **values: Any,
 ) -> Iterator[Group]:
-    """Start the ranks of one trainer, `critic_ranks` of them with only a critic; kill
-    them at the end.
-    """
+    """Start the ranks of one trainer, and kill them at the end."""
     folder.mkdir(exist_ok=True)
     processes, urls = [], []
-    for rank in range(world_size + critic_ranks):
+    for rank in range(world_size):
         settings = {"world_size": world_size, **(trainer or {})}
         spec = make_spec(
             model_dir,
             folder,
             trainer=settings,
             rank=rank,
-            critic_ranks=critic_ranks,
             **values,
         )
         (folder / f"spec-{rank}.json").write_text(

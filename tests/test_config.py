@@ -109,15 +109,6 @@ def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
     assert "cannot read the config" in refusal(good)
 
 
-def test_critic_in_one_key_with_the_trainer_is_on_its_ranks(good: Path) -> None:
-    gae = ["algorithm.advantage=gae", "critic={}"]
-    apart = load_config(good, [*gae, "placement={trainer: 0, critic: 1}"])
-    together = load_config(good, [*gae, "placement={'trainer,critic': 0}"])
-    assert apart.shared_critic is None
-    assert together.shared_critic == together.critic
-    assert together.placement.trainer == 0
-
-
 def test_several_tasks_have_names_shares_and_overrides_of_their_own(
     good: Path, tmp_path: Path
 ) -> None:
@@ -239,9 +230,8 @@ TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward hav
 HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
 generator.worker_python=python3 -> is for agents of `python` or `command`; remove it
-placement.actor=all -> trainer, rollout, critic, eval, teacher, judge, reward; actor is placement.trainer here
+placement.actor=all -> trainer, rollout, eval, teacher, judge, reward; actor is placement.trainer here
 algorithm.advantage=gae trainer.offload.by_layer=true critic.offload.weights=never -> remove critic.offload
-algorithm.advantage=gae critic.offload.weights=never placement.critic=cpu -> on the trainer's devices
 placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
 TAUGHT teacher.offload=sometimes -> 'always'
 placement.trainer=0-1024 -> a range has at most 1024 devices

@@ -104,40 +104,6 @@ def test_sides_get_written_or_free_devices(
     assert placement.is_colocated == is_colocated
 
 
-GAE = ["algorithm.advantage=gae", "critic={}"]
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides", "trainer", "critic", "engines"),
-    [
-        ((0,), ["placement.critic=cpu", "critic.world_size=2"], "0: c", "0: cc", "0: c"),
-        # The engines take what the critic leaves.
-        ((3,), ["placement.critic=1"], "0: 0", "0: 1", "0: 2"),
-        ((4,), ["placement.critic=0-1", "critic.world_size=2"], "0: 2", "0: 01", "0: 3"),
-        ((2,), ["placement.critic=0", "placement.trainer=1", ZERO], "0: 1", "0: 0", "0: 1"),
-        # Other nodes come first.
-        ((2, 2), ["placement.critic={nodes: 1}", "critic.world_size=2"], "0: 0", "1: 01", "0: 1"),
-        ((4,), ["placement={trainer: 0, rollout: 1, critic: {nodes: 1, gpus: 1}}"],
-         "0: 0", "0: 2", "0: 1"),
-        ((0, 0), ["placement.critic={nodes: 2, gpus: 0}", "critic.world_size=4"],
-         "0: c", "0: cc, 1: cc", "0: c"),
-    ],
-)  # fmt: skip
-def test_critic_has_the_devices_that_are_written(
-    num_cuda: tuple[int, ...],
-    overrides: list[str],
-    trainer: str,
-    critic: str,
-    engines: str,
-) -> None:
-    placement = placed(num_cuda, *GAE, *sizes(1, 1), *overrides)
-    assert where(placement.trainer) == trainer
-    assert where(placement.critic) == critic
-    assert placement.num_nodes == 1, "no weights leave the trainer's node"
-    assert where(placement.engine_devices) == engines
-    assert placement.is_colocated == (ZERO in overrides)
-
-
 @pytest.mark.parametrize(
     ("num_cuda", "overrides", "words"),
     [
@@ -151,21 +117,6 @@ def test_critic_has_the_devices_that_are_written(
         ((0,), [SHARE, *COLOCATED], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
-        # a critic
-        ((2,), [*GAE, "placement={trainer: 0, rollout: 1, critic: 0}"],
-         "placement.trainer=0 share cuda:0.*placement.critic=auto"),
-        ((3,), [*GAE, "placement={trainer: [0, 1], rollout: 2, critic: [1, 2]}", *sizes(2),
-                "critic.world_size=2"], "share cuda:1"),
-        ((2,), [*GAE, "placement={trainer: 0, rollout: 1, critic: 1}"], "placement.rollout=1 share"),
-        ((2,), [*GAE, "placement={trainer: 0, rollout: 1, critic: cpu}"], "both on CUDA devices"),
-        ((4,), [*GAE, "placement.critic=[2, 3]"], "set critic.world_size=2"),
-        ((2,), [*GAE, "placement.critic=2"], "n0 has 2 CUDA devices"),
-        ((2, 2), [*GAE, "placement={trainer: all, rollout: trainer, critic: {nodes: 1}}", ZERO,
-                  *sizes(4, 4), "critic.world_size=2"], "share cuda:0, cuda:1.*critic=auto"),
-        ((1,), [*GAE, "placement.critic={nodes: 2}"], "leaves are: n0 1"),
-        ((1,), [*GAE, "placement.critic=0"], "leaves no CUDA device for placement"),
-        ((3,), [*GAE, "placement={trainer: 0, rollout: 1, critic: 2, eval: 2}", EVAL, OWN],
-         "placement.eval=2 is cuda:2, which the critic uses"),
         # several nodes
         ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",

@@ -85,28 +85,6 @@ def test_time_sharing_needs_the_larger_side() -> None:
     assert apart.needed_bytes("cpu") == apart_held + besides
 
 
-def test_critic_apart_has_its_own_memory_and_a_device_too_small_is_refused() -> None:
-    gae = ["algorithm.advantage=gae", "critic={}", "placement.trainer=0"]
-    without = planned(3, "placement.trainer=0")
-    apart = planned(3, *gae, "placement.critic=1")
-    both = planned(3, *gae)
-    assert memory(apart, "trainer-0") == memory(without, "trainer-0")
-    critic = memory(apart, "critic-0")
-    added = memory(both, "trainer-0").optimizer - memory(without, "trainer-0").optimizer
-    assert critic.optimizer == added > 0
-    assert critic.copies == 0, "nothing is exported, and nothing moves out"
-    assert apart.needed_bytes("cuda:1") == critic.total
-    halves = planned(4, *gae, "placement.critic=[1, 2]", "critic.world_size=2")
-    assert memory(halves, "critic-1").optimizer == -(-critic.optimizer // 2)
-    assert memory(halves, "trainer-0") == memory(without, "trainer-0")
-    # Policy and critic are loaded at the same time, each in its own process.
-    loading = [memory(plan, "loading").copies for plan in (without, both, apart)]
-    assert loading[0] == loading[1] < loading[2]
-    small = replace(apart, memory={**apart.memory, "cuda:1": (critic.total - 1, None)})
-    with pytest.raises(ConfigError, match=r"cuda:1 needs .*critic-0"):
-        refuse_over_capacity(small, load(*gae, "placement.critic=1"))
-
-
 def test_host_has_room_to_load_the_larger_of_policy_and_critic(tmp_path: Path) -> None:
     architecture = load().model.scratch.architecture  # type: ignore[union-attr]
     wide = {**architecture, "vocab_size": 500, "hidden_size": 512}

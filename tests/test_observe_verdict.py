@@ -496,13 +496,3 @@ def test_slow_kernels_are_named() -> None:
     assert "uncompiled" not in " ".join(asked.speed)
     assert "install flash-attn-3" in " ".join(judged(trainer_flash_attention=2.0).speed)
     assert "flash" not in " ".join(judged(trainer_flash_attention=3.0).speed)
-
-
-def test_a_slow_critic_on_its_own_devices_is_named() -> None:
-    apart = ["algorithm.advantage=gae", "critic={}", "placement.critic=cpu"]
-    columns = {"perf_forward_s": 0.2, "perf_backward_s": 0.2}
-    slow = " ".join(judged(NUM, *apart, perf_critic_s=0.6, **columns).speed)
-    assert "Raise critic.world_size (now 1), or take a smaller critic.path." in slow
-    fast = judged(NUM, *apart, perf_critic_s=0.3, **columns)
-    on_shared = judged(NUM, *apart[:2], perf_critic_s=0.6, **columns)
-    assert "critic" not in " ".join([*fast.speed, *on_shared.speed])

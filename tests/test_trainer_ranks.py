@@ -451,11 +451,11 @@ def test_worker_is_bit_for_bit_a_step_in_process(
         ]
 
 
-def service_of_ranks(**everyone: Any) -> TrainerService:
+def service_of_ranks(**ranks: Any) -> TrainerService:
     service = object.__new__(TrainerService)
     service._failure = None
     service._spec = SimpleNamespace(trainer=SimpleNamespace(timeout_s=0.01))  # type: ignore[assignment]
-    service.rank = Mock(everyone=Mock(size=2, **everyone))
+    service.rank = Mock(ranks=Mock(size=2, **ranks))
     return service
 
 

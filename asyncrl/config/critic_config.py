@@ -6,16 +6,16 @@ from typing import ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat
 
-from asyncrl.config.fields import Count, FrozenConfig
+from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.offload_config import OffloadConfig
 
 
 class CriticConfig(FrozenConfig):
-    """A value model for algorithm.advantage=gae, on the trainer's ranks or on
-    placement.critic (docs/critic.md).
+    """A value model on the trainer's ranks, for algorithm.advantage=gae
+    (docs/critic.md).
     """
 
-    free_keys: ClassVar = ("offload", "world_size")
+    free_keys: ClassVar = ("offload",)
 
     path: str | None = None
     """Hugging Face folder or hub id of a model with the vocabulary of `model` (none =
@@ -28,8 +28,6 @@ class CriticConfig(FrozenConfig):
     """Peak learning rate. All else of the optimizer is as in `trainer`."""
     warmup_steps: NonNegativeInt = 0
     """First batches that train only the critic: the policy takes no step."""
-    world_size: Count = 1
-    """Processes of the critic on the devices of placement.critic."""
     value_clip: PositiveFloat | None = None
     """Clip a value to this distance from its value before the batch, as PPO does (none
     = off).

@@ -113,17 +113,6 @@ class PlacementConfig(FrozenConfig):
     (colocated). auto = the devices that the trainer does not use; without any,
     colocated at buffer.max_staleness=0, else refused.
     """
-    critic: (
-        Literal["auto", "cpu"]
-        | NonNegativeInt
-        | str
-        | list[NonNegativeInt]
-        | NodesConfig
-    ) = "auto"
-    """Devices of a critic: cpu, a CUDA device number, a list [0, 1], a range 0-3, or
-    {nodes: 1, gpus: 8}, one per process of critic.world_size. They work at the same time
-    as the trainer's (auto = the trainer's ranks, one model after the other).
-    """
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA
     device; with eval.engine=own else an engine's device.
@@ -149,17 +138,6 @@ class PlacementConfig(FrozenConfig):
     if it can; without it they take time slices (never).
     """
 
-    @field_validator("critic", mode="before")
-    @classmethod
-    def _is_critics_form(cls, value: Any) -> Any:
-        is_form = _is_nodes(value) or device_numbers(value) is not None
-        if not is_form and value not in ("auto", "cpu"):
-            raise ValueError(
-                "give auto, cpu, a device number, a list like [0, 1] that names each once, a range "
-                "like 0-3, or a mapping like {nodes: 1, gpus: 8}"
-            )
-        return value
-
     @model_validator(mode="before")
     @classmethod
     def _has_known_components(cls, values: object) -> object:
@@ -179,9 +157,7 @@ class PlacementConfig(FrozenConfig):
                     )
                 if name in found:
                     raise ValueError(f"{name} is placed twice; name it in one key")
-                # In one key with the trainer, the critic is on the trainer's ranks.
-                is_shared = name == "critic" and "trainer" in names
-                found[name] = "auto" if is_shared else value
+                found[name] = value
         return found
 
     @field_validator("teacher", "judge", "reward", mode="before")

@@ -227,15 +227,9 @@ class RunConfig(FrozenConfig):
         return self.algorithm.kl_coefficient > 0 and self.trainer.lora is None
 
     @property
-    def shared_critic(self) -> CriticConfig | None:
-        """Return the critic, if it is on the trainer's ranks."""
-        return self.critic if self.placement.critic == "auto" else None
-
-    @property
     def offload_rules(self) -> dict[ModelPart, Rule]:
         """Return the rule of each part of the models on the trainer's ranks."""
-        shared = self.shared_critic
-        critic = None if shared is None else shared.offload
+        critic = None if self.critic is None else self.critic.offload
         return offload_rules(self.trainer.offload, critic)
 
     @property
@@ -297,7 +291,7 @@ class RunConfig(FrozenConfig):
             yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
         # A process without a sequence would have nothing to compute in lockstep with
         # the others.
-        if world_size > (sequences := self._step_sequences):
+        if world_size > (sequences := num_groups * group_size // num_steps):
             yield f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step"
         if (
             group_size == 1
@@ -311,12 +305,6 @@ class RunConfig(FrozenConfig):
         # its length.
         if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
             yield f"algorithm.overlong_tokens={overlong} > rollout.max_tokens={self.rollout.max_tokens}"
-
-    @property
-    def _step_sequences(self) -> int:
-        """Return the sequences of an optimizer step, without branches."""
-        trainer = self.trainer
-        return trainer.num_groups * self.rollout.group_size // trainer.mini_batches
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
@@ -422,29 +410,13 @@ class RunConfig(FrozenConfig):
 
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        where = self.placement.critic
         if self.algorithm.needs_critic and self.critic is None:
             yield "algorithm.advantage=gae needs a critic; add `critic: {}`, or set algorithm.advantage=grpo"
         if self.critic is None:
-            if where != "auto":
-                yield f"placement.critic={where} is for a critic, and there is none; set it to auto"
             return
-        size = self.critic.world_size
-        if where == "auto" and size > 1:
-            yield (
-                f"critic.world_size={size} counts the processes of placement.critic, which is auto: the "
-                "trainer's; set critic.world_size=1, or placement.critic"
-            )
         has_rules = self.critic.offload != OffloadConfig()
-        if has_rules and where != "auto":
-            yield (
-                f"critic.offload is for a critic on the trainer's devices, and placement.critic={where}; "
-                "remove it"
-            )
         if has_rules and self.trainer.offload.by_layer:
             yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
-        if size > (sequences := self._step_sequences):
-            yield f"critic.world_size={size} is above the {sequences} sequences of an optimizer step"
         if not self.algorithm.needs_critic:
             yield (
                 f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or remove "

@@ -48,7 +48,7 @@ from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.mps import Mps, why_time_slices
-from asyncrl.launch.placement import NodeDevice, Placement, Side, chunk_devices
+from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 from asyncrl.launch.supervise import (
@@ -158,14 +158,14 @@ class ServerFactory:
     def trainers(self, staging_dir: Path) -> list[Server]:
         """Return the trainer's ranks; the first takes requests."""
         servers = list[Server]()
-        for rank, place in enumerate(self.placement.ranks):
+        for rank, place in enumerate(self.placement.trainer):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            side, number = self._side_of(rank)
-            # Each rank gets all of its model's devices on its node, and takes the one
+            # Each rank gets all of the trainer's devices on its node, and takes the one
             # with the number local_rank.
-            of_node = [other for other in side if other.node == place.node]
-            kind = "critic" if side is self.placement.critic else "trainer"
-            caller = Caller(f"{kind}-{number}", "", self.secret)
+            of_node = [
+                other for other in self.placement.trainer if other.node == place.node
+            ]
+            caller = Caller(f"trainer-{rank}", "", self.secret)
             child = self._process(
                 caller.name, "asyncrl.trainer.rank_process", spec, of_node
             )
@@ -179,22 +179,12 @@ class ServerFactory:
             )
         return servers
 
-    def _side_of(self, rank: int) -> tuple[Side, int]:
-        """Return the devices of a rank's model, and the rank's number among these."""
-        of_policy = self.placement.trainer
-        if rank < len(of_policy):
-            return of_policy, rank
-        return self.placement.critic, rank - len(of_policy)
-
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         config = self.config
         placement = self.placement
-        side, number = self._side_of(rank)
-        node = side[number].node
-        # A critic on its own devices shares none, and a trainer that time-shares has
-        # the device to itself in its own.
-        has_device = side is placement.critic or placement.moves
-        fraction = None if has_device else placement.memory_fraction
+        node = placement.trainer[rank].node
+        # A trainer that time-shares has the device to itself in its time slice.
+        fraction = None if placement.moves else placement.memory_fraction
         template = config.model.chat_template
         num_memories = len(chunk_devices(config, placement))
         is_far = bool(self.rank_store or self.weights_store)
@@ -206,7 +196,7 @@ class ServerFactory:
             seed=config.seed,
             threads=threads_on(config, placement, node)[1],
             rank=rank,
-            local_rank=[other.node for other in side[:number]].count(node),
+            local_rank=[other.node for other in placement.trainer[:rank]].count(node),
             address=self.launcher.nodes[node].address if is_far else LOOPBACK,
             store=self.rank_store,
             meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
@@ -219,7 +209,6 @@ class ServerFactory:
             },
             critic=config.critic,
             critic_path=str(self.role_models.get("critic", "")),
-            critic_ranks=len(placement.critic),
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
             transport=config.weight_sync.settled,
@@ -385,7 +374,7 @@ class ServerFactory:
         first = placement.trainer[0].node
         # The staging folder is on the controller's node. Ranks elsewhere cannot meet in
         # a file there, so they need an address.
-        if {device.node for device in placement.ranks} != {0}:
+        if {device.node for device in placement.trainer} != {0}:
             self.rank_store = await self._free_address(first)
         if placement.num_nodes > 1 and self.config.weight_sync.facts.is_collective:
             self.weights_store = await self._free_address(first)

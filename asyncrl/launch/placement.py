@@ -108,12 +108,9 @@ class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
     trainer: Side
-    """Of the policy's ranks."""
     engines: tuple[Side, ...]
     is_colocated: bool
     """Both sides time-share the same devices."""
-    critic: Side = ()
-    """Of the critic's own ranks; empty: it is on the policy's."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
     extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
@@ -128,11 +125,6 @@ class Placement:
     @property
     def is_on_cuda(self) -> bool:
         return self.trainer[0].name != "cpu"
-
-    @property
-    def ranks(self) -> Side:
-        """Return the device of each process of the trainer."""
-        return (*self.trainer, *self.critic)
 
     @property
     def engine_devices(self) -> Side:
@@ -156,9 +148,6 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes that weights go between: no engine reads a
-        critic's.
-        """
         used = [*self.trainer, *self.engine_devices, *self.weight_readers.values()]
         return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
 
@@ -236,7 +225,7 @@ class Placement:
                 for name, device in self.extra.items()
                 if not self.extra_servers[name].is_remote
             ]
-            used += [*self.ranks, *extra]
+            used += [*self.trainer, *extra]
         for node, name in used:
             parts[node].append(name)
         return parts
@@ -250,8 +239,7 @@ def place(
     """The controller's node is first. Extra servers choose in their order. Raises
     ConfigError.
     """
-    critic = _critic_side(config, nodes)
-    trainer, rollout = _select_sides(config, nodes, critic)
+    trainer, rollout = _select_sides(config, nodes)
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
@@ -265,7 +253,6 @@ def place(
         config, rollout[0].name, is_shared=is_shared, is_colocated=is_colocated
     )
     _refuse_counts(config, trainer, rollout)
-    _refuse_critic(config, critic, trainer, rollout)
     split = config.rollout.devices_per_engine
     # Round robin: with more engines than devices, each device gets the same number, or
     # one more.
@@ -283,7 +270,6 @@ def place(
         trainer=_spread(trainer, config.trainer.world_size),
         engines=engines,
         is_colocated=is_colocated,
-        critic=critic,
         memory_fraction=fraction,
         resident=is_colocated and fraction is not None,
     )
@@ -345,14 +331,6 @@ def _refuse_sides(
     config: RunConfig, trainer: Side, rollout: Side, served: set[NodeDevice]
 ) -> None:
     """`served`: devices that a setting gives to servers that may leave them."""
-    for side, devices in (("trainer", trainer), ("rollout", rollout)):
-        if not devices:
-            raise ConfigError(
-                f"placement.critic={config.placement.critic} leaves no CUDA device for "
-                f"placement.{side}={getattr(config.placement, side)}",
-                rule="a critic on its own devices works at the same time as the trainer",
-                way_out="set placement.critic=auto, for the trainer's ranks, or use more devices.",
-            )
     shared = {
         device for device in trainer if device in rollout and device.name != "cpu"
     }
@@ -375,30 +353,6 @@ def _refuse_sides(
             f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
             rule=f"such an engine can on {engine.facts.exact_on}, if the run starts it",
             way_out="set rollout.deterministic=auto.",
-        )
-
-
-def _refuse_critic(
-    config: RunConfig, critic: Side, trainer: Side, rollout: Side
-) -> None:
-    if not critic:
-        return
-    written = f"placement.critic={config.placement.critic}"
-    auto = "set placement.critic=auto, for the trainer's ranks"
-    on_cuda = {device for device in critic if device.name != "cpu"}
-    for side, devices in (("trainer", trainer), ("rollout", rollout)):
-        if shared := on_cuda.intersection(devices):
-            names = ", ".join(sorted(device.name for device in shared))
-            raise ConfigError(
-                f"{written} and placement.{side}={getattr(config.placement, side)} share {names}",
-                rule="a critic on its own devices works at the same time as the trainer",
-                way_out=f"{auto}, or name devices that no other side uses.",
-            )
-    if bool(on_cuda) != (trainer[0].name != "cpu"):
-        raise ConfigError(
-            f"{written} is {critic[0].name}, and the trainer is on {trainer[0].name}",
-            rule="policy and critic are both on CUDA devices, or both on CPUs",
-            way_out=f"{auto}, or change one of the two.",
         )
 
 
@@ -441,7 +395,7 @@ def _refuse_sharing(
 
 def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
     """Refuse rules of parts that nothing else time-shares with."""
-    has_others = config.shared_critic is not None or config.has_reference
+    has_others = config.critic is not None or config.has_reference
     for one, rule in config.offload_rules.items():
         why = ""
         if rule != "auto" and one == REFERENCE_WEIGHTS and not config.has_reference:
@@ -452,11 +406,7 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
             why = "no engines take its device"
         elif rule == "always" and one == POLICY_WEIGHTS and not (moves or has_others):
             why = "nothing else time-shares with the policy on its device"
-        elif (
-            rule == "always"
-            and one == POLICY_GRADIENTS
-            and config.shared_critic is None
-        ):
+        elif rule == "always" and one == POLICY_GRADIENTS and config.critic is None:
             why = "no other model works between a backward pass and its optimizer step"
         if why:
             raise ConfigError(
@@ -499,22 +449,17 @@ def _refuse_server_offload(placement: Placement) -> None:
             )
 
 
-def _refuse_size(
-    key: str, form: Devices, devices: Side, size_key: str, size: int
-) -> None:
-    num = len(devices)
-    if size % num if devices[0].name == "cpu" else size != num:
-        raise ConfigError(
-            f"{key}={form} is {num} devices for {size_key}={size}",
-            rule="each process has its own CUDA device; CPUs of several nodes have the same number each",
-            way_out=f"set {size_key}={num}, or change {key}.",
-        )
-
-
 def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
     form = config.placement.trainer
     size = config.trainer.world_size
-    _refuse_size("placement.trainer", form, trainer, "trainer.world_size", size)
+    num_devices = len(trainer)
+    on_cpu = trainer[0].name == "cpu"
+    if size % num_devices if on_cpu else size != num_devices:
+        raise ConfigError(
+            f"placement.trainer={form} is {num_devices} devices for trainer.world_size={size}",
+            rule="each process has its own CUDA device; CPUs of several nodes have the same number each",
+            way_out=f"set trainer.world_size={num_devices}, or change placement.trainer.",
+        )
     num = config.rollout.max_engines
     split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
@@ -534,31 +479,6 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 # ---- selection
 
 
-def _critic_side(config: RunConfig, nodes: Sequence[Node]) -> Side:
-    """Return the device of each of the critic's own ranks."""
-    form = config.placement.critic
-    if config.critic is None or form == "auto":
-        return ()
-    size = config.critic.world_size
-    if form == "cpu":
-        return (CPU,) * size
-    if isinstance(form, NodesConfig):
-        written = config.placement
-        sides = {"trainer": written.trainer, "rollout": written.rollout}
-        named = [
-            device
-            for side, devices in sides.items()
-            if device_numbers(devices) is not None
-            for device in _numbered(side, devices, nodes)
-        ]
-        # As if the controller's node were used: trainer and engines keep it.
-        devices = _of_nodes("critic", form, nodes, (CPU, *named))
-    else:
-        devices = _numbered("critic", form, nodes)
-    _refuse_size("placement.critic", form, devices, "critic.world_size", size)
-    return _spread(devices, size)
-
-
 def _spread(devices: Side, size: int) -> Side:
     """Return a device for each rank: 4 ranks on the CPUs of 2 nodes get 0, 0, 1, 1, so
     that neighbors share a node.
@@ -566,10 +486,8 @@ def _spread(devices: Side, size: int) -> Side:
     return tuple(devices[index * len(devices) // size] for index in range(size))
 
 
-def _select_sides(
-    config: RunConfig, nodes: Sequence[Node], critic: Side
-) -> tuple[Side, Side]:
-    """The side with the more definite form chooses first, never among the critic's."""
+def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
+    """The side with the more definite form chooses first."""
     written = config.placement
     split = config.rollout.devices_per_engine
     num_ranks = config.trainer.world_size
@@ -584,13 +502,12 @@ def _select_sides(
     # A side that names its devices leaves the others to the side that takes free ones.
     # `rollout: trainer` refers to the trainer's choice, so it is the most open form.
     if _openness(forms["trainer"]) <= _openness(forms["rollout"]):
-        trainer = _select("trainer", forms["trainer"], nodes, (), critic, num_ranks, 1)
+        trainer = _select("trainer", forms["trainer"], nodes, (), num_ranks, 1)
         return trainer, _select(
-            "rollout", forms["rollout"], nodes, trainer, critic, num_parts, split
+            "rollout", forms["rollout"], nodes, trainer, num_parts, split
         )
-    rollout = _select("rollout", forms["rollout"], nodes, (), critic, num_parts, split)
-    trainer = _select("trainer", forms["trainer"], nodes, rollout, critic, num_ranks, 1)
-    return trainer, rollout
+    rollout = _select("rollout", forms["rollout"], nodes, (), num_parts, split)
+    return _select("trainer", forms["trainer"], nodes, rollout, num_ranks, 1), rollout
 
 
 def _openness(form: Devices) -> int:
@@ -604,7 +521,6 @@ def _select(
     form: Devices,
     nodes: Sequence[Node],
     taken: Side,
-    critic: Side,
     num: int,
     split: int,
 ) -> Side:
@@ -619,9 +535,9 @@ def _select(
             return (CPU,)
         case "auto":
             # Nothing is free: both sides share the devices.
-            return _free(cuda, (*taken, *critic), num, split) or taken
+            return _free(cuda, taken, num, split) or taken
         case NodesConfig():
-            return _of_nodes(side, form, nodes, (*taken, *critic))
+            return _of_nodes(side, form, nodes, taken)
         case "all" if any(cuda):
             return tuple(device for devices in cuda for device in devices)
     return _numbered(side, form, nodes)
@@ -703,8 +619,8 @@ def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -
 def _extra_device(
     server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Choose a device: no CUDA device of the critic, and of the trainer only for a
-    server that may share it. A device is free if it is not `taken`.
+    """Choose a device: of the trainer only a CPU, or for a server that may share it. A
+    device is free if it is not `taken`.
     """
     form = server.written
     engines = [
@@ -716,24 +632,22 @@ def _extra_device(
     ):
         return CPU
     if form == "auto":
-        used = (*placement.ranks, *engines, *taken)
+        used = (*placement.trainer, *engines, *taken)
         free = [device for device in cuda if device not in used]
         if server.is_optional and not free:
             return None
         device = [*free, *reversed(engines), CPU][0]
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
-    is_critics = device in placement.critic
     has_time_slices = placement.is_colocated and server.offload is not None
-    may_share = not is_critics and (has_time_slices or server.offload == "never")
-    if device != CPU and device in placement.ranks and not may_share:
-        side = "critic" if is_critics else "trainer"
+    may_share = has_time_slices or server.offload == "never"
+    if device != CPU and device in placement.trainer and not may_share:
         others = [f"set placement.{server.key}=cpu or another CUDA device"]
         others += [server.way_out] if server.way_out else []
-        if server.offload is not None and not is_critics:
+        if server.offload is not None:
             others.append(f"{server.offload_key}=never: then both stay there")
         raise ConfigError(
-            f"placement.{server.key}={form} is {placement.label(device)}, which the {side} uses",
+            f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
             way_out=f"{', or '.join(others)}.",
         )
     return device

@@ -115,10 +115,7 @@ class ProcessPlan:
     """
 
     name: str
-    side: (
-        HostSide
-        | Literal["controller", "trainer", "critic", "engine", "extra", "slice"]
-    )
+    side: HostSide | Literal["controller", "trainer", "engine", "extra", "slice"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -186,7 +183,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
     if config.trainer.threads != "auto":
         return of_engine, config.trainer.threads
     num_engines = sum(devices[0].node == node for devices in placement.engines)
-    num_ranks = sum(device.node == node for device in placement.ranks)
+    num_ranks = sum(device.node == node for device in placement.trainer)
     return of_engine, max(1, (cores - num_engines * of_engine) // max(1, num_ranks))
 
 
@@ -228,15 +225,14 @@ def lay_out(
 
     def add(
         name: str,
-        side: Literal["trainer", "critic", "engine", "extra", "slice"],
+        side: Literal["trainer", "engine", "extra", "slice"],
         devices: Side,
         memory: Memory,
         stays: int = 0,
     ) -> None:
         for part, device in enumerate(devices):
             own = f"{name}/{part}" if part else name
-            is_rank = side in ("trainer", "critic")
-            threads = threads_on(config, placement, device.node)[is_rank]
+            threads = threads_on(config, placement, device.node)[side == "trainer"]
             plans.append(
                 ProcessPlan(own, side, placement.label(device), threads, memory, stays)
             )
@@ -264,15 +260,6 @@ def lay_out(
         plans[-1] = replace(plans[-1], stays=stays + held, pushed=pushed + held)
         if size := parts.total_of(leaving):
             plans.append(_left_plan(f"trainer-{rank}", device, size, placement))
-    for rank, device in enumerate(placement.critic):
-        name = f"critic-{rank}"
-        memory = own_critic_memory(config, device.name)
-        if config.trainer.offload.by_layer:
-            offloaded = Memory(copies=memory.parameters + memory.optimizer)
-            host = placement.label(NodeDevice(device.node, "cpu"))
-            plans.append(ProcessPlan(f"{name}/host", "host", host, 0, offloaded))
-            memory = Memory(micro_batch=memory.micro_batch)
-        add(name, "critic", (device,), memory)
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
@@ -349,20 +336,18 @@ def held_besides(
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
     held = Counter[tuple[int, HostSide]]({(0, "host"): OWN_BYTES})  # the controller's
-    for device in (*placement.ranks, *servers):
+    for device in (*placement.trainer, *servers):
         held[device.node, "host"] += OWN_BYTES
     # the copy of a checkpoint, which is written during training
-    for rank in placement.ranks:
-        held[rank.node, "saving"] += saved // len(placement.ranks)
+    for rank in placement.trainer:
+        held[rank.node, "saving"] += saved // config.trainer.world_size
     held[first.node, "saving"] += whole  # final/
-    is_copied = len(placement.critic) > 1 or bool(others) or first.name != "cpu"
-    if is_copied:  # else the loaded model is the trained one
-        runs = [(config, shape)]
-        if (of_critic := critic_run(config)) is not None:
-            runs.append(of_critic)
-        # On the policy's ranks, the critic is loaded once the policy is on its device.
-        sizes = [loaded_bytes(*run, item_bytes=item) for run in runs]
-        held[first.node, "loading"] += sum(sizes) if placement.critic else max(sizes)
+    if others or first.name != "cpu":  # else the loaded model is the trained one
+        # The critic is loaded once the policy is on its device.
+        runs = [(config, shape), critic_run(config) or (config, shape)]
+        held[first.node, "loading"] += max(
+            loaded_bytes(*run, item_bytes=item) for run in runs
+        )
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
             held[server.node, "loading"] += whole
@@ -441,16 +426,13 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         model = ModelConfig(
             path=critic.path, revision=critic.revision, dtype=config.model.dtype
         )
-    trainer = config.trainer.model_copy(update={"lora": None})
-    if config.placement.critic != "auto":
-        trainer = trainer.model_copy(update={"world_size": critic.world_size})
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
     update: dict[str, object] = {
         "critic": None,
         "model": model,
         "algorithm": AlgorithmConfig(),
-        "trainer": trainer,
+        "trainer": config.trainer.model_copy(update={"lora": None}),
     }
     without_head = replace(
         shape,
@@ -544,7 +526,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
 def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory:
     memory = model_memory(config, shape, device, "policy")
     critic = critic_run(config)
-    if critic is None or config.shared_critic is None:
+    if critic is None:
         return memory
     # Sharded as the policy is, which may have adapters.
     item = item_bytes(config.model.dtype, device)
@@ -556,14 +538,6 @@ def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory
         parts={**memory.parts, **second.parts},
         micro_batches={**memory.micro_batches, **second.micro_batches},
     )
-
-
-def own_critic_memory(config: RunConfig, device: str) -> Memory:
-    """Return the peak of a rank of a critic on its own devices, where all stays."""
-    run = critic_run(config)
-    assert run is not None
-    parts = model_memory(*run, device, "critic")
-    return parts.peak(dict.fromkeys(CRITIC_STEP, "never"))
 
 
 def model_memory(

@@ -145,13 +145,6 @@ class Pace:
 
     def _training_cures(self) -> Iterator[str]:
         steps = self.steps
-        if self.config.critic is not None and self.config.placement.critic != "auto":
-            passes = ("pack", "logprobs", "forward", "backward")
-            policy_s = sum(steps.total(f"perf/{one}_s") for one in passes)
-            # More ranks for the policy would only wait longer for the critic.
-            if steps.total("perf/critic_s") > policy_s:
-                yield f"Raise {self._now('critic.world_size')}, or take a smaller critic.path."
-                return
         if steps.values("perf/device_memory_bytes"):  # of CUDA devices
             yield f"Raise {self._now('trainer.world_size')} if more devices are free."
         if (

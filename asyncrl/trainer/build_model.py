@@ -92,7 +92,7 @@ def meta_model(
         conversions = getattr(whole, CONVERSIONS, None)
         facts = [(whole.config.tie_word_embeddings, ties_of(whole), conversions)]
     if ranks.size > 1:
-        dist.broadcast_object_list(facts, group_src=0, group=ranks.group)
+        dist.broadcast_object_list(facts, 0, group=ranks.group)
     declared, ties, conversions = facts[0]
     folder = Path(spec.model_path)
     with (
@@ -137,12 +137,7 @@ def make_models(
 
 
 @torch.no_grad()
-def scatter(
-    policy: nn.Module,
-    whole: nn.Module | None,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> None:
+def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
     """Fill `policy.model`, sharded on `meta`, from rank 0's `whole` model. Collective."""
     sources = {} if whole is None else whole.state_dict(keep_vars=True)
     made = dict[int, nn.Parameter]()
@@ -168,7 +163,7 @@ def scatter(
         if not isinstance(tensor, nn.Parameter):
             if whole is not None:
                 tensor.copy_(sources[name.removeprefix("model.")])
-            dist.broadcast(tensor, group_src=0, group=group)
+            dist.broadcast(tensor, 0)
     policy.load_state_dict(state, strict=False, assign=True)
 
 
@@ -204,7 +199,7 @@ def shard_policy(
     if set_unused is not None:
         set_unused(True)
     device = torch.device("cpu" if is_offloaded else ranks.mesh.device_type)
-    scatter(policy, whole, device, ranks.group)
+    scatter(policy, whole, device)
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""The critic: a value model with its own optimizer, on the policy's ranks or on its own
+"""The critic: a value model with its own optimizer, on the trainer's ranks
 (docs/critic.md).
 """
 
@@ -93,7 +93,11 @@ class Critic:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, meter: StepMeter) -> None:
         assert spec.critic is not None
         self.settings = spec.critic
-        self._loop = spec.critic_loop
+        # Adapters are the policy's: the new head needs a backbone that follows it.
+        rate = spec.critic.learning_rate
+        self._loop = spec.trainer.model_copy(
+            update={"learning_rate": rate, "lora": None}
+        )
         own_spec = spec.model_copy(
             update={
                 "model_path": spec.critic_path or spec.model_path,
@@ -108,7 +112,6 @@ class Critic:
             own_spec, ranks, needs_reference=False, kind=ValueModel
         )
         self.model = self._built.policy
-        self.device = self._built.device
         optimizer = make_optimizer(self._built.masters, self._loop)
         self.trained = Trained(self._built.masters, optimizer)
         self._sums = ValueSums()
@@ -213,7 +216,7 @@ class Critic:
             batch.arrays,
             chosen,
             rules,
-            self.device,
+            self._built.device,
             self._ranks,
             self.model.costs,
         )

@@ -89,14 +89,10 @@ class TrainerRank(TrainedModel):
         optimizer_step()                           Refused: call forward_backward() with both halves again
     """
 
-    def __init__(
-        self, spec: TrainerSpec, ranks: Ranks = ONE_RANK, everyone: Ranks | None = None
-    ) -> None:
-        """`everyone`: all ranks, if a critic has further ones (CriticRank)."""
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         set_up_torch(spec)
         self.spec = spec
         self.ranks = ranks
-        self.everyone = everyone or ranks
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
@@ -113,11 +109,11 @@ class TrainerRank(TrainedModel):
         models = {POLICY: self._trained}
         self.critic = None
         of_critic = None
-        if spec.critic is not None and not spec.critic_ranks:
+        if spec.critic is not None:
             self.critic = Critic(spec, ranks, self._meter)
             models[CRITIC] = self.critic.trained
             of_critic = spec.critic.offload
-        self._state = TrainerState(models, self.everyone, spec, self.device)
+        self._state = TrainerState(models, ranks, spec, self.device)
         rules = offload_rules(spec.trainer.offload, of_critic)
         run_folder = spec.record_path.parent
         self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
@@ -135,7 +131,7 @@ class TrainerRank(TrainedModel):
         cuda = torch.cuda if self.device.type == "cuda" else None
         dtype_name = str(self.dtype).removeprefix("torch.")
         made = compilations if self.policy.is_compiled else None
-        return step_metrics.StepMeter(self.everyone, dtype_name, cuda, made)
+        return step_metrics.StepMeter(self.ranks, dtype_name, cuda, made)
 
     # ---- training
 
@@ -144,9 +140,7 @@ class TrainerRank(TrainedModel):
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
-        # If the policy's ranks refuse, so do the ranks of a critic apart: they are in the
-        # same call, and would wait.
-        self.everyone.agree(lambda: self._refuse_open_gradient("train"))
+        self._refuse_open_gradient("train")
         batch = self._begin(header, arrays)
         loop = self.spec.trainer
         # Proximal and reference logprobs and advantages are computed once, in _begin(),
@@ -198,7 +192,7 @@ class TrainerRank(TrainedModel):
         Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row
         without a finite one.
         """
-        version = self.everyone.agree(self._open_version)
+        version = self._open_version()
         with self._dropped_on_error(version):
             self._take_step(version, 0)
             return self._end_version(version)
@@ -271,9 +265,7 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
-        batch = self.everyone.agree(lambda: self._read(header, arrays))
-        if self.spec.critic_ranks:
-            self.everyone.broadcast(batch.has_loss.view(np.uint8), 0)
+        batch = self._read(header, arrays)
         self._numbers(batch)
         # The answer to the controller carries the rollouts of a whole version, so only
         # its first batch clears them, and only after its checks have passed.
@@ -324,9 +316,6 @@ class TrainerRank(TrainedModel):
         if self.critic is not None:
             self._use_in_step("compute values", CRITIC_WEIGHTS)
             batch.value_N = self.critic.values(batch)
-        elif self.spec.critic_ranks:
-            batch.value_N = np.zeros(len(batch.has_loss), np.float32)
-            self.everyone.broadcast(batch.value_N, self.spec.trainer.world_size)
         batch.advantage_N = self._objective.advantages(batch)
         if self.critic is not None:
             self.critic.begin_version(batch, is_first=self._version is None)
@@ -407,7 +396,7 @@ class TrainerRank(TrainedModel):
         """Add the gradient of the chosen tokens' loss to that of the open step. Raises
         Refused.
         """
-        part = self.everyone.agree(lambda: self._add_policys(version, batch, chosen))
+        part = self._add_policys(version, batch, chosen)
         if self.critic is not None:
             self._use_in_step("add the critic's gradient", *CRITIC_PASS)
             self.critic.add_gradient(batch, chosen)
@@ -492,7 +481,6 @@ class TrainerRank(TrainedModel):
         if self.critic is not None:
             self._use_in_step("take the critic's step", CRITIC_GRADIENTS)
             needed |= self.critic.clip(number)
-        needed = self.everyone.merge(needed)
         if all(map(math.isfinite, needed.values())):
             self._meter.enter("blocked")
             # Only here, after both passes: the export and the copy of a checkpoint have
@@ -510,8 +498,7 @@ class TrainerRank(TrainedModel):
             step.grad_norm = grad_norm
         else:
             numbers = [f"{name} {value}" for name, value in needed.items()]
-            reason = " and ".join(numbers)
-            self.everyone.agree(lambda: self._skip(version.batches, reason))
+            self._skip(version.batches, " and ".join(numbers))
         self._drop_gradients()
         version.close_step()
         self._meter.enter("")
@@ -590,8 +577,8 @@ class TrainerRank(TrainedModel):
             **self._meter.numbers(),
             **self.kernels,
         }
-        of_critic = {} if self.critic is None else self.critic.metrics()
-        metrics |= self.everyone.merge(of_critic)
+        if self.critic is not None:
+            metrics |= self.critic.metrics()
         # Rank 0 has the numbers of all ranks. A second line from another rank would look
         # like a batch that was trained twice.
         if self.ranks.is_first:
@@ -642,7 +629,7 @@ class TrainerRank(TrainedModel):
         """Begin to write the state to the new folder `path`, without an open gradient.
         Raises Refused.
         """
-        self.everyone.agree(self._write_record)
+        self.ranks.agree(self._write_record)
         # Read on the torch thread, between two steps. The writing thread would see
         # later counts.
         progress = Progress(
@@ -660,9 +647,7 @@ class TrainerRank(TrainedModel):
         """Restore a saved state, and drop an open gradient. Raises Refused, and
         BrokenStepError if only a part could be read.
         """
-        self.everyone.agree(
-            lambda: self._offload.need("load a state", "weights", "optimizer")
-        )
+        self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.
@@ -764,7 +749,7 @@ class TrainerRank(TrainedModel):
             self._use(what, *used)
         except Refused as refused:
             # A refusal promises that nothing has changed. Here a critic may have taken
-            # its step, and the ranks of a critic apart would wait for this one.
+            # its step.
             raise BrokenStepError(str(refused)) from refused
 
     def _use_model(self, prefix: str) -> None:

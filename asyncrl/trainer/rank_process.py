@@ -42,7 +42,6 @@ from asyncrl.base.http import (
 )
 from asyncrl.messages import trainer_api as api
 from asyncrl.models.devices import choose_device
-from asyncrl.trainer.critic_rank import CriticRank
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.step_metrics import hold_record
@@ -61,7 +60,7 @@ GRACE_S = 10.0
 
 
 class TrainerService:
-    """A rank on its own thread."""
+    """A TrainerRank on its own thread."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -72,23 +71,17 @@ class TrainerService:
         self._begun: Finish | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.rank = self._torch_thread.submit(self._make_rank).result()
-        if not self.rank.everyone.is_first:
+        if not self.rank.ranks.is_first:
             # Never returns: from now on the torch thread belongs to rank 0's commands.
             self._torch_thread.submit(self._follow)
-        elif self.rank.everyone.size > 1:
+        elif self.rank.ranks.size > 1:
             beat = threading.Thread(target=self._beat, name="beat", daemon=True)
             beat.start()
 
-    def _make_rank(self) -> TrainerRank | CriticRank:
+    def _make_rank(self) -> TrainerRank:
         device, dtype = choose_device(self._spec.device, self._spec.dtype)
-        ranks, everyone = join_ranks(self._spec, device, dtype)
-        kind = CriticRank if self._spec.is_of_critic else TrainerRank
-        return kind(self._spec, ranks, everyone)
-
-    @property
-    def policy(self) -> TrainerRank:
-        assert isinstance(self.rank, TrainerRank), "a call of the policy's ranks only"
-        return self.rank
+        ranks = join_ranks(self._spec, device, dtype)
+        return TrainerRank(self._spec, ranks)
 
     async def call(self, name: str, content: bytes) -> BaseModel:
         """Make the call of this name in CALLS. Raises its errors, and Refused for a
@@ -117,7 +110,7 @@ class TrainerService:
         # them.
         body = call.read(content)
         try:
-            self.rank.everyone.send(name, content)
+            self.rank.ranks.send(name, content)
             return call.function(self, body)
         # The ranks refuse together, or only rank 0 after its last collective. All go
         # back to waiting for a command.
@@ -131,7 +124,7 @@ class TrainerService:
             # this rank has left, and each further call would wait for its timeout. The
             # supervisor restarts all ranks.
             self._failure = loss_behind(error, self._spec)
-            if self._failure is None and self.rank.everyone.size > 1:
+            if self._failure is None and self.rank.ranks.size > 1:
                 words = _words(error)
                 self._failure = Refused(
                     LOST_STATUS,
@@ -146,15 +139,14 @@ class TrainerService:
     def _follow(self) -> NoReturn:
         try:
             while True:
-                name, content = self.rank.everyone.wait_command()
+                name, content = self.rank.ranks.wait_command()
                 try:
                     call = CALLS[name]
-                    if call.for_critic or not self._spec.is_of_critic:
-                        call.function(self, call.read(content))
+                    call.function(self, call.read(content))
                 except Refused as refused:
                     log.warning("%s was refused: %s", name, refused)
         except Exception as error:
-            log.exception("rank %d has failed", self.rank.everyone.rank)
+            log.exception("rank %d has failed", self.rank.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is None:
                 words = _words(error)
@@ -173,7 +165,7 @@ class TrainerService:
             # On the torch thread, between two calls: a beat in the middle of a call
             # would mix two collectives. During a long call the beat waits, as the other
             # ranks are in that call too.
-            beating = self._torch_thread.submit(self.rank.everyone.beat)
+            beating = self._torch_thread.submit(self.rank.ranks.beat)
             try:
                 beating.result()
             # Any error: without a beat the other ranks would run into their timeout,
@@ -196,7 +188,7 @@ class TrainerService:
         return api.TrainerHealth(
             policy_version=self.rank.policy_version,
             device=self.rank.device.type,
-            offloaded=[] if self._spec.is_of_critic else self.policy.offloaded,
+            offloaded=self.rank.offloaded,
         )
 
     async def answer_health(self) -> api.TrainerHealth:
@@ -209,27 +201,21 @@ class TrainerService:
 
     # ---- calls on all ranks
 
-    def train(self, batch: bytes) -> api.TrainResponse | None:
+    def train(self, batch: bytes) -> api.TrainResponse:
         header, arrays = api.unpack_batch(batch)
-        if isinstance(self.rank, CriticRank):
-            self.rank.train(header, arrays)
-            return None
         return self._trained(self.rank.train(header, arrays))
 
-    def forward_backward(self, batch: bytes) -> api.TrainResponse | None:
+    def forward_backward(self, batch: bytes) -> api.TrainResponse:
         metrics = self.rank.forward_backward(*api.unpack_batch(batch))
         return self._trained(metrics)
 
-    def optimizer_step(self, _: bytes) -> api.TrainResponse | None:
+    def optimizer_step(self, _: bytes) -> api.TrainResponse:
         return self._trained(self.rank.optimizer_step())
 
-    def evaluate(self, batch: bytes) -> api.TrainResponse | None:
-        return self._trained(self.policy.evaluate(*api.unpack_batch(batch)))
+    def evaluate(self, batch: bytes) -> api.TrainResponse:
+        return self._trained(self.rank.evaluate(*api.unpack_batch(batch)))
 
-    def _trained(self, metrics: dict[str, float] | None) -> api.TrainResponse | None:
-        """Return the answer of the policy's ranks; a critic's ranks have none."""
-        if metrics is None:
-            return None
+    def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
         finite = {
             name: value for name, value in metrics.items() if math.isfinite(value)
         }
@@ -237,14 +223,14 @@ class TrainerService:
             policy_version=self.rank.policy_version,
             metrics=finite,
             not_finite=[name for name in metrics if name not in finite],
-            rollout_gaps=self.policy.rollout_gaps,
-            rollout_advantages=self.policy.rollout_advantages,
+            rollout_gaps=self.rank.rollout_gaps,
+            rollout_advantages=self.rank.rollout_advantages,
         )
 
     def begin_export(self, _: bytes) -> api.TrainerHealth:
         name = f"v{self.rank.policy_version}.safetensors"
         path = self._spec.staging_dir / name
-        self._begun = self.policy.begin_export(path)
+        self._begun = self.rank.begin_export(path)
         # Here, because the next step may have begun before the event loop runs again.
         return self.health()
 
@@ -273,7 +259,7 @@ class TrainerService:
         return begun
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
-        transport = self.policy.exports.transport
+        transport = self.rank.exports.transport
         # A restarted trainer holds nothing. If it is at this version again, export it;
         # if not, send() refuses.
         if transport.version != request.version == self.rank.policy_version:
@@ -282,7 +268,7 @@ class TrainerService:
         return await loop.run_in_executor(self._sending_thread, transport.send, request)
 
     async def wait_save_state(self, _: bytes) -> None:
-        await asyncio.to_thread(self.policy.wait_save_state)
+        await asyncio.to_thread(self.rank.wait_save_state)
 
 
 class RankCall(NamedTuple):
@@ -298,8 +284,6 @@ class RankCall(NamedTuple):
     body: type[BaseModel] | type[bytes]
     function: Callable[[TrainerService, Any], Any]
     on_all_ranks: bool = True
-    for_critic: bool = True
-    """Ranks with only a critic take part."""
 
     def read(self, content: bytes) -> BaseModel | bytes:
         """Return the body as a message, or as its bytes. Raises Refused for a message of
@@ -314,18 +298,13 @@ CALLS = {
     "train": RankCall(bytes, TrainerService.train),
     "forward_backward": RankCall(bytes, TrainerService.forward_backward),
     "optimizer_step": RankCall(bytes, TrainerService.optimizer_step),
-    "evaluate": RankCall(bytes, TrainerService.evaluate, for_critic=False),
-    "begin_export": RankCall(bytes, TrainerService.begin_export, for_critic=False),
+    "evaluate": RankCall(bytes, TrainerService.evaluate),
+    "begin_export": RankCall(bytes, TrainerService.begin_export),
     "export_chunk": RankCall(
         api.ExportChunkRequest,
-        lambda self, asked: self.policy.export_chunk(asked.version, asked.index),
-        for_critic=False,
+        lambda self, asked: self.rank.export_chunk(asked.version, asked.index),
     ),
-    "save": RankCall(
-        api.StateRequest,
-        lambda self, asked: self.policy.save(asked.path),
-        for_critic=False,
-    ),
+    "save": RankCall(api.StateRequest, lambda self, asked: self.rank.save(asked.path)),
     "load_state": RankCall(
         api.StateRequest, lambda self, asked: self.rank.load_state(asked.path)
     ),
@@ -334,14 +313,10 @@ CALLS = {
         lambda self, asked: self.rank.begin_save_state(asked.path),
     ),
     "offload": RankCall(
-        api.OffloadRequest,
-        lambda self, asked: self.policy.offload(asked.parts),
-        for_critic=False,
+        api.OffloadRequest, lambda self, asked: self.rank.offload(asked.parts)
     ),
     "onload": RankCall(
-        api.OffloadRequest,
-        lambda self, asked: self.policy.onload(asked.parts),
-        for_critic=False,
+        api.OffloadRequest, lambda self, asked: self.rank.onload(asked.parts)
     ),
     "export": RankCall(bytes, TrainerService.export, on_all_ranks=False),
     "broadcast": RankCall(
@@ -430,7 +405,8 @@ def main() -> None:
         log.exception("cannot start")
         words = _words(error)
         fail(words.error, rule=words.rule, way_out=words.way_out)
-    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.num_ranks)
+    size = spec.trainer.world_size
+    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, size)
     app = make_service(service, secret_of(SECRET_ENV))
     # A new process restores everything from checkpoint and journal, and torch's threads
     # may be in a collective that never ends.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -138,20 +138,6 @@ class Ranks:
         for array in arrays:
             dist.all_reduce(torch.from_numpy(array), group=self.group)
 
-    def broadcast(self, array: npt.NDArray[Any], source: int) -> None:
-        """Replace the array by the array of rank `source`. Collective."""
-        if self.size > 1:
-            dist.broadcast(torch.from_numpy(array), group_src=source, group=self.group)
-
-    def merge(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Return the numbers of all ranks by name; of equal names the last rank's.
-        Collective.
-        """
-        merged = dict[str, float]()
-        for of_rank in self.gather(numbers):
-            merged |= of_rank
-        return merged
-
     def send(self, name: str, body: bytes) -> None:
         """Send a command from rank 0 to the other ranks, which are in wait_command."""
         if self.size == 1:
@@ -188,19 +174,13 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-def join_ranks(
-    spec: TrainerSpec, device: torch.device, dtype: torch.dtype
-) -> tuple[Ranks, Ranks]:
-    """Connect to the other ranks within spec.meet_s. Return the ranks of this rank's
-    model, and all ranks: a critic may have its own ranks (placement.critic). Raises
-    ConfigError.
-    """
+def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
+    """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
+    size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
     dtype_name = str(dtype).removeprefix("torch.")
-    loop = spec.critic_loop if spec.is_of_critic else spec.trainer
-    is_sharded = loop.is_sharded(device.type, dtype_name)
-    if spec.num_ranks == 1 and not is_sharded:
-        return ONE_RANK, ONE_RANK
+    if not spec.trainer.is_sharded(device.type, dtype_name):
+        return ONE_RANK
     is_apart = bool(spec.store or spec.weights_store)
     use_interface(spec.address, is_apart=is_apart)
     timeout = timedelta(seconds=spec.trainer.timeout_s)
@@ -216,7 +196,7 @@ def join_ranks(
             backend,
             store=store,
             rank=spec.rank,
-            world_size=spec.num_ranks,
+            world_size=size,
             timeout=timeout,
         )
         # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon
@@ -227,33 +207,15 @@ def join_ranks(
 
     select_device()
     commands = meet(spec, connect)
-    everyone = Ranks(
-        spec.rank, shard=spec.num_ranks, commands=commands, timeout=timeout
-    )
-    if not spec.critic_ranks:
-        # An axis of size 1 would only cost a process group, so the mesh has no such
-        # axis.
-        mesh = init_device_mesh(
-            device.type, (spec.num_ranks,), mesh_dim_names=("shard",)
-        )
-        ranks = replace(everyone, mesh=mesh)
-        return ranks, ranks
-    num_policy = spec.trainer.world_size
-    # torch demands that each rank makes both groups. It is a member of one.
-    of_policy = dist.new_group([*range(num_policy)], timeout=timeout)
-    of_critic = dist.new_group([*range(num_policy, spec.num_ranks)], timeout=timeout)
-    group = of_critic if spec.is_of_critic else of_policy
-    own_mesh = None
-    if is_sharded:
-        own_mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
-    own = Ranks(
-        spec.rank - num_policy if spec.is_of_critic else spec.rank,
-        shard=loop.world_size,
-        mesh=own_mesh,
-        group=group,
+    # An axis of size 1 would only cost a process group, so the mesh has no such axis.
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return Ranks(
+        spec.rank,
+        shard=size,
+        mesh=mesh,
+        commands=commands,
         timeout=timeout,
     )
-    return own, everyone
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Store], T]) -> T:
@@ -268,7 +230,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Store], T]) -> T:
         # init_process_group() would only say that somebody is missing. The keys say
         # who.
         store.add(f"rank {spec.rank}", 1)
-        for rank in range(spec.num_ranks):
+        for rank in range(spec.trainer.world_size):
             left_s = max(deadline_s - time.monotonic(), 0.1)
             store.wait([f"rank {rank}"], timedelta(seconds=left_s))
         return connect(store)
@@ -288,7 +250,7 @@ def meet(spec: TrainerSpec, connect: Callable[[Store], T]) -> T:
 
 
 def _open_store(spec: TrainerSpec, where: str) -> Store:
-    size = spec.num_ranks
+    size = spec.trainer.world_size
     if not spec.store:
         return dist.FileStore(where, size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=spec.meet_s)

@@ -107,9 +107,7 @@ class TrainerState:
         spec: TrainerSpec,
         device: torch.device,
     ) -> None:
-        """`models`: of this rank, by the beginning of their names in a checkpoint: POLICY
-        or CRITIC. `ranks`: of all models.
-        """
+        """`models`: by the beginning of their names in a checkpoint: POLICY or CRITIC."""
         self._models = models
         self._device = device
         self._spec = spec
@@ -180,8 +178,7 @@ class TrainerState:
         saved = read_state(path)
         index = _read_index(path)
         _refuse_other_models(path, saved, has_critic=self._spec.critic is not None)
-        # Each rank knows only its models' weights.
-        self._ranks.agree(lambda: self._refuse_foreign(path, index))
+        self._refuse_foreign(path, index)
         # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
             bring(prefix)

@@ -53,10 +53,6 @@ class TrainerSpec(FrozenConfig):
     critic: CriticConfig | None = None
     critic_path: str = ""
     """Folder that the critic begins with ('' = model_path)."""
-    critic_ranks: int = Field(default=0, ge=0)
-    """Ranks that have only the critic, behind those of the policy (0 = the policy's ranks
-    have both).
-    """
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
@@ -83,25 +79,6 @@ class TrainerSpec(FrozenConfig):
     """Folder of exports in shared memory, mode 0700."""
     record_path: Path
     chat_template: Path | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        return self.trainer.world_size + self.critic_ranks
-
-    @property
-    def is_of_critic(self) -> bool:
-        """Return whether this rank has only the critic."""
-        return self.rank >= self.trainer.world_size
-
-    @property
-    def critic_loop(self) -> TrainerConfig:
-        """Return the settings of the critic's steps."""
-        assert self.critic is not None
-        # Adapters are the policy's: the new head needs a backbone that follows it.
-        update = {"learning_rate": self.critic.learning_rate, "lora": None}
-        if self.critic_ranks:
-            update["world_size"] = self.critic_ranks
-        return self.trainer.model_copy(update=update)
 
 
 class TrainerClient:
