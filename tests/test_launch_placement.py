@@ -117,6 +117,7 @@ def test_sides_get_written_or_free_devices(
         ((0,), [SHARE, *COLOCATED], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
+        ((4,), ["placement.trainer=[2, 3]"], "set trainer.world_size=2"),
         # several nodes
         ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
