@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from asyncrl.agents.labelled_queue import WorkerRecord
+from asyncrl.agents.work_queue import WorkerRecord
 from gateway_cases import ScriptedEngine, World, gateway_world
 from launch_cases import URLS, load
 from rollout_cases import virtual

@@ -151,8 +151,6 @@ class Worker:
         Raises ConfigError if the gateway refuses this worker or the harness cannot run,
         ComponentError after `give_up_s` without an answer.
         """
-        # Agents' own clients read the environment, and no proxy knows the endpoint.
-        os.environ.update(without_proxy(os.environ, self._caller.url))
         try:
             async with asyncio.TaskGroup() as tasks:
                 # Before heartbeats: the answer has the lease, which sets their period.
@@ -344,6 +342,8 @@ def work(
     """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second
     signal cuts the harnesses' cleanup.
     """
+    # Agents' own clients read the environment, and no proxy knows the endpoint.
+    os.environ.update(without_proxy(os.environ, spec.url))
 
     async def live() -> None:
         task = asyncio.current_task()

@@ -75,7 +75,7 @@ class _Call(TypedDict):
     index: NotRequired[int]
 
 
-class _Message(TypedDict):
+class _ChatMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: NotRequired[str]
     name: NotRequired[str]
@@ -114,7 +114,8 @@ def _check(message: dict[str, Any]) -> dict[str, Any]:
 
 
 _CHAT: TypeAdapter[Any] = TypeAdapter(
-    list[Annotated[_Message, AfterValidator(_check)]], config=ConfigDict(extra="forbid")
+    list[Annotated[_ChatMessage, AfterValidator(_check)]],
+    config=ConfigDict(extra="forbid"),
 )
 
 
@@ -335,7 +336,7 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
         at = ".".join(map(str, first["loc"]))
         raise ConfigError(
             f"{where} is not a list of chat messages: {at} {first['msg']}: {first['input']!r:.160}",
-            rule=f"a message may have {', '.join(_Message.__annotations__)}",
+            rule=f"a message may have {', '.join(_ChatMessage.__annotations__)}",
             way_out="correct the row. Marks of the loss are true or false, and arguments are an object.",
         ) from error
 
