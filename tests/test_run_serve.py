@@ -10,12 +10,11 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from asyncrl.agents.work_queue import WorkerRecord
 from gateway_cases import ScriptedEngine, World, gateway_world
 from launch_cases import URLS, load
 from rollout_cases import virtual
 
-from asyncrl.agents.work_queue import RolloutQueue
+from asyncrl.agents.work_queue import RolloutQueue, WorkerRecord
 from asyncrl.base.errors import ComponentError, ConfigError, EngineError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime

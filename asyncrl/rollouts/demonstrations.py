@@ -75,7 +75,7 @@ class _Call(TypedDict):
     index: NotRequired[int]
 
 
-class _ChatMessage(TypedDict):
+class _RowMessage(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: NotRequired[str]
     name: NotRequired[str]
@@ -114,7 +114,7 @@ def _check(message: dict[str, Any]) -> dict[str, Any]:
 
 
 _CHAT: TypeAdapter[Any] = TypeAdapter(
-    list[Annotated[_ChatMessage, AfterValidator(_check)]],
+    list[Annotated[_RowMessage, AfterValidator(_check)]],
     config=ConfigDict(extra="forbid"),
 )
 
@@ -336,7 +336,7 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
         at = ".".join(map(str, first["loc"]))
         raise ConfigError(
             f"{where} is not a list of chat messages: {at} {first['msg']}: {first['input']!r:.160}",
-            rule=f"a message may have {', '.join(_ChatMessage.__annotations__)}",
+            rule=f"a message may have {', '.join(_RowMessage.__annotations__)}",
             way_out="correct the row. Marks of the loss are true or false, and arguments are an object.",
         ) from error
 
