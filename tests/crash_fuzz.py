@@ -51,8 +51,9 @@ by themselves.
 """
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
-    "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts sample/interrupted "
-    "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ evaluation/ gateway/ harness/".split()
+    "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts "
+    "sample/interrupted teacher/wait_s policy/logprob_gap_mean/ policy/logprob_gap_max/ "
+    "eval/ evaluation/ gateway/ harness/".split()
 )
 """Metrics about the course of a run, not its results: they may differ after a kill."""
 
