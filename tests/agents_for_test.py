@@ -187,7 +187,7 @@ BODIES = {
     "large message": chat("x" * 2**20),
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "million tokens": chat("1 " * 10**6),
-    "too large a body": chat("x" * 2**23),
+    "too large a body": chat("x" * 2**25),
 }
 WAYS = (
     *BODIES,

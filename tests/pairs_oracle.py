@@ -42,6 +42,8 @@ HARMLESS = re.compile(
     r"|resuming with trainer.learning_rate: 0.003 -> 0.001"
     # Of an agent that edits its history.
     r"|differs from the call before, so this call begins a new branch"
+    # Of a worker while the script kills the run.
+    r"|gateway gave no answer to /work/"
 )
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
@@ -115,7 +117,7 @@ def decode(batch: int, blob: bytes) -> Branch:
         support = torch.from_numpy(arrays["support"]).long()
         supports = torch.split(support, arrays["support.sizes"].tolist())
     logprob_T = arrays["behaviour_logprobs"].view("<f4").tolist()
-    calls = [range(begin, end) for begin, end, grammar, _ in head["spans"] if grammar]
+    calls = [range(begin, end) for begin, end, _ in head["spans"]]
     return Branch(batch, ids_T, version_T, logprob_T, supports, calls)
 
 

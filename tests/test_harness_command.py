@@ -17,7 +17,13 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import need_bubblewrap, open_gateway, processes_of, working
+from harness_gateway import (
+    WORKER_KEY,
+    need_bubblewrap,
+    open_gateway,
+    processes_of,
+    working,
+)
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import (
@@ -27,8 +33,8 @@ from asyncrl.agents.command import (
     CommandHarness,
     last_line_outcome,
 )
-from asyncrl.agents.harness import build_harness
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import ENDPOINT_ENV
 
@@ -236,13 +242,17 @@ async def test_proxies_of_the_environment_are_not_asked_for_the_endpoint(
     async with open_gateway() as gateway, working(gateway, program):
         assert (await gateway.run(0)).reward == 1.0
     async with open_gateway() as gateway:
-        args = {"url": f"{gateway.url}/s/key-0/v1"}
-        config = GeneratorConfig(
-            python="faulty_agents_for_test:asks_elsewhere", args=args
+        url = f"{gateway.url}/s/key-0/v1"
+        agent = ["--python", "faulty_agents_for_test:asks_elsewhere"]
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "asyncrl", "work", gateway.url, *agent),
+            *("--args", json.dumps({"url": url})),
+            env={**os.environ, WORKER_KEY_ENV: WORKER_KEY},
+            cwd=Path(__file__).parent,
         )
-        async with working(gateway, build_harness(config)):
-            assert await gateway.run(0) == Outcome()
-    assert os.environ["no_proxy"].startswith("example.org,"), "it still counts"
+        assert await gateway.run(0) == Outcome()
+        worker.terminate()
+        await worker.wait()
 
 
 @pytest.mark.slow
