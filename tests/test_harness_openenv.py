@@ -22,7 +22,6 @@ import psutil
 import pydantic
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world
-from openenv.core.env_server import Action
 from pydantic import Field
 from test_harness_verifiers import last_turn, text_of, tool_call
 
@@ -313,6 +312,8 @@ class Direction(StrEnum):
 
 def shape(field: Any, action: str | None) -> Shape:
     """Return how actions of OpenEnv with a required `field` look."""
+    from openenv.core.env_server import Action
+
     model = pydantic.create_model("Act", __base__=Action, field=(field, ...))
     config = GeneratorConfig(openenv="http://x", args={"action": action})
     schema = model.model_json_schema()
