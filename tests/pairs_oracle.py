@@ -42,8 +42,8 @@ HARMLESS = re.compile(
     r"|resuming with trainer.learning_rate: 0.003 -> 0.001"
     # Of an agent that edits its history.
     r"|differs from the call before, so this call begins a new branch"
-    # Of a worker while the script kills the run.
-    r"|gateway gave no answer to /work/"
+    # Of processes that outlive others by some milliseconds as the script kills the run.
+    r"|gateway gave no answer to /work/|was killed by SIGKILL|Server disconnected|Connection reset"
 )
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
