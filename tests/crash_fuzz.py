@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
 from held_task import hold, release
 from job_runs import (
@@ -38,7 +39,7 @@ from resume_checker import (
     read_evidence,
     violations,
 )
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 CHILDREN = {
     "trainer": "asyncrl.trainer.rank_process",
@@ -353,6 +354,10 @@ def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]
     )
     assert weights.keys() == others.keys()
     unequal = (
-        name for name in weights if weights[name].tobytes() != others[name].tobytes()
+        name
+        for name in weights
+        if not torch.equal(
+            weights[name].view(torch.uint8), others[name].view(torch.uint8)
+        )
     )
     return found + [f"weights: {name}" for name in unequal]
