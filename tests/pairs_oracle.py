@@ -43,7 +43,7 @@ HARMLESS = re.compile(
     # Of an agent that edits its history.
     r"|differs from the call before, so this call begins a new branch"
     # Of processes that outlive others by some milliseconds as the script kills the run.
-    r"|gateway gave no answer to /work/|was killed by SIGKILL|Server disconnected|Connection reset"
+    r"|gateway gave no answer to /work/|was killed by SIGKILL"
 )
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
