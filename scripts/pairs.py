@@ -11,11 +11,13 @@ run again, so hours of rows can be run in pieces.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -159,8 +162,8 @@ def play(row: Row, folder: Path) -> None:
         free.bind(("127.0.0.1", 0))
         arguments = ("run.yaml", f"gateway.port={free.getsockname()[1]}")
     finish(folder, "check", *arguments)
-    threading.Thread(target=pay, args=(folder / "thumbs.sqlite",), daemon=True).start()
     run_dir = folder / "killed"
+    threading.Thread(target=pay, args=(folder / "thumbs.sqlite",), daemon=True).start()
     # Rewards of the task wait after two steps, so that the kill is not too late.
     hold(run_dir, 2)
     process = start(folder, "run", *arguments, "--run-dir", "killed")
@@ -168,6 +171,8 @@ def play(row: Row, folder: Path) -> None:
     wait_until(lambda: any(checkpoints.glob("step_*")), process, LIMIT_S)
     kill_tree(process)
     release(run_dir)
+    if row["max_staleness"] != "0" and row["interrupt"] != "wait":
+        threading.Thread(target=slow_down, args=(run_dir,), daemon=True).start()
     finish(folder, "run", *arguments, *then.get("resume", ()), "--run-dir", "killed")
     run = pairs_oracle.read_run(run_dir)
     for check in pairs_oracle.CHECKS:
@@ -184,6 +189,42 @@ def pay(answers: Path) -> None:
         time.sleep(0.2)
         if answers.exists():
             rate(str(answers), lambda question, text: len(text) % 2 == 0)
+
+
+def slow_down(run_dir: Path) -> None:
+    """From the next step on, stop the engine for half a step of training, again and
+    again, until a push has interrupted a rollout. A fast engine may be done before each
+    push.
+    """
+    known = len(read_lines(run_dir / "metrics.jsonl"))
+    while run_dir.parent.exists():
+        time.sleep(0.05)
+        lines = read_lines(run_dir / "metrics.jsonl")[known:]
+        if any(line["rollout/interrupted"] for line in lines):
+            return
+        if lines:
+            stopped = engine_processes(run_dir)
+            send(signal.SIGSTOP, stopped)
+            time.sleep(lines[-1]["perf/train_s"] / 2)
+            send(signal.SIGCONT, stopped)
+
+
+def send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        # The script may have killed it.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def engine_processes(run_dir: Path) -> Sequence[psutil.Process]:
+    """Return the processes of the rollout engine, vLLM's children among them."""
+    spec = f"{run_dir}/specs/engine-0.json"
+    found = list[psutil.Process]()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if spec in process.cmdline():
+                found += [process, *process.children(recursive=True)]
+    return found
 
 
 def repeats(row: Row) -> bool:
@@ -248,15 +289,25 @@ def run_rows(chosen: Sequence[Row], out: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="all")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/pairs.jsonl")
-    parser.add_argument("--list", action="store_true")
+    rows_help = "all, numbers like 3,17, or drawn:COMMIT for rows of that commit"
+    out_help = "rows that passed in this file are not run again"
+    out = ROOT / "docs/results/pairs.jsonl"
+    parser.add_argument("--rows", default="all", help=rows_help)
+    parser.add_argument("--out", type=Path, default=out, help=out_help)
+    parser.add_argument("--list", action="store_true", help="print the rows, run none")
     options = parser.parse_args()
     chosen = chosen_rows(options.rows)
     if options.list:
         for number, row in enumerate(chosen):
             print(number, *map("=".join, row.items()))
-    elif not run_rows(chosen, options.out):
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    try:
+        all_pass = run_rows(chosen, options.out)
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+    if not all_pass:
         sys.exit("not all of these rows have passed")
 
 

@@ -49,8 +49,10 @@ collect_ignore = [
 
 QUARTER = int(os.environ.get("ASYNCRL_QUARTER", "0"))
 """1 to 4 runs that quarter of the slow tests, as CI does by the commit; 0 runs all."""
-IN_EACH_QUARTER = ["test_job_resume.py", "test_job_faults.py"]
-"""Files that hold the promises of a run that is killed and resumed."""
+IN_EACH_QUARTER = ["test_job_resume.py", "test_job_faults.py", "test_pairs.py"]
+"""Files that hold the promises of a run that is killed and resumed, and files whose
+tests the commit draws.
+"""
 LONGEST = [
     "test_tutorial.py",
     "test_several_hosts.py",
