@@ -57,6 +57,8 @@ FACTORS: dict[str, dict[str, Any]] = TABLE["factors"]
 DEMONSTRATIONS = ROOT / "examples/sft_then_rl/letters.jsonl"
 NUM_DRAWN = 8
 LIMIT_S = 300.0
+NUM_INTERRUPTED = 3
+"""Not one: a rollout that was interrupted may be dropped as overdue."""
 Row = Mapping[str, str]
 Pair = frozenset[tuple[str, str]]
 
@@ -164,6 +166,8 @@ def play(row: Row, folder: Path) -> None:
     finish(folder, "check", *arguments)
     run_dir = folder / "killed"
     threading.Thread(target=pay, args=(folder / "thumbs.sqlite",), daemon=True).start()
+    if row["max_staleness"] != "0" and row["interrupt"] != "wait":
+        threading.Thread(target=slow_down, args=(run_dir,), daemon=True).start()
     # Rewards of the task wait after two steps, so that the kill is not too late.
     hold(run_dir, 2)
     process = start(folder, "run", *arguments, "--run-dir", "killed")
@@ -171,8 +175,6 @@ def play(row: Row, folder: Path) -> None:
     wait_until(lambda: any(checkpoints.glob("step_*")), process, LIMIT_S)
     kill_tree(process)
     release(run_dir)
-    if row["max_staleness"] != "0" and row["interrupt"] != "wait":
-        threading.Thread(target=slow_down, args=(run_dir,), daemon=True).start()
     finish(folder, "run", *arguments, *then.get("resume", ()), "--run-dir", "killed")
     run = pairs_oracle.read_run(run_dir)
     for check in pairs_oracle.CHECKS:
@@ -192,21 +194,28 @@ def pay(answers: Path) -> None:
 
 
 def slow_down(run_dir: Path) -> None:
-    """From the next step on, stop the engine for half a step of training, again and
-    again, until a push has interrupted a rollout. A fast engine may be done before each
-    push.
+    """Stop the engine again and again, until pushes have interrupted some rollouts. A
+    fast engine may be done before each push.
     """
-    known = len(read_lines(run_dir / "metrics.jsonl"))
-    while run_dir.parent.exists():
+    num_interrupted = 0
+    while run_dir.parent.exists() and num_interrupted < NUM_INTERRUPTED:
         time.sleep(0.05)
-        lines = read_lines(run_dir / "metrics.jsonl")[known:]
-        if any(line["rollout/interrupted"] for line in lines):
-            return
-        if lines:
+        if state_of(run_dir) == "running":
             stopped = engine_processes(run_dir)
             send(signal.SIGSTOP, stopped)
-            time.sleep(lines[-1]["perf/train_s"] / 2)
+            time.sleep(0.5)
             send(signal.SIGCONT, stopped)
+        lines = read_lines(run_dir / "metrics.jsonl")
+        num_interrupted = max(
+            (line["rollout/interrupted"] for line in lines), default=0
+        )
+
+
+def state_of(run_dir: Path) -> str:
+    try:
+        return str(json.loads((run_dir / "status.json").read_text())["state"])
+    except FileNotFoundError:
+        return "none"
 
 
 def send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
