@@ -5,6 +5,7 @@ asyncrl.agents.openenv_server FD MODULE:APP` serves an app on an inherited socke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -169,6 +170,9 @@ def main() -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
+        # It would end the server by signals that die_with_parent() ignores.
+        capture_signals = contextlib.nullcontext
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             os.write(ready, READY)

@@ -148,6 +148,7 @@ async def build(
             task_timeouts_s=config.task_timeouts_s,
             retries=rollout.retries,
             failures=RecentFailures(config.supervision.max_infrastructure_failures),
+            is_ending=lifecycle.stop.is_set,
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,
