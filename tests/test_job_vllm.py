@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from crash_fuzz import differences
 from job_runs import (
     ROOT,
     all_gone,
@@ -77,27 +76,6 @@ def test_a_run_trains_over_the_supports_of_vllm(tmp_path: Path) -> None:
     steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 6
     assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4
-
-
-def test_signal_to_all_processes_makes_a_checkpoint(
-    whole: Path, tmp_path: Path
-) -> None:
-    """As systemd and scancel send SIGTERM."""
-    run_dir = tmp_path / "run"
-    process = start(CONFIG, run_dir, *small())
-    wait_for_steps(run_dir, 1, process, PATIENCE_S)
-    controller = psutil.Process(process.pid)
-    tree = [controller, *controller.children(recursive=True)]
-    for member in tree:
-        member.terminate()
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, "lost" in stdout) == (143, False), stdout + stderr
-    assert all_gone(tree)
-    assert list((run_dir / "checkpoints").glob("step_*"))
-    answer = run(CONFIG, run_dir, *small(), timeout_s=PATIENCE_S)
-    assert answer.returncode == 0, answer.stderr
-    assert differences(whole, run_dir) == []
-    assert engine_events(run_dir) == []
 
 
 @pytest.mark.long

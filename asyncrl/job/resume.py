@@ -267,6 +267,7 @@ FIXED = {
     "algorithm.distill_weight": _TAUGHT,
     "algorithm.distill_loss": _TAUGHT,
     "algorithm.distill_top_k": _TAUGHT,
+    "algorithm.router_replay": "rollouts in the journal lack their tokens' experts",
     "rollout.temperature": "tokens in the journal were sampled at it, and the trainer has one temperature",
     "seed": _ORDER,
     "data.shuffle": _ORDER,
@@ -279,6 +280,8 @@ _SWITCHES = ("critic.learning_rate", "algorithm.distill_weight")
 
 def _why_fixed(key: str, values: tuple[object, object]) -> str | None:
     if key in _SWITCHES and all(values):
+        return None
+    if key == "algorithm.router_replay" and not values[1]:
         return None
     if key.startswith("task."):  # task.KEY, or task.NAME.KEY
         key = f"task.{key.rpartition('.')[2]}"
