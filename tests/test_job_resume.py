@@ -53,6 +53,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.config import load_config
 from asyncrl.job.resume import FIXED
+from asyncrl.journal.read import costs_of, reading
 from asyncrl.messages.records import Completion
 from asyncrl.observe.report_page import view_run
 from asyncrl.observe.show import render_inspect
@@ -472,6 +473,35 @@ def test_allowed_changes_train_on(tmp_path: Path) -> None:
     assert [step["step"] for step in read_lines(run_dir / "metrics.jsonl")] == [
         *range(1, 7)
     ]
+
+
+def test_killed_run_keeps_counts_that_no_row_has(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        task={"python": "held_task:PickyLetters", "size": 200},
+        rollout={"retries": 30},
+        trainer={"num_steps": 4},
+    )
+    run_dir = tmp_path / "run"
+    log = run_dir / "logs" / "controller.log"
+
+    def num_retried() -> int:
+        return log.read_text().count(" of 31 failed (") if log.exists() else 0
+
+    def is_durable() -> bool:
+        with reading(run_dir / "journal.sqlite") as connection:
+            return costs_of(connection).get("rollout/retried") == num_retried()
+
+    hold(run_dir, 0)
+    process = start(config, run_dir)
+    wait_until(lambda: num_retried() > 0 and is_durable(), process)
+    process.kill()
+    process.communicate()
+    release(run_dir)
+    before = num_retried()
+    assert run(config, run_dir).returncode == 0
+    last = read_lines(run_dir / "metrics.jsonl")[-1]
+    assert last["rollout/retried"] == num_retried() > before
 
 
 def evaluated(run_dir: Path) -> dict[int, float]:
