@@ -47,6 +47,8 @@ TOKENIZER = (
 )
 GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
+LICENCE = ("README.md", "LICENSE*")
+"""Files that the model card of an export reads."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
@@ -105,7 +107,9 @@ def find_model(
     # A branch on the hub moves. A resumed run fetches the commit that it began with.
     fetched = commit or revision
     try:
-        patterns = [*DOWNLOADED] if needs_weights else [*TOKENIZER, "config.json"]
+        patterns = (
+            [*DOWNLOADED, *LICENCE] if needs_weights else [*TOKENIZER, "config.json"]
+        )
         folder = Path(
             snapshot_download(path, revision=fetched, allow_patterns=patterns)
         )
