@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -170,8 +171,10 @@ def main() -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
-        # It would end the server by signals that die_with_parent() ignores.
-        capture_signals = contextlib.nullcontext
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn's handlers end the server by signals that die_with_parent() ignores.
+            yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
