@@ -206,7 +206,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """
     from vllm_house import faulty_vllm_house
 
+    from asyncrl.base.signals import END
+
     with faulty_vllm_house(tmp_path_factory.mktemp("vllm")) as house:
         yield house
         process = house.process
-        process.assert_leaves_nothing(process.process.terminate, 0)
+        process.assert_leaves_nothing(lambda: process.process.send_signal(END), 0)

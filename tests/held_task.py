@@ -30,6 +30,15 @@ class HeldLetters(Letters):
         return super().score(prompt, completion)
 
 
+class PickyLetters(HeldLetters):
+    """Held letters whose reward raises on an answer that begins with a digit."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        if completion[:1].isdigit():
+            raise ValueError("a digit")
+        return super().score(prompt, completion)
+
+
 class HeldGroups(Letters):
     """Letters whose whole groups are scored: by letters, minus the mean of the group."""
 

@@ -30,6 +30,7 @@ from asyncrl.agents.harness import build_harness
 from asyncrl.agents.openenv import OpenEnvHarness, Shape
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind
+from asyncrl.base.signals import STOPS
 from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
@@ -457,6 +458,10 @@ def test_worker_serves_a_package_and_starts_it_again(
     ((outcome, _),) = play_with(harness, longer)
     assert outcome.reward == 10.0
     (first,) = own_servers()
+    for number in STOPS:  # as schedulers send them to all processes of a run
+        first.send_signal(number)
+    ((outcome, _),) = play_with(harness, longer)
+    assert (outcome.reward, own_servers()) == (10.0, [first])
     with pytest.raises(RolloutFailure, match="step failed: ConnectionClosed"):
         play_with(harness, lambda _: "exit")
     played = play_with(harness, longer, num_rollouts=4)

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import forked_processes
+import psutil
 import pytest
 import yaml
 from agents_for_test import BODIES, WAYS
+from held_task import held_slice
 from job_runs import (
     ROOT,
+    all_gone,
     environment,
     read_lines,
     run,
@@ -166,6 +169,59 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     )
     assert "failed rollout of step " in ended.stdout
     assert inspected(run_dir)["bound_kept"] is True
+
+
+PROGRAM = """
+import json, os, pathlib, time, urllib.request
+task = json.load(open(0))
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": task["messages"]}
+head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+call = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), head)
+urllib.request.urlopen(call).read()
+with open(os.environ["HELD_RUN_DIR"] + ".programs", "a") as file:
+    file.write("x")
+    number = file.tell()
+while number > 8 and os.path.exists(os.environ["HELD_RUN_DIR"] + ".slice"):
+    time.sleep(0.02)
+print(number)
+"""
+
+
+def test_signal_that_ends_agents_too_makes_no_failure(tmp_path: Path) -> None:
+    """Programs of the next batch end by SIGTERM while the trainer is in a step."""
+    config = write_config(
+        tmp_path,
+        generator={
+            "command": [sys.executable, "-c", PROGRAM],
+            "pass_env": ["HELD_RUN_DIR"],
+        },
+        rollout={"max_tokens": 8, "max_prompt_tokens": 64, "slots": 8},
+        algorithm={"advantage": "held_task:held_rloo"},
+        buffer={"max_staleness": 1},
+        trainer={"num_steps": 2, "num_groups": 2},
+    )
+    run_dir = tmp_path / "run"
+    held_slice(run_dir).touch()
+    process = start(config, run_dir)
+    controller = psutil.Process(process.pid)
+    programs = tmp_path / "run.programs"
+    wait_until(lambda: programs.exists() and len(programs.read_text()) == 16, process)
+    agents = [
+        each
+        for each in controller.children(recursive=True)
+        if PROGRAM in each.cmdline()
+    ]
+    assert len(agents) == 8
+    for member in (controller, *controller.children(recursive=True)):
+        member.terminate()
+    assert all_gone(agents)
+    held_slice(run_dir).unlink()
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "restarting" in stdout) == (143, False), stderr
+    assert " failed (" not in (run_dir / "logs" / "controller.log").read_text()
+    assert run(config, run_dir).returncode == 0
+    assert len(read_lines(run_dir / "metrics.jsonl")) == 2
 
 
 def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:

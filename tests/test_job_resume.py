@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from conftest import NUM_STEPS
 from crash_fuzz import (
     PATIENCE_S,
@@ -52,6 +53,8 @@ from sync_run import SyncRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config import load_config
+from asyncrl.job.resume import FIXED
+from asyncrl.journal.read import costs_of, reading
 from asyncrl.messages.records import Completion
 from asyncrl.observe.report_page import view_run
 from asyncrl.observe.show import render_inspect
@@ -393,6 +396,103 @@ def test_inspect_judges_each_batch_by_its_own_bound(tmp_path: Path) -> None:
         8,
     )
     assert found["max_staleness"] == 0 < found["staleness_max"]
+
+
+TEMPLATE = """
+{%- for m in messages %}<|user|>{{ m.content }}<|im_end|>{% endfor %}
+{%- if ask or add_generation_prompt %}<|assistant|>{% endif %}"""
+CHANGED = """
+model: {dtype: bfloat16, chat_template: chat.jinja, chat_template_kwargs: {ask: true}}
+task: {python: "asyncrl.tasks.toy:Letters", args: {letters: abcd}, system_prompt: ab}
+generator: {python: "agents_for_test:two_turns", args: {bonus: 0.1}, outcomes: none, on_overflow: fail,
+  on_timeout: score, give_answer: true}
+gateway: {on_sampling_override: honour, max_rollout_tokens: 90, thoughts: as_template,
+  thoughts_field: reasoning_content, parse_special_tokens: false, tool_format: none}
+rollout: {group_size: 8, num_engines: 2, max_tokens: 20, max_prompt_tokens: 64, top_p: 0.9, top_k: 9,
+  min_p: 0.01, retries: 3, deterministic: false, threads: 2}
+buffer: {max_staleness: 1, look_ahead: 0, on_overdue: mask, filter: equal_rewards}
+trainer: {num_groups: 2, num_steps: 6, mini_batches: 2, epochs: 2, learning_rate: 1.0e-3, schedule: linear,
+  warmup_steps: 2, threads: 2, weight_decay: 0.01, betas: [0.9, 0.95], max_grad_norm: 0.5,
+  deterministic: false}
+algorithm: {advantage: rloo, loss: cispo, correction: tis, ratio: proximal, aggregate: sequence,
+  clip_low: 0.1,
+  off_policy_mask: 0.5, top_entropy: 0.5, importance_cap: 3.0, proximal: interpolate, kl_coefficient: 0.01,
+  kl_estimator: k2, kl_weighted: false, overlong_tokens: 4, reward_weight: 2.0}
+eval: {task: {python: "asyncrl.tasks.toy:Letters"}, every: 2, num_prompts: 4}
+weight_sync: {interrupt: abort}
+"""
+OF_OTHER_PROGRAMS = """
+    task.name task.files task.dataset task.split task.reasoning_gym task.verifiers task.generator task.limits
+    task.algorithm task.prompt_column task.answer_column task.reward task.special_tokens generator.command
+    generator.verifiers generator.openenv generator.remote generator.env generator.pass_env generator.sandbox
+    generator.sandbox_paths generator.max_memory_mb generator.worker_python generator.stop rollout.engine
+    rollout.simulated rollout.vllm trainer.router_aux_loss algorithm.clip_high algorithm.clip_delta
+    algorithm.kl_in algorithm.distill_beta algorithm.gae_lambda algorithm.discount algorithm.whiten_advantages
+    algorithm.state_weight algorithm.turn_discount weight_sync.transport eval.name eval.at_start eval.engine
+    eval.samples eval.temperature eval.top_p eval.top_k eval.min_p eval.slots eval.timeout_s
+""".split()
+"""Keys of other sources of prompts, harnesses, engines, losses and models."""
+
+
+def test_allowed_changes_train_on(tmp_path: Path) -> None:
+    """Each key that a resume may change is here, but for OF_OTHER_PROGRAMS."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    changes = yaml.safe_load(CHANGED.replace("chat.jinja", str(template)))
+    task = {"python": "held_task:HeldLetters", "size": 200}
+    trainer = {"num_steps": 4}
+    config = write_config(
+        tmp_path, task=task, buffer={"max_staleness": 2}, trainer=trainer
+    )
+    changed = variant(config, tmp_path / "changed", **changes)
+    left = {
+        f"{name}.{key}"
+        for name, section in load_config(changed)
+        for key in getattr(type(section), "model_fields", ())
+        if section.free_keys != "*"
+        and key not in (*section.free_keys, *changes.get(name, ()))
+    }
+    assert left - FIXED.keys() == {*OF_OTHER_PROGRAMS}
+    run_dir = tmp_path / "run"
+    hold(run_dir, 3)
+    process = start(config, run_dir)
+    wait_for_steps(run_dir, 3, process)
+    process.kill()
+    process.communicate()
+    release(run_dir)
+    allowed = [word for name in changes for word in ("--allow-change", name)]
+    answer = run(changed, run_dir, *allowed)
+    assert answer.returncode == 0, answer.stderr
+    assert len(read_lines(run_dir / "metrics.jsonl")) == 6
+
+
+def test_killed_run_keeps_counts_that_no_row_has(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        task={"python": "held_task:PickyLetters", "size": 200},
+        rollout={"retries": 30},
+        trainer={"num_steps": 4},
+    )
+    run_dir = tmp_path / "run"
+    log = run_dir / "logs" / "controller.log"
+
+    def num_retried() -> int:
+        return log.read_text().count(" of 31 failed (") if log.exists() else 0
+
+    def is_durable() -> bool:
+        with reading(run_dir / "journal.sqlite") as connection:
+            return costs_of(connection).get("rollout/retried") == num_retried()
+
+    hold(run_dir, 0)
+    process = start(config, run_dir)
+    wait_until(lambda: num_retried() > 0 and is_durable(), process)
+    process.kill()
+    process.communicate()
+    release(run_dir)
+    before = num_retried()
+    assert run(config, run_dir).returncode == 0
+    last = read_lines(run_dir / "metrics.jsonl")[-1]
+    assert last["rollout/retried"] == num_retried() > before
 
 
 def evaluated(run_dir: Path) -> dict[int, float]:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from job_runs import all_gone, environment
 from launch_cases import load, machine, nodes
 
+from asyncrl.base.signals import STOPS
 from asyncrl.job.servers import start_mps
 from asyncrl.launch import mps
 from asyncrl.launch.machine import CudaDevice, single_node
@@ -36,7 +38,7 @@ if [ "$1" = -d ]; then
 else
     read command
     echo "$command" >> "$0.calls"
-    if [ "$command" = quit ]; then kill "$(cat "$0.pid")"; fi
+    if [ "$command" = quit ]; then kill -9 "$(cat "$0.pid")"; fi
 fi
 """
 CONTROLLER = """
@@ -85,6 +87,9 @@ def test_daemon_of_the_shared_device_ends_with_the_run(
     async def story() -> psutil.Process:
         assert await made.start() == ""
         daemon = daemon_of(control)
+        (shell,) = psutil.Process().children()
+        for process, number in product([daemon, shell], STOPS):
+            process.send_signal(number)
         assert daemon.is_running()
         for _ in range(2):
             await made.aclose()

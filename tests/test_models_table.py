@@ -4,11 +4,19 @@ is measured here.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from model_table import VLLM, measure, read_table, vllm_names, with_vllm
-from model_zoo import TYPES
+from model_zoo import TYPES, make_config
 from transformers import CONFIG_MAPPING
+
+from asyncrl.config import ModelConfig
+from asyncrl.launch.plan import model_shape
+from asyncrl.models.structure import find_structure
+from asyncrl.models.support import find_support
+from asyncrl.trainer.forward_plan import probe_model
 
 TABLE = read_table()
 
@@ -23,6 +31,25 @@ def test_table_has_every_model_of_the_zoo() -> None:
         "refused",
         "no",
     }
+
+
+@pytest.mark.slow
+def test_check_knows_which_models_the_engine_serves_exactly(tmp_path: Path) -> None:
+    """Engines find experts and states in the loaded model."""
+    checked, found = dict[str, bool](), dict[str, bool]()
+    for name in TYPES:
+        kind = name.partition(" ")[0]
+        if all(row["embedded engine"] == "refused" for row in find_support(kind)):
+            continue  # by `check` too
+        config = make_config(name)
+        (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+        model = probe_model(config.get_text_config(), torch.device("cpu"))
+        kinds = [type(module).__name__ for module in model.modules()]
+        has_experts = any(each.endswith("Experts") for each in kinds)
+        found[name] = not has_experts and not find_structure(model).mixers
+        checked[name] = not model_shape(ModelConfig(path=str(tmp_path))).inexact
+    assert len(found) > 100
+    assert checked == found
 
 
 @pytest.mark.long

@@ -102,6 +102,7 @@ task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExi
 task.python=leaves_here:f -> leaves_here:f cannot be loaded: SystemExit: os._exit(0) was called
 task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called (leaves_later.py line 2)
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
+trainer.router_aux_loss=0.1 -> trainer.router_aux_loss=0.1 for a Qwen
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
@@ -162,6 +163,29 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     said = capsys.readouterr().err
     assert is_said(words, said), said
     assert "Way out: " in said
+
+
+MOE = "model.scratch.architecture={model_type: %s, hidden_size: 32, num_attention_heads: 4%s}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "balance"),
+    [
+        (MOE % ("qwen3_moe", ""), ["auto is 0.001"]),
+        (MOE % ("mixtral", ", router_aux_loss_coef: 0.02"), ["auto is 0.02"]),
+        (MOE % ("deepseek_v3", ""), ["auto is off"]),
+        (MOE % ("mixtral", "") + " trainer.router_aux_loss=0.3", ["0.3"]),
+        ("seed=1", []),
+    ],
+)
+def test_check_prints_the_balance_of_experts(
+    here: Path, setting: str, balance: list[str]
+) -> None:
+    config = load_config(write_config(here), settings_of(setting))
+    lines = check_lines(config, single_node())
+    starts = "trainer.router_aux_loss: "
+    found = [line for line in lines if line.startswith(starts)]
+    assert found == [starts + text for text in balance]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from job_runs import write_config
 from safetensors.torch import load_file
 from tiny_model import STACKED, make_tiny_moe
@@ -343,6 +344,7 @@ BY_JUDGE = {"dataset": "openai/gsm8k", "reward": {"judge": JUDGE}}
     [
         (BY_FILE, "mit", ["| data | rows.jsonl |", "| reward | r.py:f |"], None),
         (BY_MODEL, "other", ["| data | openai/gsm8k |", "| reward | a/b |"], True),
+        (BY_FILE, "apache-2.0", ["| base model | some/model |"], None),
         (BY_JUDGE, "unknown", ["| data | openai/gsm8k |", "| reward | m |"], True),
     ],
 )
@@ -353,14 +355,26 @@ def test_card_names_what_the_model_was_made_of(
     licence: str,
     rows: list[str],
     datasets: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base = shutil.copytree(made.config.model.path or "", tmp_path / "base")
+    """The licence of a model on the hub is in the snapshot in the cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", tmp_path / "hub")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    is_on_hub = licence == "apache-2.0"
+    commit = "0" * 40
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / commit
+    place = snapshot if is_on_hub else tmp_path / "base"
+    base = shutil.copytree(made.config.model.path or "", place)
     values = yaml.safe_load((made.path / "config.yaml").read_text())
     values["task"] |= {"size": 1000, "python": None, **task}
-    values["model"]["path"] = str(base)
+    values["model"]["path"] = "some/model" if is_on_hub else str(base)
     (made.path / "config.yaml").write_text(yaml.safe_dump(values))
-    if licence == "mit":
-        (base / "README.md").write_text("---\nlicense: mit\n---\nA model.")
+    if licence in ("mit", "apache-2.0"):
+        (base / "README.md").write_text(f"---\nlicense: {licence}\n---\nA model.")
+    if is_on_hub:
+        pin = ModelPin(made.path, "some/model")
+        pin.read(base)
+        pin.write()
     if licence != "unknown":
         (base / "LICENSE").write_text("Permission is granted")
     out = made.export(tmp_path / "out", step="2")
@@ -369,7 +383,8 @@ def test_card_names_what_the_model_was_made_of(
     assert front["license"] == licence
     assert front.get("datasets") == (["openai/gsm8k"] if datasets else None)
     assert (out / "LICENSE").exists() == (licence != "unknown")
-    fixed = ["| base model | base |", "| learning rate | 0.003, constant |"]
+    name = "some/model" if is_on_hub else "base"
+    fixed = [f"| base model | {name} |", "| learning rate | 0.003, constant |"]
     for row in [*fixed, *rows, f"| licence | {licence}: see the base model |"]:
         assert row in card
     assert "/home/me" not in card

@@ -265,6 +265,7 @@ def test_settings_of_the_computation_may_not_change(
             {"teacher": {"path": "m"}, "algorithm": {"distill_weight": 1.0}},
             "lack these numbers of a teacher",
         ),
+        ({"algorithm": {"router_replay": True}}, "lack their tokens' experts"),
     ],
 )
 def test_change_that_no_resume_can_make_is_refused_at_once(

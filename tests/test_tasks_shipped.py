@@ -14,7 +14,8 @@ import pytest
 from fakes import FakeTokenizer
 from token_cases import completion_of
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, RewardFailure
+from asyncrl.base.failures import FailureKind
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, Rollout
 from asyncrl.rollouts.rollout import make_trajectory, score_completion
@@ -97,7 +98,7 @@ async def test_an_answer_that_makes_a_library_raise_earns_0_and_is_counted(
 
 
 @pytest.mark.asyncio
-async def test_only_an_answer_that_math_verify_never_finishes_earns_0_for_that(
+async def test_an_answer_that_math_verify_never_finishes_fails_its_rollout(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "answer": "7"}')
@@ -105,9 +106,11 @@ async def test_only_an_answer_that_math_verify_never_finishes_earns_0_for_that(
     config = TaskConfig(
         files=files, reward="math", reward_timeout_s=3.0, reward_workers=1
     )
-    texts = ("7", "\\boxed{9^{9^{9^9}}}", "8")
     prompt = Prompt("0/0", (), "7")
-    assert await scored(config, prompt, *texts) == [(1, 0), (0, 1), (0, 0)]
+    with pytest.raises(RewardFailure) as failed:
+        await scored(config, prompt, "\\boxed{9^{9^{9^9}}}")
+    assert failed.value.kind == FailureKind.REWARD_TIMEOUT
+    assert await scored(config, prompt, "7", "8") == [(1, 0), (0, 0)]
 
 
 # letters

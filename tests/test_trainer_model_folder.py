@@ -35,10 +35,19 @@ def begin(run_dir: Path, model: Path, *, is_free: bool = False) -> ModelPin:
 def test_run_refuses_another_model_until_it_is_accepted(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (model / name).write_bytes(b"first")
+    weights = model / "model.safetensors"
+    (model / "config.json").write_bytes(b"first")
+    save_file({"a": torch.zeros(3, 2), "b": torch.zeros(2)}, weights)
     begin(tmp_path, model).write()
-    (model / "model.safetensors").write_bytes(b"other")
+    for other in (
+        {"a": torch.zeros(3, 2)},
+        {"a": torch.ones(2, 3), "b": torch.ones(2)},
+    ):
+        save_file(other, weights)
+        with pytest.raises(ConfigError, match="other names or sizes") as caught:
+            begin(tmp_path, model, is_free=True)
+        assert "--allow-change does not help" in caught.value.rule
+    save_file({"a": torch.ones(3, 2), "b": torch.ones(2)}, weights)
     (model / "config.json").unlink()
     (model / "chat_template.jinja").write_bytes(b"new")
     accepted = begin(tmp_path, model, is_free=True)

@@ -4,6 +4,7 @@ and ends.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
 from asyncrl.base.http import Refused
+from asyncrl.base.signals import STOPS
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import OWN, VllmSpec, build_arguments, first_error
 
@@ -198,6 +200,13 @@ class TestAServer:
         for pid in pids:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+
+    def test_signals_to_all_processes_end_none(self, server: VllmProcess) -> None:
+        pids = server.group()
+        for pid, number in itertools.product(pids, STOPS):
+            os.kill(pid, number)
+        assert len(server.generate([10, 11, 12])[0]) == 16
+        assert set(server.group()) == set(pids)
 
     def test_prefills_of_more_than_a_step_leave_the_engine_alive(
         self, server: VllmProcess

@@ -115,11 +115,13 @@ class VllmProcess(EngineProcess):
             time.sleep(0.05)
 
     def scratch(self) -> Path:
-        environs = b"".join(
-            Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group()[1:]
-        )
-        (scratch,) = set(re.findall(rb"\0TMPDIR=([^\0]+asyncrl-vllm[^\0]+)", environs))
-        return Path(scratch.decode())
+        """Return the folder of its sockets."""
+        members = [psutil.Process(pid) for pid in self.group()]
+        sockets = [
+            each.laddr for member in members for each in member.net_connections("unix")
+        ]
+        (scratch,) = set(re.findall(r"[^\s']+/asyncrl-vllm-\w+", " ".join(sockets)))
+        return Path(scratch)
 
     def assert_leaves_nothing(self, end: Callable[[], object], code: int) -> None:
         """After `end` it ends with this code, and leaves no processes, shared memory or

@@ -36,6 +36,7 @@ from asyncrl.agents.harness import (
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
+from asyncrl.base.signals import IGNORE_IN_SHELL
 from asyncrl.base.waits import shielded
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import ENDPOINT_ENV
@@ -140,7 +141,7 @@ class CommandHarness:
                 [
                     "/bin/sh",
                     "-c",
-                    _GUARD,
+                    IGNORE_IN_SHELL + _GUARD,
                     "guard",
                     f"{MARK_ENV}={self.token}",
                     self._folder,

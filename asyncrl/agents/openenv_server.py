@@ -5,6 +5,7 @@ asyncrl.agents.openenv_server FD MODULE:APP` serves an app on an inherited socke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -169,6 +171,11 @@ def main() -> None:
     import uvicorn
 
     class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn's handlers end the server by signals that die_with_parent() ignores.
+            yield
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             os.write(ready, READY)

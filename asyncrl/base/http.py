@@ -290,20 +290,20 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
 
 
 def die_with_parent(
-    on_orphaned: Callable[[], None] = lambda: None, *, ignores_stops: bool = True
+    on_orphaned: Callable[[], None] = lambda: None,
+    shield: Callable[[], None] = ignore_stops,
 ) -> None:
     """Exit when standard input ends, or by END; dump stacks on STACKS. Call it before
-    any slow import. `ignores_stops` False: SIGTERM ends it, and END does nothing.
+    any slow import. `shield` keeps signals to all processes from ending this one.
     """
     faulthandler.register(STACKS, all_threads=True)
-    if ignores_stops:
-        ignore_stops()
-    else:
-        signal.signal(END, signal.SIG_IGN)
+    shield()
     # Before the thread starts, which would swallow the line. The result is cached.
     _secrets_from_parent()
 
     def watch() -> None:
+        # A thread that does not block it dumps the stacks of all threads.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS])
         while os.read(0, 4096):
             pass
         try:

@@ -2,8 +2,8 @@
 and scancel send SIGTERM, Slurm's --signal SIGUSR1, a closed terminal SIGHUP.
 
 The controller then finishes its step and makes a checkpoint, which needs its children.
-So children ignore these signals. They end by END, which only the controller sends, or
-at the end of their standard input.
+So children ignore these signals, or block them where a library sets handlers. They end
+by END, which only the controller sends, or at the end of their standard input.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
 
 STOPS = (
     signal.SIGINT,
@@ -25,6 +26,8 @@ STOPS = (
 END = signal.SIGRTMIN + 8
 STACKS = signal.SIGUSR1
 """Makes a child log its stacks."""
+IGNORE_IN_SHELL = "trap '' INT HUP TERM USR1 USR2\n"
+"""Makes a shell and the programs that it starts ignore STOPS."""
 _KEPT_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 
@@ -56,6 +59,26 @@ def ignore_stops() -> None:
 
 
 def _ignore(*_: object) -> None: ...
+
+
+def block_stops() -> None:
+    """Block STOPS in this process and in all processes that it starts, for libraries
+    with handlers of their own.
+    """
+    with blocked(STOPS):
+        # Its start unblocks SIGINT and SIGTERM, and any shared memory starts it.
+        resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+
+def end_by_sigterm() -> None:
+    """Let END unblock and send SIGTERM. A fork or an exec forgets it, but no mask."""
+    signal.signal(END, _terminate)
+
+
+def _terminate(*_: object) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -37,6 +38,7 @@ from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, ServerFactory, start_mps
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import is_counted
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.trainer_api import ExportResponse
@@ -148,6 +150,7 @@ async def build(
             task_timeouts_s=config.task_timeouts_s,
             retries=rollout.retries,
             failures=RecentFailures(config.supervision.max_infrastructure_failures),
+            is_ending=lifecycle.stop.is_set,
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,
@@ -165,7 +168,10 @@ async def build(
         )
     held_out = () if evaluation is None else evaluation.held_out
     scorers = (scorer, *(each.scorers for each in held_out))
-    journal.costs = partial(costs_of_rewards, fleet, scorers)
+    sources: list[Any] = [scorer, fleet]
+    if agents is not None:
+        sources += [agents.gateway, agents.queue]
+    journal.costs = partial(totals_of_process, reporter, sources, scorers, producers)
     scheduler = _make_scheduler(lifecycle, fleet, journal, buffer, evaluation, reporter)
     scale = _make_scale(lifecycle, fleet, scheduler, producers, num_engines)
     if agents is not None:
@@ -444,12 +450,25 @@ def _make_scale(
     )
 
 
-def costs_of_rewards(fleet: Fleet, scorers: Sequence[Scorers]) -> dict[str, float]:
-    """Return what rewards have cost in this process. `scorers`: the run's, then those
-    of evaluations.
+def totals_of_process(
+    reporter: Reporter,
+    sources: Sequence[Any],
+    scorers: Sequence[Scorers],
+    producers: Producers,
+) -> dict[str, float]:
+    """Return all counts of this process that the journal's own rows do not give. The
+    reporter's are up to a second old. `scorers`: the run's, then those of evaluations.
     """
-    found = {**scorers[0].gauges(), **fleet.gauges(), **judge_gauges(scorers)}
-    return {name: value for name, value in found.items() if is_total(name)}
+    found = reporter.added_totals()
+    for source in sources:
+        found |= source.gauges()
+    found |= judge_gauges(scorers)
+    found["rollout/retried"] = producers.runner.num_retried
+    return {
+        name: value
+        for name, value in found.items()
+        if is_total(name) and not is_counted(name)
+    }
 
 
 def controller_state(

@@ -293,7 +293,9 @@ def try_reward(
 
 
 def _try_model(config: RunConfig) -> Iterator[str]:
-    """Build the model on `meta`. Raises ConfigError."""
+    """Build the model on `meta`, and yield how its experts are balanced. Raises
+    ConfigError.
+    """
     path = find_architecture(config.model)
     if config.model.scratch is None and not path.is_file():
         return
@@ -302,7 +304,11 @@ def _try_model(config: RunConfig) -> Iterator[str]:
     except ModuleNotFoundError as error:
         yield f"model: its architecture is not checked: that needs the package {error.name}"
     else:
-        try_model(config, path.parent)
+        weight = try_model(config, path.parent)
+        if weight is not None:
+            auto = "auto is " if config.trainer.router_aux_loss == "auto" else ""
+            shown = f"{weight:g}" if weight else "off"
+            yield f"trainer.router_aux_loss: {auto}{shown}"
 
 
 async def check_everything(lifecycle: Lifecycle, *, reads_all: bool = True) -> Found:

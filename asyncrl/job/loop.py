@@ -279,9 +279,8 @@ class Job:
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
         if evaluation is not None:
             self.lifecycle.spawn(evaluation.run(), name="evaluation")
-        if on_rollout_engines is not None:
             self.lifecycle.spawn(
-                self._stop_evaluation(on_rollout_engines), name="evaluation stop"
+                self._stop_evaluation(evaluation), name="evaluation stop"
             )
         if version > 0:
             self.lifecycle.log.activity("bringing the weights to the engines")
@@ -306,7 +305,8 @@ class Job:
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         # While rollout engines evaluate, the next push or handover waits. A stopped run
-        # must not wait for a whole evaluation before it makes its checkpoint.
+        # must not wait for a whole evaluation before it makes its checkpoint. And agents
+        # that a signal ends must not count as the policy's failures.
         await self.lifecycle.stop.wait()
         evaluation.stop_nowait()
 
@@ -323,8 +323,7 @@ class Job:
                     with span("trainer", "record", batch.version - 1):
                         await recording
                 counted = self.reporter.counted_before_publish(run, batch)
-                # A stopped run needs its engines no more, and a scheduler may have ended
-                # those of vLLM.
+                # A stopped run needs its engines no more.
                 if not self.lifecycle.stop.is_set():
                     with span("trainer", "to engines", batch.version):
                         await run.scheduler.to_engines(report.policy_version)

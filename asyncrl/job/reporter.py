@@ -588,6 +588,9 @@ class Reporter:
     def _gauges(self, run: Components) -> dict[str, Any]:
         return self._counted({**gauges(run), **self._traces.gauges()})
 
+    def added_totals(self) -> dict[str, float]:
+        return dict(self._totals.added)
+
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}

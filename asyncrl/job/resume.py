@@ -261,10 +261,13 @@ _TAUGHT = "rollouts in the journal lack these numbers of a teacher"
 FIXED = {
     "trainer.lora": "checkpoints hold adapters of this form",
     "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
+    "critic.path": "checkpoints hold the critic's weights",
+    "critic.revision": "checkpoints hold the critic's weights",
     "critic.learning_rate": "a checkpoint with a critic does not load without one, nor the reverse",
     "algorithm.distill_weight": _TAUGHT,
     "algorithm.distill_loss": _TAUGHT,
     "algorithm.distill_top_k": _TAUGHT,
+    "algorithm.router_replay": "rollouts in the journal lack their tokens' experts",
     "rollout.temperature": "tokens in the journal were sampled at it, and the trainer has one temperature",
     "seed": _ORDER,
     "data.shuffle": _ORDER,
@@ -277,6 +280,8 @@ _SWITCHES = ("critic.learning_rate", "algorithm.distill_weight")
 
 def _why_fixed(key: str, values: tuple[object, object]) -> str | None:
     if key in _SWITCHES and all(values):
+        return None
+    if key == "algorithm.router_replay" and not values[1]:
         return None
     if key.startswith("task."):  # task.KEY, or task.NAME.KEY
         key = f"task.{key.rpartition('.')[2]}"

@@ -18,6 +18,7 @@ from asyncrl.config.load import writer_of
 from asyncrl.config.sft_config import MEAN_NLL
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
+from asyncrl.launch.plan import find_architecture
 from asyncrl.observe.run_dir import (
     SUMMARY_FILE,
     journal_path,
@@ -220,7 +221,10 @@ def _write_card(
     sources = settings.get("data") or settings["task"]
     sources = sources if isinstance(sources, list) else [sources]
     names = [one["dataset"] for one in sources]
-    licence = _licence_of(Path(base), folder)
+    pinned = ModelPin(run_dir, config.model.source).revision
+    revision = {"revision": pinned or config.model.revision}
+    here = find_architecture(config.model.model_copy(update=revision))
+    licence = _licence_of(here.parent, folder)
     data = ModelCardData(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
@@ -288,7 +292,9 @@ def _shown(value: object) -> str:
 
 
 def _licence_of(base: Path, folder: Path) -> str:
-    """Return the licence that the base folder names, and copy its file to `folder`."""
+    """Return the licence that the base folder names, which may be a snapshot in the
+    hub's cache, and copy its file to `folder`.
+    """
     files = sorted(base.glob("LICENSE*"))
     for file in files:
         shutil.copyfile(file, folder / file.name)

@@ -61,6 +61,11 @@ _COUNTED = {
 """Run-wide counters, by the names of observe/metrics.py."""
 
 
+def is_counted(name: str) -> bool:
+    """Return whether rows of the journal give this counter, which may be of a task."""
+    return name == "reward/posted" or "/".join(name.split("/")[:2]) in _COUNTED
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.

@@ -17,6 +17,7 @@ from asyncio import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from asyncrl.base.signals import IGNORE_IN_SHELL
 from asyncrl.config import RunConfig
 from asyncrl.launch.machine import CudaDevice
 
@@ -86,7 +87,7 @@ class Mps:
             *(
                 "/bin/sh",
                 "-c",
-                KEEP_DAEMON,
+                IGNORE_IN_SHELL + KEEP_DAEMON,
                 CONTROL,
                 sys.executable,
                 PROBE,

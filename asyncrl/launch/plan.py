@@ -48,7 +48,7 @@ from asyncrl.launch.placement import (
     cuda_devices,
     place,
 )
-from asyncrl.models.support import has_states
+from asyncrl.models.support import EXPERTS, has_experts, has_states
 
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
@@ -937,7 +937,6 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
 
 # ---- sizes of a model
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_ROUND = (
     "rounding of an expert depends on how many tokens are routed to it at once"
 )
@@ -1042,7 +1041,9 @@ def find_architecture(model: ModelConfig) -> Path:
 
 def _shape(architecture: Mapping[str, Any]) -> ModelShape:
     def size(name: str, default: int = 0) -> int:
-        return int(architecture.get(name) or default)
+        value = architecture.get(name) or default
+        # Gemma 3n has a width for each layer.
+        return max(value) if isinstance(value, list) else int(value)
 
     hidden, layers, vocab = (
         size("hidden_size"),
@@ -1067,7 +1068,10 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
     )
     width = active = size("intermediate_size", 4 * hidden)
-    if num_experts := next(filter(None, map(size, EXPERTS)), 0):
+    inexact = STATES_ROUND if has_states(architecture) else ""
+    if has_experts(architecture):
+        inexact = EXPERTS_ROUND
+        num_experts = max(map(size, EXPERTS))
         expert = size("moe_intermediate_size", width)
         shared = size(
             "shared_expert_intermediate_size", size("n_shared_experts") * expert
@@ -1076,9 +1080,6 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         chosen = size("num_experts_per_tok", size("moe_k", 1))
         active = chosen * expert + shared
         saved += 2 * chosen * hidden  # each expert's input and output
-    inexact = STATES_ROUND if has_states(architecture) else ""
-    if num_experts:
-        inexact = EXPERTS_ROUND
     embeddings = (
         vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     )

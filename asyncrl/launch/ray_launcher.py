@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from asyncrl.base.errors import ComponentError, ConfigError, NodeLost, WeightsLost
+from asyncrl.base.signals import IGNORE_IN_SHELL
 from asyncrl.base.waits import waiting
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import ONE_THREAD
@@ -457,7 +458,8 @@ class Host:
         # The actor may be killed before it can clean up: its files would stay in shared
         # memory. This shell is in another session, waits for the end of its standard
         # input, which the kernel closes at the actor's death, and removes them.
-        remover = ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)]
+        script = IGNORE_IN_SHELL + REMOVE_AFTERWARDS
+        remover = ["/bin/sh", "-c", script, str(self._files.folder)]
         self._remover = subprocess.Popen(
             remover, stdin=subprocess.PIPE, start_new_session=True
         )

@@ -21,6 +21,7 @@ STATE_SIZES = (
     "lru_width",
 )
 """Keys of architectures with such layers that may have no `layer_types`."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def find_support(model_type: str) -> list[dict[str, str]]:
@@ -38,6 +39,13 @@ def support_lines(rows: list[dict[str, str]]) -> list[str]:
         text = ", ".join(f"{cell}: {row[cell]}" for cell in CELLS)
         names.setdefault(text, f"{row['type']} {row['variant']}".rstrip())
     return [f"model: {name}: {text}" for text, name in names.items()]
+
+
+def has_experts(architecture: Mapping[str, Any]) -> bool:
+    """Return whether routers send tokens to experts."""
+    parts = (architecture, architecture.get("ffn_config") or {})  # the latter of DBRX
+    is_off = architecture.get("enable_moe_block") is False  # in Gemma 4
+    return not is_off and any(part.get(name) for part in parts for name in EXPERTS)
 
 
 def has_states(architecture: Mapping[str, Any]) -> bool:

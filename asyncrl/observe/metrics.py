@@ -103,6 +103,8 @@ class Totals:
 
     def __init__(self) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self.added: dict[str, float] = {}
+        """What this process has counted. Another thread may copy it."""
         self._seen: dict[tuple[str, str], float] = {}
 
     def starts_from(self, totals: Mapping[str, float]) -> None:
@@ -120,7 +122,9 @@ class Totals:
                 value if isinstance(value, Mapping) else {"": value}
             ).items():
                 before = self._seen.get((name, source), 0)
-                self._totals[name] += now - before if now >= before else now
+                more = now - before if now >= before else now
+                self._totals[name] += more
+                self.added[name] = self.added.get(name, 0) + more
                 self._seen[name, source] = now
         return {name: self._totals[name] for name in counted}
 

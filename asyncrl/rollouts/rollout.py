@@ -309,7 +309,9 @@ def how_failed(num_attempts: int) -> str:
 class RolloutRunner:
     """Run rollouts within rollout.timeout_s each, retries included. `task_timeouts_s`:
     of tasks with another limit (task.limits.timeout_s). `retries_policy`: retry failures
-    that the policy may have caused, too.
+    that the policy may have caused, too. `is_ending`: the run stops, and the signal that
+    stops it may have ended an agent's program. A rollout that fails then waits until it
+    is cancelled, and a resume repeats it.
 
     Waits: run waits for a slot before each attempt, then in the generator, at most
     timeout_s in total unless the generator holds the clock.
@@ -325,6 +327,7 @@ class RolloutRunner:
     failures: RecentFailures = field(default_factory=RecentFailures)
     task_timeouts_s: Mapping[str, float] = field(default_factory=dict)
     retries_policy: bool = True
+    is_ending: Callable[[], bool] = lambda: False
     num_retried: int = field(default=0, init=False)
     started_s: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -350,7 +353,10 @@ class RolloutRunner:
                     self.started_s.setdefault(
                         attempt.rollout_id, asyncio.get_running_loop().time()
                     )
-                    outcome = await self._run_attempt(attempt, slots)
+                    ended = await self._run_attempt(attempt, slots)
+                    if isinstance(ended, RolloutFailure) and self.is_ending():
+                        await asyncio.Event().wait()
+                    outcome = ended
                 finally:
                     slots.give_back_nowait(attempt.rollout_id)
                     attempt.count_lost(outcome)

@@ -20,7 +20,12 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import settle_folder, write_whole
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.models.loading import check_quantization, quantization_of
+from asyncrl.models.loading import (
+    check_quantization,
+    other_parts,
+    quantization_of,
+    stored_files,
+)
 from asyncrl.models.support import find_support
 
 MAKE_TIMEOUT_S = 300.0
@@ -42,6 +47,8 @@ TOKENIZER = (
 )
 GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
+LICENCE = ("README.md", "LICENSE*")
+"""Files that the model card of an export reads."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
@@ -100,7 +107,9 @@ def find_model(
     # A branch on the hub moves. A resumed run fetches the commit that it began with.
     fetched = commit or revision
     try:
-        patterns = [*DOWNLOADED] if needs_weights else [*TOKENIZER, "config.json"]
+        patterns = (
+            [*DOWNLOADED, *LICENCE] if needs_weights else [*TOKENIZER, "config.json"]
+        )
         folder = Path(
             snapshot_download(path, revision=fetched, allow_patterns=patterns)
         )
@@ -267,11 +276,14 @@ def _check_folder(folder: Path, name: str, *, needs_weights: bool = True) -> Non
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """`files`: digests by name."""
+    """`files`: digests by name; `shapes`: digest of the weights' names and sizes, '' if
+    they are not in safetensors, or version 0.1 pinned them.
+    """
 
     given: str | None
     revision: str | None
     files: dict[str, str]
+    shapes: str = ""
 
 
 class ModelPin:
@@ -280,25 +292,23 @@ class ModelPin:
     def __init__(
         self, run_dir: Path, given: str | None, *, is_free: bool = False
     ) -> None:
-        """`is_free`: accept any model."""
+        """`is_free`: accept other files of the same architecture."""
         self.path = run_dir / MODEL_PIN
         self._given = given
+        self._is_free = is_free
         self._found: PinnedModel | None = None
-        is_pinned = self.path.exists() and not is_free
         self._pinned = (
             PinnedModel.model_validate_json(self.path.read_bytes())
-            if is_pinned
+            if self.path.exists()
             else None
         )
 
     @property
     def revision(self) -> str | None:
         pinned = self._pinned
-        return (
-            pinned.revision
-            if pinned is not None and pinned.given == self._given
-            else None
-        )
+        if pinned is None or pinned.given != self._given or self._is_free:
+            return None
+        return pinned.revision
 
     def read(self, folder: Path) -> None:
         """Hash the files. Raises ConfigError that lists changed ones."""
@@ -312,11 +322,26 @@ class ModelPin:
         )
         files = {path.name: _hash(path) for path in paths}
         revision = folder.name if folder.parent.name == "snapshots" else None
-        self._found = PinnedModel(given=self._given, revision=revision, files=files)
+        self._found = PinnedModel(
+            given=self._given,
+            revision=revision,
+            files=files,
+            shapes=_shapes_digest(folder),
+        )
         # Other weights would be another initial policy and reference, and another
         # tokenizer would give other ids to the same text. Neither has to raise an error
         # later.
         if self._pinned is None or self._pinned.files == files:
+            return
+        shapes = {self._pinned.shapes, self._found.shapes} - {""}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"the model in {folder} has weights of other names or sizes than the one that this run "
+                "began with",
+                rule="checkpoints hold weights of that architecture, so that --allow-change does not help",
+                way_out="restore model.path, or start a new run in another --run-dir.",
+            )
+        if self._is_free:
             return
         differing = sorted(
             {name for name, _ in self._pinned.files.items() ^ files.items()}
@@ -338,6 +363,25 @@ class ModelPin:
             write_whole(
                 self.path, json.dumps(self._found.model_dump(), indent=1) + "\n"
             )
+
+
+def _shapes_digest(folder: Path) -> str:
+    """Return a digest of the names and sizes of the language model's weights."""
+    files = stored_files(folder)
+    others = other_parts(files)
+    shapes = list[tuple[str, list[int]]]()
+    for path in {*files.values()}:
+        with safe_open(path, framework="np") as file:
+            shapes += [
+                (name, file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118  it is no mapping
+                if name not in others
+            ]
+    return (
+        xxhash.xxh3_128(json.dumps(sorted(shapes)).encode()).hexdigest()
+        if shapes
+        else ""
+    )
 
 
 def _hash(path: Path) -> str:

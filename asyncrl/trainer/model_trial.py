@@ -25,6 +25,7 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import loading, text_config
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.trainer.forward_plan import probe_model
+from asyncrl.trainer.policy import BalanceLoss
 from asyncrl.trainer.random_init import (
     ARCHITECTURE,
     CORRECT,
@@ -36,9 +37,10 @@ TRIAL_S = 300.0
 """Limit of an engine's trial. A start on a slow core takes 10 s."""
 
 
-def try_model(config: RunConfig, folder: Path) -> None:
-    """Build the model on `meta`. Raises ConfigError. `folder`: holds config.json,
-    unless the model is made from scratch.
+def try_model(config: RunConfig, folder: Path) -> float | None:
+    """Build the model on `meta`; return the weight of its load-balancing loss, or None
+    without experts. Raises ConfigError. `folder`: holds config.json, unless the model is
+    made from scratch.
     """
     lora = config.trainer.lora
     with _architecture(config.model, folder) as architecture, torch.device("meta"):
@@ -53,6 +55,10 @@ def try_model(config: RunConfig, folder: Path) -> None:
         RouterReplay(model)
     if config.rollout.engine == "embedded":
         refuse_lengths(model.config, config.rollout.max_length)
+    balance = BalanceLoss(model, config.trainer.router_aux_loss)
+    classes = {type(module).__name__ for module in model.modules()}
+    has_experts = any(name.endswith("Experts") for name in classes)
+    return balance.weight if has_experts else None
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.base.http import SECRET_ENV, Refused, die_with_parent, fail, secret_of
+from asyncrl.base.signals import END, block_stops, end_by_sigterm
 from asyncrl_servers.engine_routes import read_spec
 from asyncrl_servers.vllm.arguments import (
     VllmSpec,
@@ -40,15 +41,15 @@ def main() -> None:
         # Workers inherit the group, so the reaper finds them all, also grandchildren.
         os.setpgid(0, 0)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
+    block_stops()  # for the reaper too
     start_reaper(scratch)
 
     def end_all() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # vLLM shuts down in less than a second
+        os.kill(os.getpid(), END)  # vLLM shuts down in less than a second
         time.sleep(GRACE_S)  # then the reaper ends all
 
     # After start_reaper, which forks: this starts a thread.
-    # vLLM's processes end by SIGTERM.
-    die_with_parent(end_all, ignores_stops=False)
+    die_with_parent(end_all, end_by_sigterm)
     spec, fd = read_spec(VllmSpec)
     secret = secret_of(SECRET_ENV)
     os.environ.pop(SECRET_ENV, None)  # vLLM's workers inherit the environment
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
-    """Serve until SIGTERM. Raises Refused if the engine cannot start or dies. Imports
+    """Serve until END. Raises Refused if the engine cannot start or dies. Imports
     vLLM.
     """
     import uvloop
@@ -131,10 +132,6 @@ def start_reaper(scratch: Path) -> None:
     if os.fork():
         return
     try:
-        # A signal to the group, such as Ctrl-C, must not end the reaper before the
-        # others.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
         pidfd = os.pidfd_open(leader)
         # It inherited the listening socket. While it holds that, a dead server would
         # still accept connections into its backlog.
@@ -152,10 +149,10 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int) -> None:
-    """SIGTERM, then SIGKILL after GRACE_S. The resource tracker ends itself, after its
+    """END, then SIGKILL after GRACE_S. The resource tracker ends itself, after its
     cleanup.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (END, signal.SIGKILL):
         members = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import time
-from multiprocessing import resource_tracker
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +31,7 @@ from vllm.v1.structured_output.backend_guidance import (
 )
 
 from asyncrl.base.errors import ErrorBody
+from asyncrl.base.signals import end_by_sigterm
 from asyncrl.messages.token_grammars import compile_grammar
 
 
@@ -445,13 +445,14 @@ def patch_spawn(listener: socket.socket) -> None:
     def after_fork() -> None:
         listener.close()  # a dead server must refuse connections
         signal.set_wakeup_fd(-1)  # else signals to the engine wake the API's event loop
+        end_by_sigterm()
 
-    resource_tracker.ensure_running()  # vLLM kills all of the engine's children
     os.register_at_fork(after_in_child=after_fork)
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+end_by_sigterm()
 patch_grammars()
 patch_support_check()
 if current_platform.is_cpu():
