@@ -283,7 +283,7 @@ class Tokens:
             else values.copy()
             for name, values in self.columns.items()
         }
-        return replace(self, ids=self.ids.copy(), columns=columns)
+        return Tokens(self.ids.copy(), self.spans, columns, self.calls)
 
     @staticmethod
     def join(parts: Sequence[Tokens]) -> Tokens:

@@ -448,7 +448,7 @@ async def read_body(
     is_here = not request.scope["connection"].cycle.more_body
     why = f"The body of this request did not arrive within {READ_TIMEOUT_S} s."
     late = partial(ApiError, 408, why)
-    async with within(None if is_here else READ_TIMEOUT_S, late):
+    async with contextlib.nullcontext() if is_here else within(READ_TIMEOUT_S, late):
         async for piece in request.stream():
             body += piece
             if len(body) > max_bytes:

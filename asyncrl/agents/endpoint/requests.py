@@ -47,13 +47,16 @@ NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_SHOWN = 80
 
 
+_LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+
+
 def dumped(value: object) -> bytes:
     """Return JSON without the characters at which line readers of some clients split a
     stream.
     """
     text = to_json(value, inf_nan_mode="null")
-    for line_end in "\x85\u2028\u2029":
-        text = text.replace(line_end.encode(), f"\\u{ord(line_end):04x}".encode())
+    for line_end, escaped in _LINE_ENDS.items():
+        text = text.replace(line_end, escaped)
     return text
 
 
@@ -590,7 +593,8 @@ class CallRequest(CallParameters):
     @property
     def sampling(self) -> dict[str, object]:
         """Return the parameters that differ from the run's."""
-        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
+        names = [name for name in SAMPLING_PARAMETERS if name in self.model_fields_set]
+        given = {name: getattr(self, name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
 
