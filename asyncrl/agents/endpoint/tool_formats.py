@@ -577,7 +577,9 @@ class ToolFormat:
 
     def _read_thought(self, reader: AnswerReader) -> Steps[None]:
         begin, end = map(re.escape, self.thinking)
-        head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
+        # A model may close a thought that nobody has opened (MiniMax-M3 does).
+        others = "" if reader.is_thinking else f"(?={end})"
+        head = rf"\s*(?:{begin}\s*|{others})"
         close = rf"{end}\s*"
         into: Part = "thought"
         if not reader.splits_thought:  # the content has its marks
