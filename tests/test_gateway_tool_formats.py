@@ -472,7 +472,9 @@ def test_head_of_a_channel_that_was_cut_is_not_text(before: str, head: str) -> N
     for end in set(range(len(head) + 1)) - set(inner):
         for size in (1, len(before + head)):
             reader = AnswerReader(found("gptoss"), TOOLS, splits_thought=True)
-            for piece in textwrap.wrap(before + head[:end], size, drop_whitespace=False):
+            for piece in textwrap.wrap(
+                before + head[:end], size, drop_whitespace=False
+            ):
                 reader.feed(piece)
             reader.feed("", is_last=True)
             assert (reader.content, reader.calls) == ("", [])
