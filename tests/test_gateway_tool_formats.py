@@ -448,7 +448,7 @@ def test_nonsense_of_nested_keys_is_read_in_time() -> None:
 
 def test_channels_show_only_the_text_for_the_user() -> None:
     thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
-    for tool_format in (found("gptoss"), found("gptoss").without_tools()):
+    for tool_format in (found("gptoss"), found("gptoss").without_tools):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
         assert parsed(tool_format, text) == ("Four.", [])
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
