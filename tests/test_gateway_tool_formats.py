@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -447,11 +448,51 @@ def test_nonsense_of_nested_keys_is_read_in_time() -> None:
 
 def test_channels_show_only_the_text_for_the_user() -> None:
     thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
-    for tool_format in (found("gptoss"), found("gptoss").without_tools()):
+    for tool_format in (found("gptoss"), found("gptoss").without_tools):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
         assert parsed(tool_format, text) == ("Four.", [])
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
     assert parsed(found("gptoss"), called)[0] == "I look."
+
+
+HARMONY_HEADS = (
+    "<|channel|>final",
+    "<|channel|>commentary to=functions.f <|constrain|>json",
+    "<|start|>assistant<|channel|>final",
+    "<|start|>assistant to=functions.f<|channel|>commentary",
+)
+
+
+@pytest.mark.parametrize("head", HARMONY_HEADS)
+@pytest.mark.parametrize("before", ["", "<|channel|>analysis<|message|>Hm.<|end|>"])
+def test_head_of_a_channel_that_was_cut_is_not_text(before: str, head: str) -> None:
+    """A cut may be anywhere but in a mark, which is one token."""
+    mark = re.compile(r"<\|\w+\|>")
+    inner = [at for each in mark.finditer(head) for at in range(*each.span())[1:]]
+    for end in set(range(len(head) + 1)) - set(inner):
+        for size in (1, len(before + head)):
+            reader = AnswerReader(found("gptoss"), TOOLS, splits_thought=True)
+            for piece in textwrap.wrap(
+                before + head[:end], size, drop_whitespace=False
+            ):
+                reader.feed(piece)
+            reader.feed("", is_last=True)
+            assert (reader.content, reader.calls) == ("", [])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "none"])
+@pytest.mark.parametrize("size", [1, 99])
+def test_answer_may_close_a_thought_that_nobody_opened(name: str, size: int) -> None:
+    """vLLM 0.32 drops the mark, too."""
+    tool_format = find_tool_format(name, "")
+    text = f"\n{tool_format.thinking[1]}\n\nFour."
+    for splits_thought in (True, False):
+        reader = AnswerReader(tool_format, splits_thought=splits_thought)
+        for start in range(0, len(text), size):
+            reader.feed(text[start : start + size])
+        reader.feed("", is_last=True)
+        assert reader.thought == ""
+        assert reader.content == "Four." or not splits_thought
 
 
 # ---- answers while they are sampled, and types of arguments

@@ -255,11 +255,18 @@ class Tokens:
         end = length if end is None else max(start, min(end, length))
         if (start, end) == (0, length):
             return self
-        return self.split([start, end - start, length - end])[1]
+        bounds = [(0, start), (start, end), (end, length)]
+        return self._cut(bounds, range(1, 2))[0]
 
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
         bounds = bounds_of(sizes, len(self.ids))
+        return self._cut(bounds, range(len(bounds)))
+
+    def _cut(
+        self, bounds: Sequence[tuple[int, int]], parts: Iterable[int]
+    ) -> list[Tokens]:
+        """Return some of the parts between the bounds."""
         spans = _split_spans(self.spans, bounds)
         calls = _split_spans(self.calls, bounds)
         columns = {
@@ -267,12 +274,12 @@ class Tokens:
         }
         return [
             Tokens(
-                self.ids[start:end],
+                self.ids[slice(*bounds[part])],
                 tuple(spans[part]),
-                {name: parts[part] for name, parts in columns.items()},
+                {name: values[part] for name, values in columns.items()},
                 tuple(calls[part]),
             )
-            for part, (start, end) in enumerate(bounds)
+            for part in parts
         ]
 
     def copy(self) -> Tokens:
@@ -283,7 +290,7 @@ class Tokens:
             else values.copy()
             for name, values in self.columns.items()
         }
-        return replace(self, ids=self.ids.copy(), columns=columns)
+        return Tokens(self.ids.copy(), self.spans, columns, self.calls)
 
     @staticmethod
     def join(parts: Sequence[Tokens]) -> Tokens:

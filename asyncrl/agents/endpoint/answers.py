@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -136,7 +136,9 @@ class AnswerText:
         self._window += self._run + shown[:end]
         self._run = shown[end:]
         new = self._decode(self._window)[self._num_known :]
-        sure = new if is_last else new.removesuffix(REPLACEMENT)
+        if is_last:
+            return new
+        sure = new.removesuffix(REPLACEMENT)
         self._window = self._window[-CONTEXT_TOKENS:]
         known = self._decode(self._window)
         self._num_known = len(known) - len(new) + len(sure)
@@ -211,9 +213,12 @@ class Answer:
     logprobs: list[dict[str, object]] | None = None
     completion: Completion = NO_COMPLETION
     """Once finished."""
+    reader: AnswerReader = field(init=False)
+    """Of a stream, or once finished."""
 
     def __post_init__(self, prefill: str) -> None:
-        self.reader = AnswerReader(self.tool_format, **self.options)
+        if self.is_streamed:
+            self.reader = AnswerReader(self.tool_format, **self.options)
         self._texts: list[str] = []
         self._add(prefill)
 

@@ -180,9 +180,9 @@ class Capture:
             if how == "edited":
                 changed = match.chain.changed_since(self._last_forms)
             self._last_forms = match.chain.forms
-        self.counts.update(["calls", how])
-        if match is not None:
-            self.counts.update(f"kept_{name}" for name in match.deviations)
+        deviations = match.deviations if match is not None else ()
+        for name in ("calls", how, *(f"kept_{each}" for each in deviations)):
+            self.counts[name] += 1
         whole = (parent.whole if parent else Prefix()).then(added)
         # Calls get numbers when they are planned. Parallel answers end in any order,
         # and a call that is never delivered leaves a gap.
@@ -269,7 +269,8 @@ class Capture:
         if node.num_sampled:
             self._ends.difference_update(node.path())
             self._ends.add(node)
-        read = completion.tokens.slice(0, num_known).as_context()
+        # Most engines report nothing of the context, and then nothing is cut.
+        read = completion.tokens.as_context().slice(0, num_known)
         if node.has_loss and read.columns:
             # After a push, the next call reads the conversation again under newer
             # weights, with other experts. A branch is trained with the reading of its

@@ -117,5 +117,9 @@ class ChatNode:
         return np.concatenate([node.ids for node in self.path()])
 
     def last_ids(self, number: int) -> list[int]:
-        ids: list[int] = self.all_ids()[-number:].tolist()
+        node: ChatNode | None = self
+        ids: list[int] = []
+        while node is not None and len(ids) < number:
+            ids = [*node.ids[len(ids) - number :].tolist(), *ids]
+            node = node.parent
         return ids

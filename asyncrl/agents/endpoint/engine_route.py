@@ -37,7 +37,11 @@ from asyncrl.agents.endpoint.sessions import (
     session_ended,
 )
 from asyncrl.agents.endpoint.sub_agents import Agent
-from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
+from asyncrl.agents.endpoint.tool_formats import (
+    NO_FORMAT,
+    ToolFormat,
+    opens_thought,
+)
 from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import RUN_RULES, SessionRules
@@ -259,13 +263,13 @@ class EngineRoute:
         """Return the answer of a call, empty: how its text is read, and what of it the
         client gets.
         """
-        tool_format = ToolFormat()
+        tool_format = NO_FORMAT
         if isinstance(asked, ChatRequest):
             # Without tools to call, text that looks like a call stays text.
             tool_format = (
                 self.tool_format
                 if asked.callable_tools
-                else self.tool_format.without_tools()
+                else self.tool_format.without_tools
             )
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:

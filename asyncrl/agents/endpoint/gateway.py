@@ -448,9 +448,14 @@ async def read_body(
     is_here = not request.scope["connection"].cycle.more_body
     why = f"The body of this request did not arrive within {READ_TIMEOUT_S} s."
     late = partial(ApiError, 408, why)
-    async with within(None if is_here else READ_TIMEOUT_S, late):
-        async for piece in request.stream():
-            body += piece
+    async with contextlib.nullcontext() if is_here else within(READ_TIMEOUT_S, late):
+        more_body = True
+        while more_body:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message["body"]
+            more_body = message["more_body"]
             if len(body) > max_bytes:
                 raise large(max_bytes)
     return bytes(body)

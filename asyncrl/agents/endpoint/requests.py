@@ -47,13 +47,16 @@ NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_SHOWN = 80
 
 
+_LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+
+
 def dumped(value: object) -> bytes:
     """Return JSON without the characters at which line readers of some clients split a
     stream.
     """
     text = to_json(value, inf_nan_mode="null")
-    for line_end in "\x85\u2028\u2029":
-        text = text.replace(line_end.encode(), f"\\u{ord(line_end):04x}".encode())
+    for line_end, escaped in _LINE_ENDS.items():
+        text = text.replace(line_end, escaped)
     return text
 
 
@@ -590,8 +593,9 @@ class CallRequest(CallParameters):
     @property
     def sampling(self) -> dict[str, object]:
         """Return the parameters that differ from the run's."""
-        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
-        return {name: value for name, value in given.items() if value is not None}
+        given = self.model_fields_set.intersection(SAMPLING_PARAMETERS)
+        values = {name: getattr(self, name) for name in sorted(given)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class ChatRequest(CallRequest):
@@ -764,11 +768,12 @@ class RequestReader:
         reading: Reading | None = None,
     ) -> Shape:
         given = {}
+        fields = shape.model_fields
         for name, value in body.items():
             # Clients send null for parameters that nobody has set.
             if value is None:
                 continue
-            if name in shape.model_fields:
+            if name in fields:
                 given[name] = value
             else:
                 self._check_unread(name, value)
@@ -842,9 +847,8 @@ class RequestReader:
             asked.top_k = 0
         if fault := bias_fault(asked.logit_bias or {}, self._rules.vocab_size):
             raise invalid(f"{fault.error}; {fault.rule}.", "logit_bias")
-        own = self._rules.sampling.parameters
         for name, value in asked.sampling.items():
-            fixed = own[name]
+            fixed = getattr(self._rules.sampling, name)
             if value != fixed:
                 if self._rules.on_sampling_override == "honour":
                     continue

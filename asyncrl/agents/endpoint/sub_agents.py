@@ -97,10 +97,12 @@ class AgentBudgets:
         self._released = Signal()
 
     def count_call_nowait(self, agent: Agent) -> None:
-        self._num_calls.update(above(agent.name))
+        for name in above(agent.name):
+            self._num_calls[name] += 1
 
     def count_tokens_nowait(self, agent: Agent, num_tokens: int) -> None:
-        self._num_tokens.update(dict.fromkeys(above(agent.name), num_tokens))
+        for name in above(agent.name):
+            self._num_tokens[name] += num_tokens
 
     def exhausted(self, agent: Agent) -> str | None:
         """Return which limit the agent has reached, if any."""
@@ -135,7 +137,7 @@ class AgentBudgets:
                 for name, left in self._num_left(agent).items()
             )
 
-        if not has_room():
+        if agent.limits and not has_room():
             with waiting(
                 "tokens of a sub-agent", on="its other calls", who="calls of agents"
             ):
@@ -146,9 +148,11 @@ class AgentBudgets:
         what is left.
         """
         num = min([most, *self._num_left(agent).values()])
-        self._num_held.update(dict.fromkeys(above(agent.name), num))
+        for name in above(agent.name):
+            self._num_held[name] += num
         return num
 
     def release_nowait(self, agent: Agent, num_tokens: int) -> None:
-        self._num_held.subtract(dict.fromkeys(above(agent.name), num_tokens))
+        for name in above(agent.name):
+            self._num_held[name] -= num_tokens
         self._released.notify()

@@ -14,7 +14,7 @@ import tomllib
 from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -216,7 +216,7 @@ class AnswerReader:
             self.is_malformed = True
             # The rest is text, unless a call has begun.
             self._steps = (
-                iter(()) if self.calls else self._format.without_tools().read_text(self)
+                iter(()) if self.calls else self._format.without_tools.read_text(self)
             )
             next(self._steps, None)
 
@@ -566,7 +566,7 @@ class ToolFormat:
         reader = AnswerReader(self, tools, **options)
         reader.feed(text, is_last=True)
         if reader.is_malformed:
-            return self.without_tools().parse(text, **options)
+            return self.without_tools.parse(text, **options)
         return reader
 
     def steps(self, reader: AnswerReader) -> Steps[None]:
@@ -577,7 +577,9 @@ class ToolFormat:
 
     def _read_thought(self, reader: AnswerReader) -> Steps[None]:
         begin, end = map(re.escape, self.thinking)
-        head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
+        # A model may close a thought that nobody has opened (MiniMax-M3 does).
+        others = "" if reader.is_thinking else f"(?={end})"
+        head = rf"\s*(?:{begin}\s*|{others})"
         close = rf"{end}\s*"
         into: Part = "thought"
         if not reader.splits_thought:  # the content has its marks
@@ -670,6 +672,7 @@ class ToolFormat:
         head, found, tail = self.call.partition("ARGUMENTS")
         return (head.replace("NAME", name), tail) if found else None
 
+    @cached_property
     def without_tools(self) -> ToolFormat:
         # Noise, such as the heads of channels, consists of these marks. It must be
         # recognized without tools, too.
@@ -681,6 +684,8 @@ class ToolFormat:
             thinking=self.thinking,
         )
 
+
+NO_FORMAT = ToolFormat()
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"
 
