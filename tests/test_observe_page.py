@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import itertools
 import json
+import random
 import re
 import sqlite3
 from pathlib import Path
@@ -128,6 +132,12 @@ def make_sample(*, step: int, text: str = "b 7") -> Any:
 
 def page_of(*run_dirs: Path) -> Any:
     return make_page(run_dirs)
+
+
+def samples_of(view: Any) -> list[Any]:
+    """Return the samples that the page shows at once, and those that it unpacks."""
+    packed = gzip.decompress(base64.b64decode(view["packed"]))
+    return [*view["samples"], *json.loads(packed)]
 
 
 def embedded(html: str) -> Any:
@@ -318,6 +328,27 @@ def test_no_secret_appears_on_the_page(tmp_path: Path) -> None:
         "max_tokens=5",
         {"a": ["key"]},
     ]
+
+
+@pytest.mark.parametrize(("most_bytes", "least"), [(2**22, 1003), (9000, 200)])
+def test_the_page_has_all_samples_up_to_a_limit(
+    tmp_path: Path, most_bytes: int, least: int
+) -> None:
+    secret = "correct-horse-battery"
+    harness = {"command": ["agent"], "env": {"JUDGE": secret}}
+    run_dir = make_run(tmp_path / "run", generator=harness)
+    chance = random.Random(0)
+    texts = [f"{secret} {step} {chance.getrandbits(64)}" for step in range(3, 1003)]
+    lines = [make_sample(step=at + 3, text=text) for at, text in enumerate(texts)]
+    append_lines(run_dir / "samples.jsonl", lines)
+    view = view_run(run_dir, most_bytes)
+    assert len(view["packed"]) <= 4 * most_bytes / 3 + 4
+    steps = [sample["step"] for sample in samples_of(view)]
+    assert len(set(steps)) == len(steps)
+    assert least <= len(steps) <= view["num_samples"] == 1003
+    # Samples that are left out are spread over the run.
+    assert max(b - a for a, b in itertools.pairwise(sorted(steps))) <= 1003 // least
+    assert secret not in json.dumps(samples_of(view))
 
 
 def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> None:

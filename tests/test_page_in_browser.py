@@ -11,9 +11,11 @@ import pytest
 from screenshots import CHROMIUM, DRIVER, look, open_browser
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
-from test_observe_page import HOSTILE, make_run, page_of
+from selenium.webdriver.support.wait import WebDriverWait
+from test_observe_page import HOSTILE, make_run, make_sample, page_of
 
 from asyncrl.observe.report_page import render
+from asyncrl.observe.run_dir import append_lines
 
 pytestmark = pytest.mark.slow
 
@@ -93,4 +95,52 @@ def test_hostile_text_stays_text(browser: Chrome, tmp_path: Path) -> None:
     assert "1 \\u202e2 + 3 \\x1b[2J\\x00" in texts, "control characters are written out"
     assert "alert(1)" in browser.find_element(By.ID, "headline").text
     assert browser.find_elements(By.CSS_SELECTOR, "main img, main script") == []
+    is_well(browser)
+
+
+def test_search_finds_each_sample_of_the_run(browser: Chrome, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 8)
+    lines = [make_sample(step=step, text=f"word{step}.") for step in range(3, 300)]
+    append_lines(run_dir / "samples.jsonl", lines)
+    show(browser, tmp_path, page_of(run_dir))
+    WebDriverWait(browser, 60).until(
+        lambda _: ask(browser, "asyncrlPage.numSamples()") == 300
+    )
+    count = browser.find_element(By.ID, "sample-count")
+    assert count.text == "300 of 300 samples"
+    for step in (3, 101, 200, 299):
+        search = browser.find_element(By.CSS_SELECTOR, "#sample-tools input")
+        search.clear()
+        search.send_keys(f"word{step}.")
+        assert count.text == "1 of 300 samples"
+        shown = browser.find_element(By.CSS_SELECTOR, "#sample .turn.model pre")
+        assert shown.text == f"word{step}."
+    browser.get((tmp_path / "page.html").as_uri() + "#sample=150/0/0/best")
+    WebDriverWait(browser, 60).until(
+        lambda _: ask(browser, "asyncrlPage.sample()") == "150/0/0/best"
+    )
+    is_well(browser)
+
+
+def test_timeline_and_tabs_are_readable(browser: Chrome, tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", 20))
+    show(browser, tmp_path, page, 400)
+    keys = browser.find_elements(By.CSS_SELECTOR, "#timeline .tools ~ .legend .key")
+    assert [key.text for key in keys] == ["train", "wait", "weights"]
+    kinds = [kind["name"] for kind in page["runs"][0]["timeline"]["kinds"]]
+    groups = ask(browser, f"{kinds}.map(name => groupOf({{name}}).name)")
+    others = {
+        kind for kind, group in zip(kinds, groups, strict=True) if group == "other"
+    }
+    assert others == {"journal", "record", "start", "down"}
+    assert len(set(groups)) == 7
+    swatches = "[...GROUPS, OTHER].map(group => tileOf(group).toDataURL())"
+    assert len(set(ask(browser, swatches))) == 7
+    nav = browser.find_element(By.ID, "nav")
+    assert nav.get_attribute("class") == "has-more"
+    browser.execute_script("arguments[0].scrollLeft = 1000", nav)
+    WebDriverWait(browser, 60).until(lambda _: not nav.get_attribute("class"))
+    # A mean that trails, or pads with zeros, has other values.
+    mean = ask(browser, "runningMean([0, 1, 2, null, 4, 5], 3)")
+    assert mean == [0.5, 1, 1.5, 3, 4.5, 4.5]
     is_well(browser)
