@@ -134,12 +134,6 @@ def page_of(*run_dirs: Path) -> Any:
     return make_page(run_dirs)
 
 
-def samples_of(view: Any) -> list[Any]:
-    """Return the samples that the page shows at once, and those that it unpacks."""
-    packed = gzip.decompress(base64.b64decode(view["packed"]))
-    return [*view["samples"], *json.loads(packed)]
-
-
 def embedded(html: str) -> Any:
     (found,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL
@@ -335,20 +329,23 @@ def test_the_page_has_all_samples_up_to_a_limit(
     tmp_path: Path, most_bytes: int, least: int
 ) -> None:
     secret = "correct-horse-battery"
-    harness = {"command": ["agent"], "env": {"JUDGE": secret}}
-    run_dir = make_run(tmp_path / "run", generator=harness)
+    make_run(tmp_path, generator={"command": ["agent"], "env": {"JUDGE": secret}})
     chance = random.Random(0)
-    texts = [f"{secret} {step} {chance.getrandbits(64)}" for step in range(3, 1003)]
-    lines = [make_sample(step=at + 3, text=text) for at, text in enumerate(texts)]
-    append_lines(run_dir / "samples.jsonl", lines)
-    view = view_run(run_dir, most_bytes)
-    assert len(view["packed"]) <= 4 * most_bytes / 3 + 4
-    steps = [sample["step"] for sample in samples_of(view)]
-    assert len(set(steps)) == len(steps)
-    assert least <= len(steps) <= view["num_samples"] == 1003
+    lines = [
+        make_sample(step=step, text=f"{secret} {chance.random()}")
+        for step in range(3, 1003)
+    ]
+    append_lines(tmp_path / "samples.jsonl", lines)
+    view = view_run(tmp_path, most_bytes)
+    packed = base64.b64decode(view["packed"])
+    assert len(packed) <= most_bytes
+    text = gzip.decompress(packed).decode()
+    samples = [*view["samples"], *json.loads(text)]
+    steps = sorted(sample["step"] for sample in samples)
+    assert least <= len(steps) == len({*steps}) <= view["num_samples"] == 1003
     # Samples that are left out are spread over the run.
-    assert max(b - a for a, b in itertools.pairwise(sorted(steps))) <= 1003 // least
-    assert secret not in json.dumps(samples_of(view))
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 1003 // least
+    assert secret not in text
 
 
 def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> None:
