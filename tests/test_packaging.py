@@ -244,3 +244,20 @@ missing = [path for path in caches if isinstance(path, str) and not Path(path).e
 assert not missing, missing
 """
     run_python("-c", code, PYTHONDONTWRITEBYTECODE="1")
+
+
+def test_what_the_pages_say_of_extras_is_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    text = " ".join([*extras["dev"], *extras["test"]])
+    reached = {"dev", *",".join(re.findall(r"asyncrl\[(.*?)\]", text)).split(",")}
+    left_out = {name for name, packages in extras.items() if packages} - reached
+    said = "all extras except `{}` and `{}`".format(*sorted(left_out, reverse=True))
+    assert said in (ROOT / "docs/install.md").read_text()
+    # README installs what its examples import, in the versions that are tested.
+    readme = (ROOT / "README.md").read_text()
+    (extra,) = re.findall(r"pip install -e '\.\[(\w+)\]'", readme)
+    tested = (ROOT / "scripts/setup_frameworks.sh").read_text()
+    assert [each for each in extras[extra] if f"'{each}'" not in tested] == [
+        "asyncrl[harness]"
+    ]

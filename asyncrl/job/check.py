@@ -337,7 +337,7 @@ def validate(
     )
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template)
+        found.lines += _later_prompts(config, tokenizer)
     elif ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
@@ -350,6 +350,23 @@ def validate(
             load_advantage(algorithm.advantage)
     _check_harnesses(config, found)
     return found
+
+
+def _later_prompts(config: RunConfig, tokenizer: HFChatTokenizer) -> Iterator[str]:
+    """Yield how later prompts of a conversation differ from the sampled text. Raises
+    ConfigError if there is no such tool format.
+    """
+    tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
+    changes = tokenizer.changes_of_answers(tool_format.thinking)
+    if not changes:
+        return
+    effect = (
+        "later prompts keep the sampled tokens, unlike those of a server "
+        "(as a server: gateway.thoughts=as_template)"
+    )
+    if config.gateway.thoughts == "as_template":
+        effect = "later prompts are its own (gateway.thoughts=as_template)"
+    yield f"conversations: the template {' and '.join(changes)}: {effect}"
 
 
 def _check_harnesses(config: RunConfig, found: Found) -> None:
