@@ -353,20 +353,19 @@ def validate(
 
 
 def _later_prompts(config: RunConfig, tokenizer: HFChatTokenizer) -> Iterator[str]:
-    """Yield how later prompts of a conversation differ from the sampled text. Raises
-    ConfigError if there is no such tool format.
+    """Yield how the template changes earlier answers. Raises ConfigError if there is no
+    such tool format.
     """
     tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
-    changes = tokenizer.changes_of_answers(tool_format.thinking)
-    if not changes:
-        return
-    effect = (
-        "later prompts keep the sampled tokens, unlike those of a server "
-        "(as a server: gateway.thoughts=as_template)"
-    )
-    if config.gateway.thoughts == "as_template":
-        effect = "later prompts are its own (gateway.thoughts=as_template)"
-    yield f"conversations: the template {' and '.join(changes)}: {effect}"
+    if changed := tokenizer.changed_answer(tool_format.thinking):
+        sampled, written = changed
+        effect = "and later prompts are its own"
+        if config.gateway.thoughts == "keep":
+            effect = "but later prompts keep the sampled tokens"
+        yield (
+            f"conversations: the template writes the earlier answer {sampled!r} as {written!r}, "
+            f"{effect} (gateway.thoughts={config.gateway.thoughts})"
+        )
 
 
 def _check_harnesses(config: RunConfig, found: Found) -> None:

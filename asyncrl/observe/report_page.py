@@ -213,14 +213,12 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
 
 
 def _packed(samples: Any, most_bytes: int) -> str:
-    every = 1
-    while True:
-        text = json.dumps(samples[::every], allow_nan=False, separators=(",", ":"))
-        # Without the time of day, so that an unchanged run has the same text.
-        packed = gzip.compress(text.encode(), mtime=0)
-        if len(packed) <= most_bytes:
-            return base64.b64encode(packed).decode()
-        every += len(packed) // most_bytes
+    text = json.dumps(samples, allow_nan=False, separators=(",", ":"))
+    # Without the time of day, so that an unchanged run has the same text.
+    packed = gzip.compress(text.encode(), mtime=0)
+    if len(packed) > most_bytes:
+        return _packed(samples[:: 1 + len(packed) // most_bytes], most_bytes)
+    return base64.b64encode(packed).decode()
 
 
 def without_secrets(value: object, secrets: list[str]) -> object:

@@ -450,34 +450,33 @@ class HFChatTokenizer:
         ending = self._ids(last + self.next_ends[0])
         return not inner or not self.end_ids.isdisjoint(ending)
 
-    def changes_of_answers(self, thinking: tuple[str, str]) -> list[str]:
-        """Return what the template drops or writes differently once an answer is a part
-        of the history. `thinking`: the marks around a thought.
+    def changed_answer(self, thinking: tuple[str, str]) -> tuple[str, str] | None:
+        """Return an answer as it is sampled, and as the template writes it once the user
+        has continued; None if both are equal. `thinking`: the marks around a thought.
 
-        Example: Qwen3 writes `<think>` and its end before a new answer only, and drops
-        the thought of an answer when the user goes on.
+        Example of Qwen3: "<think> Because of it. </think> It is four." becomes "It is
+        four."
         """
-        thought, said = "Because of it.", "It is four."
-        ask = {"role": "user", "content": "What is it?"}
-        then = {"role": "user", "content": "Why so?"}
-        answer = {"role": "assistant", "content": said}
+        said = "It is four."
         begin, end = thinking
-        thinks = {**answer, "content": f"{begin}\n{thought}\n{end}\n\n{said}"}
+        answer = f"{begin}\nBecause of it.\n{end}\n\n{said}"
+        chat = [
+            {"role": "user", "content": "What is it?"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "Why so?"},
+        ]
         try:
-            prompt = self.render([ask])
-            later = self.render([ask, answer, then])
-            thoughtful = self.render([ask, thinks, then])
+            prompt = self.render(chat[:1])
+            later = self.render(chat)
         except ValueError:
-            return []  # it has no such conversations
-        kept = os.path.commonprefix([prompt, later])
-        changes = list[str]()
-        if said in thoughtful and thought not in thoughtful:
-            changes.append("drops an earlier thought")
-        if kept != prompt:
-            changes.append(f"drops {prompt[len(kept) :]!r}, which begins a new answer,")
-        elif said in later and not later[len(prompt) :].lstrip().startswith(said):
-            changes.append("writes an earlier answer in another form")
-        return changes
+            return None  # it has no such conversations
+        if prompt.rstrip().endswith(begin):
+            answer = answer.removeprefix(begin)
+        sampled = prompt + answer
+        if "".join(later.split()).startswith("".join(sampled.split())):
+            return None
+        start = len(os.path.commonprefix([sampled, later]))
+        return sampled[start:], later[start:].partition(said)[0] + said
 
     def find_end(self, text: str) -> str:
         """Return the tokens that end a turn among those of an answer's text."""
