@@ -28,7 +28,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 
 FROM build AS build-cuda
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install ".[vllm,harness,verifiers,ray]" \
+    # ray[default]: the server of jobs, which KubeRay and `ray job submit` ask
+    uv pip install ".[vllm,harness,verifiers,ray]" "ray[default]" \
     # FlashAttention 3, for Hopper: from PyTorch's index for the CUDA version of its torch.
     && uv pip install --no-deps --index https://download.pytorch.org/whl/cu130 flash-attn-3
 
@@ -42,10 +43,10 @@ ENTRYPOINT ["asyncrl"]
 CMD ["--help"]
 
 # The libraries of CUDA come with torch, the driver with the host. torch.compile and vLLM compile with g++ as they run;
-# this image's Python has its headers, which Triton needs.
+# this image's Python has its headers, which Triton needs. KubeRay's probes call wget.
 FROM run AS cuda
 USER 0
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ wget && rm -rf /var/lib/apt/lists/*
 USER 1000
 COPY --from=build-cuda /opt/venv /opt/venv
 

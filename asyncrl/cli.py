@@ -205,6 +205,20 @@ def check(
 
 
 @app.command()
+def launch(
+    kind: Annotated[
+        str, Argument(metavar="slurm|kuberay|skypilot", help="Kind of cluster.")
+    ],
+    config: ConfigPath,
+    overrides: Overrides = None,
+) -> None:
+    """Print a file that starts this run on a cluster, with the sizes of its placement."""
+    from asyncrl.launch.cluster_file import cluster_file
+
+    typer.echo(cluster_file(kind, config, overrides or []), nl=False)
+
+
+@app.command()
 def keys(
     what: Annotated[
         Text,

@@ -1,6 +1,6 @@
 """The lookup agent as a graph of LangGraph.
 
-pip install langchain langchain-openai
+pip install -e '.[train,frameworks]'
 asyncrl run configs/agent.yaml generator.python=examples.langgraph_lookup:run
 """
 

@@ -1,7 +1,7 @@
 """The lookup agent with openai-agents. Only the client differs from an agent that calls
 a vendor.
 
-pip install openai-agents
+pip install -e '.[train,frameworks]'
 asyncrl run configs/agent.yaml generator.python=examples.openai_agents_lookup:run
 """
 

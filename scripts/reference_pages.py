@@ -1,5 +1,5 @@
-"""Write docs/configuration.md and configs/asyncrl.schema.json from the config models,
-and docs/metrics.md from observe/metrics.csv.
+"""Write docs/configuration.md, its pages of sections and configs/asyncrl.schema.json
+from the config models, and docs/metrics.md from observe/metrics.csv.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 if one is out of date
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG_HEAD = """\
 # Configuration
 
-<!-- Made by scripts/reference_pages.py from asyncrl/config/. Change the docstrings there, then run the script. -->
+{made}
 
 A run is one YAML file of these sections. On the command line, `key=value` after the file replaces single settings:
 
@@ -30,7 +30,18 @@ asyncrl run configs/quickstart.yaml buffer.max_staleness=2 rollout.timeout_s=non
 Bold keys are basic. The first three to change are `trainer.num_groups`, `buffer.max_staleness` and `placement`. `none` means off.
 An unknown key is an error that names the closest key. `asyncrl check CONFIG` validates a config without starting anything.
 `asyncrl keys` describes the basic settings, `asyncrl keys --all` every one. The run directory keeps the resolved config as `config.yaml`.
+
+<div class="key-filter"></div>
+
+| section | keys |
+| --- | --- |
 """
+MADE = (
+    "<!-- Made by scripts/reference_pages.py from asyncrl/config/:"
+    " change the docstrings there, then run the script. -->"
+)
+TOP_LEVEL = "top_level"
+"""The page of settings outside any section."""
 
 METRICS_HEAD = """\
 # Metrics
@@ -39,27 +50,40 @@ METRICS_HEAD = """\
 
 Each step is a line of `metrics.jsonl`, and each metric a scalar in [trackers](monitoring.md). Each evaluation
 is a line of `eval.jsonl`. A name ending in `*` covers all names with that beginning.
+
+<div class="key-filter"></div>
 """
 
 
-def config_page() -> str:
-    """Return docs/configuration.md."""
-    parts = [CONFIG_HEAD]
+def config_pages() -> dict[str, str]:
+    """Return docs/configuration.md, the list of all keys, and a page per section."""
+    listed = [CONFIG_HEAD.format(made=MADE)]
+    pages = dict[str, str]()
     for name, about, keys in sections():
+        page = f"configuration/{name or TOP_LEVEL}.md"
         title = f"`{name}`" if name else "Top level"
-        parts.append(
-            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n"
+        links = [f"[{_name(key)}]({page}#{key.name})" for key in keys]
+        listed.append(f"| [{title}]({page}) | {_cell(about)}<br>{' '.join(links)} |\n")
+        head = f"# {title}\n\n{MADE}\n\n{about} [All sections](../configuration.md)."
+        table = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+        rows = "".join(map(_row, keys))
+        pages[f"docs/{page}"] = (
+            f'{head}\n\n<div class="key-filter"></div>\n\n{table}{rows}'
         )
-        parts += ["| --- | --- | --- | --- |\n", *map(_row, keys)]
-    return "".join(parts)
+    return {"docs/configuration.md": "".join(listed), **pages}
+
+
+def _name(key: Key) -> str:
+    return f"**`{key.name}`**" if key.name in BASIC else f"`{key.name}`"
 
 
 def _row(key: Key) -> str:
     default = (
         key.default if key.default in ("must be given", "") else f"`{key.default}`"
     )
-    name = f"**`{key.name}`**" if key.name in BASIC else f"`{key.name}`"
-    return f"| {name} | {_cell(key.type)} | {_cell(default)} | {_cell(key.meaning)} |\n"
+    anchor = f'<a id="{key.name}"></a>'
+    cells = [f"{anchor}{_name(key)}", key.type, default, key.meaning]
+    return f"| {' | '.join(map(_cell, cells))} |\n"
 
 
 def _cell(text: str) -> str:
@@ -82,7 +106,7 @@ def metrics_page() -> str:
 def main() -> int:
     """Return 1 if a file is out of date."""
     parser = argparse.ArgumentParser(
-        description="Write docs/configuration.md, its schema, and docs/metrics.md."
+        description="Write docs/configuration*, the schema, and docs/metrics.md."
     )
     parser.add_argument(
         "--check",
@@ -91,13 +115,17 @@ def main() -> int:
     )
     is_check = parser.parse_args().check
     texts = {
-        "docs/configuration.md": config_page(),
+        **config_pages(),
         "configs/asyncrl.schema.json": schema_text(),
         "docs/metrics.md": metrics_page(),
     }
+    for path in (ROOT / "docs/configuration").glob("*.md"):
+        if f"docs/configuration/{path.name}" not in texts and not is_check:
+            path.unlink()  # a section that was removed
     for name, text in texts.items():
         path = ROOT / name
         if not is_check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             print(

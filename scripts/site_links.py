@@ -1,4 +1,5 @@
-"""mkdocs hook: keep links out of docs/ working on the site.
+"""mkdocs hook: keep links out of docs/ working on the site, name the version, and let
+long names in tables break at their dots and underscores only.
 
 A linked file of the repository becomes a page with its text, or a copy if it is not
 text; a linked folder becomes a list of its files.
@@ -17,6 +18,26 @@ ROOT = Path(__file__).parent.parent
 FOLDER = "repository"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 COPIED = {".png", ".svg", ".csv", ".ipynb"}
+CELL_NAME = re.compile(r"(?<=<code>)[\w./*]+(?=</code>)")
+VERSION = re.compile(r'__version__ = "(.+)"')
+
+
+def on_config(config: Any) -> Any:
+    source = (ROOT / "asyncrl/__init__.py").read_text(encoding="utf-8")
+    (version,) = VERSION.findall(source)
+    config.site_name = f"asyncrl {version}"
+    return config
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    # In the finished page: the search index, which is made before, has whole names.
+    rows = re.split(r"(<td.*?</td>)", output, flags=re.DOTALL)
+    rows[1::2] = [CELL_NAME.sub(with_breaks, cell) for cell in rows[1::2]]
+    return "".join(rows)
+
+
+def with_breaks(name: re.Match[str]) -> str:
+    return re.sub(r"(?<=[._/])(?=\w)", "<wbr>", name[0])
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from tiny_model import SHAPE
 from typer.main import get_command
 
+from asyncrl import __version__
 from asyncrl.base.errors import AsyncrlError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_any, load_config
@@ -138,6 +139,14 @@ def test_configs_on_a_page_load(page: Path) -> None:
         block = yaml.safe_load(text)
         if isinstance(block, dict) and set(block) <= set(RunConfig.model_fields):
             RunConfig.model_validate(base | block)
+
+
+def test_the_first_page_shows_the_config_of_its_result() -> None:
+    (text,) = blocks(ROOT / "docs/index.md", "yaml")
+    shown = RunConfig.model_validate(yaml.safe_load(text))
+    path = f"model.path={shown.model.path}"
+    measured = load_config(ROOT / "configs/smollm2.yaml", [path, "eval=none"])
+    assert (shown, len(text.splitlines())) == (measured, 10)
 
 
 def has_setting(name: str) -> bool:
@@ -346,3 +355,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "configuration/rollout.html").read_text(encoding="utf-8")
+    assert re.search(rf"\s+asyncrl {re.escape(__version__)}\s", page)
+    assert "rollout.<wbr>max_<wbr>prompt_<wbr>tokens" in page

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import itertools
 import json
+import random
 import re
 import sqlite3
 from pathlib import Path
@@ -318,6 +322,30 @@ def test_no_secret_appears_on_the_page(tmp_path: Path) -> None:
         "max_tokens=5",
         {"a": ["key"]},
     ]
+
+
+@pytest.mark.parametrize(("most_bytes", "least"), [(2**22, 1003), (9000, 200)])
+def test_the_page_has_all_samples_up_to_a_limit(
+    tmp_path: Path, most_bytes: int, least: int
+) -> None:
+    secret = "correct-horse-battery"
+    make_run(tmp_path, generator={"command": ["agent"], "env": {"JUDGE": secret}})
+    chance = random.Random(0)
+    lines = [
+        make_sample(step=step, text=f"{secret} {chance.random()}")
+        for step in range(3, 1003)
+    ]
+    append_lines(tmp_path / "samples.jsonl", lines)
+    view = view_run(tmp_path, most_bytes)
+    packed = base64.b64decode(view["packed"])
+    assert len(packed) <= most_bytes
+    text = gzip.decompress(packed).decode()
+    samples = [*view["samples"], *json.loads(text)]
+    steps = sorted(sample["step"] for sample in samples)
+    assert least <= len(steps) == len({*steps}) <= view["num_samples"] == 1003
+    # Samples that are left out are spread over the run.
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 1003 // least
+    assert secret not in text
 
 
 def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import stat
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from aiohttp import ClientSession
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -34,6 +37,7 @@ from asyncrl.observe.web import (
     watch,
 )
 
+ALERTS = Path(__file__).parents[1] / "examples/prometheus"
 DASHBOARD = Path(__file__).parents[1] / "examples" / "grafana" / "asyncrl.json"
 NAMES = [name.replace("*", "other") for name in GAUGES]
 INFO = {"run_dir": 'a "run"\\', "version": "1"}
@@ -227,15 +231,25 @@ def test_the_status_port_serves_only_bearers_of_its_key(
     assert not key_file.exists()
 
 
-def test_the_dashboard_uses_existing_metrics() -> None:
+def test_dashboard_and_alerts_use_existing_metrics() -> None:
     board = json.loads(DASHBOARD.read_text())
     families = {"asyncrl_run_info", "asyncrl_state"}
     for name in (*NAMES, "engine/policy_version/engine-0"):
         family, _, gauge = family_of(name) or pytest.fail(name)
         families.add(family + "_total" * (gauge.kind == "total"))
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
-    for expr in [target["expr"] for panel in panels for target in panel["targets"]]:
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert all('instance=~"$instance"' in expr for expr in shown)
+    (group,) = yaml.safe_load((ALERTS / "asyncrl.rules.yml").read_text())["groups"]
+    alerts = [rule["expr"].replace("up{", "asyncrl_state{") for rule in group["rules"]]
+    for expr in shown + alerts:
         names = re.findall(r"asyncrl_\w+", re.sub(r"\{[^}]*\}", "", expr))
         assert names, expr
         assert set(names) <= families, expr
-        assert 'instance=~"$instance"' in expr
+
+
+def test_alerts_fire_as_their_tests_say() -> None:
+    promtool = shutil.which("promtool") or pytest.skip("apt-get install prometheus")
+    for command in (["check", "rules", "asyncrl.rules.yml"], ["test", "rules"]):
+        files = ["asyncrl.test.yml"] if command[0] == "test" else []
+        subprocess.run([promtool, *command, *files], cwd=ALERTS, check=True)

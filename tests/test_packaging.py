@@ -244,3 +244,17 @@ missing = [path for path in caches if isinstance(path, str) and not Path(path).e
 assert not missing, missing
 """
     run_python("-c", code, PYTHONDONTWRITEBYTECODE="1")
+
+
+def test_what_the_pages_say_of_extras_is_true() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    text = " ".join([*extras["dev"], *extras["test"]])
+    reached = {"dev", *",".join(re.findall(r"asyncrl\[(.*?)\]", text)).split(",")}
+    left_out = {name for name, packages in extras.items() if packages} - reached
+    said = "all extras except `{}` and `{}`".format(*sorted(left_out, reverse=True))
+    assert said in (ROOT / "docs/install.md").read_text()
+    # README's examples get the versions that are tested.
+    assert "pip install -e '.[frameworks]'" in (ROOT / "README.md").read_text()
+    tested = (ROOT / "scripts/setup_frameworks.sh").read_text()
+    assert all(f"'{each}'" in tested for each in extras["frameworks"][1:])

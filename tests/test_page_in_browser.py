@@ -11,11 +11,14 @@ import pytest
 from screenshots import CHROMIUM, DRIVER, look, open_browser
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
-from test_observe_page import HOSTILE, make_run, page_of
+from selenium.webdriver.support.wait import WebDriverWait
+from test_observe_page import HOSTILE, make_run, make_sample, page_of
 
 from asyncrl.observe.report_page import render
+from asyncrl.observe.run_dir import append_lines
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,51 @@ def test_hostile_text_stays_text(browser: Chrome, tmp_path: Path) -> None:
     assert "alert(1)" in browser.find_element(By.ID, "headline").text
     assert browser.find_elements(By.CSS_SELECTOR, "main img, main script") == []
     is_well(browser)
+
+
+def test_search_finds_each_sample_of_the_run(browser: Chrome, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 8)
+    lines = [make_sample(step=step, text=f"word{step}.") for step in range(3, 300)]
+    append_lines(run_dir / "samples.jsonl", lines)
+    show(browser, tmp_path, page_of(run_dir))
+    search = browser.find_element(By.CSS_SELECTOR, "#sample-tools input")
+    search.send_keys("word200.")
+    count = browser.find_element(By.ID, "sample-count")
+    wait = WebDriverWait(browser, 60)
+    wait.until(lambda _: count.is_displayed() and count.text == "1 of 300 samples")
+    assert ask(browser, "samples.all.map(keyOf)[200]") == "200/0/0/best"
+    # A link to a sample that is unpacked later.
+    browser.get((tmp_path / "page.html").as_uri() + "#sample=150/0/0/best")
+    wait.until(lambda _: ask(browser, "samples.key") == "150/0/0/best")
+    is_well(browser)
+
+
+def test_timeline_and_tabs_are_readable(browser: Chrome, tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", 20))
+    show(browser, tmp_path, page, 400)
+    keys = browser.find_elements(By.CSS_SELECTOR, "#timeline .tools ~ .legend .key")
+    assert [key.text for key in keys] == ["train", "wait", "weights"]
+    others = (
+        "timeline.kinds.filter(kind => groupOf(kind) === OTHER).map(kind => kind.name)"
+    )
+    assert {*ask(browser, others)} == {"journal", "record", "start", "down"}
+    pictures = ask(browser, "[...GROUPS, OTHER].map(each => tileOf(each).toDataURL())")
+    assert len({*pictures}) == 7
+    assert ask(browser, "byId('nav').className") == "has-more"
+    # A mean that trails, or pads with zeros, has other values.
+    mean = ask(browser, "runningMean([0, 1, 2, null, 4, 5], 3)")
+    assert mean == [0.5, 1, 1.5, 3, 4.5, 4.5]
+    is_well(browser)
+
+
+def test_reference_pages_filter_their_keys(browser: Chrome, tmp_path: Path) -> None:
+    row = "<tr><td><a><code>{0}.tokens</code></a></td><td><a><code>{0}.size</code></a></td></tr>"
+    rows = "".join(map(row.format, ("rollout", "trainer")))
+    table = f"<table><tbody>{rows}</tbody></table>"
+    script = (ROOT / "docs/site.js").read_text(encoding="utf-8")
+    page = f"<div><p class=key-filter></p>{table}</div><script>{script}</script>"
+    (tmp_path / "page.html").write_text(page)
+    browser.get((tmp_path / "page.html").as_uri())
+    browser.find_element(By.TAG_NAME, "input").send_keys("trainer si")
+    body = browser.find_element(By.TAG_NAME, "body").text
+    assert body.split() == ["1", "of", "2", "trainer.tokens", "trainer.size"]

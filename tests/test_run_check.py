@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,6 +25,7 @@ from asyncrl.config import load_config
 from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
+from asyncrl.job.resume import _refuse_changes
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.models.support import find_support
 from asyncrl.trainer import model_folder
@@ -211,11 +213,15 @@ def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(
 
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+FIRST_GPU_RUN = (CONFIGS.parent / "docs/first-gpu-run.md").read_text(encoding="utf-8")
+SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers"
+    " num_attention_heads num_key_value_heads tie_word_embeddings"
+)
 HUB = {
-    "Qwen/Qwen2.5-7B-Instruct": (152_064, 3584, 18_944, 28, 28, 4),
-    "Qwen/Qwen2.5-1.5B-Instruct": (151_936, 1536, 8960, 28, 12, 2),
-    "Qwen/Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8),
+    "Qwen/Qwen2.5-7B-Instruct": (152_064, 3584, 18_944, 28, 28, 4, False),
+    "Qwen/Qwen2.5-1.5B-Instruct": (151_936, 1536, 8960, 28, 12, 2, True),
+    "Qwen/Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8, True),
 }
 
 
@@ -244,12 +250,30 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     said = capsys.readouterr().out
+    if rows := [row for row in FIRST_GPU_RUN.splitlines() if f"/{config.name})" in row]:
+        need = re.compile(r"^(cpu|cuda:0|run directory): needs (.*?),", re.MULTILINE)
+        needs = dict(need.findall(said))
+        cells = [needs[name] for name in ("cuda:0", "cpu", "run directory")]
+        assert rows[0].endswith(f"| {' | '.join(cells)} |")
     assert "size unknown" not in said
     assert re.search(
         r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm on a CPU: exact$",
         said,
         re.MULTILINE,
     )
+
+
+def test_ways_out_of_the_first_gpu_run_need_no_new_run() -> None:
+    before = load_config(CONFIGS / "gsm8k-qwen3-0.6b-1gpu.yaml")
+    advice = FIRST_GPU_RUN.split("same `--run-dir`:")[1].split("If that is not")[0]
+    found = re.findall(r"`([a-z_]+\.[a-z._]+)(?:=(\w+))?`", advice)
+    assert len(found) == 5
+    for key, value in found:
+        now = load_config(
+            CONFIGS / "gsm8k-qwen3-0.6b-1gpu.yaml", [f"{key}={value or 16}"]
+        )
+        assert now != before
+        assert _refuse_changes(before, now, (), Path("run")) == []
 
 
 @pytest.mark.parametrize(
@@ -316,6 +340,24 @@ def test_check_says_which_other_model_it_has_not_seen(
     said = "\n".join(check_lines(config, single_node()))
     key = next(iter(sections))
     assert f"warning: {key}.path=a/b is not checked, because it is not here" in said
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "says"),
+    [
+        ("keep", "but later prompts keep the sampled tokens"),
+        ("as_template", "and later prompts are its own"),
+    ],
+)
+def test_check_says_how_the_template_changes_answers(
+    thoughts: str, says: str, here: Path
+) -> None:
+    template = resources.files("trl") / "chat_templates/qwen3_6.jinja"
+    settings = [f"model.chat_template={template}", f"gateway.thoughts={thoughts}"]
+    settings.append("rollout.max_prompt_tokens=64")
+    said = "\n".join(validate(load_config(write_config(here), settings)).lines)
+    written = f"</think>\\n\\nIt is four.' as 'It is four.', {says}"
+    assert written in said
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:

@@ -4,7 +4,9 @@ users is never HTML.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import json
 import re
 import sqlite3
@@ -42,7 +44,13 @@ STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 4096
 MAX_CAUSES = 50
 NUM_SAMPLES = 60
-"""Newest samples on the page, and older samples spread over the run."""
+"""Newest samples that the page shows at once, and older samples spread over the run."""
+MAX_PACKED_BYTES = 2**22
+"""Limit of the other samples, which the page unpacks after its first drawing. 20 MB of
+samples.jsonl are about 2 MB.
+"""
+MAX_PACKED_LIVE_BYTES = 2**18
+"""The same for `asyncrl watch`, which sends them again after each step."""
 HIDDEN = "(hidden)"
 MIN_SECRET_CHARS = 8
 """Shorter secrets are hidden only in their own setting."""
@@ -73,7 +81,8 @@ def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> Page:
     """Return the data of the page: of one run, or of several to compare. Raises
     ConfigError.
     """
-    runs = [view_run(run_dir) for run_dir in run_dirs]
+    most_bytes = MAX_PACKED_LIVE_BYTES if is_live else MAX_PACKED_BYTES
+    runs = [view_run(run_dir, most_bytes) for run_dir in run_dirs]
     # Runs in different folders may have the same name.
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": run["run_dir"]} for run in runs]
@@ -146,8 +155,11 @@ def profiles_of(run_dir: Path) -> list[Path]:
 # ---- one run as JSON values
 
 
-def view_run(run_dir: str | Path) -> dict[str, Any]:
-    """`problems` lists unreadable data. Raises ConfigError."""
+def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[str, Any]:
+    """`problems` lists unreadable data. `packed`: samples that are not in `samples`, as
+    JSON, gzip and base64; of more than `most_bytes`, only every n-th sample. Raises
+    ConfigError.
+    """
     files = read_run(run_dir)
     folder = files.run_dir
     steps = files.columns
@@ -156,6 +168,8 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     rewards = steps.values("reward/mean")
     num_recent = len(rewards[recent(len(rewards))])
     older = files.samples[:-NUM_SAMPLES]
+    every = 1 + len(older) // NUM_SAMPLES
+    others = [sample for at, sample in enumerate(older) if at % every]
     summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
     given = read_settings(folder)
@@ -179,8 +193,8 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "evaluations": files.evaluation_lines,
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
         "timeline": timeline_view(read_timeline(folder, files.problems)),
-        "samples": older[:: 1 + len(older) // NUM_SAMPLES]
-        + files.samples[-NUM_SAMPLES:],
+        "samples": older[::every] + files.samples[-NUM_SAMPLES:],
+        "num_samples": len(files.samples),
         "failures": failures or [],
         "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
@@ -191,7 +205,20 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     long_secrets = sorted(
         (secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS), key=len
     )
-    return {key: without_secrets(value, long_secrets) for key, value in view.items()}
+    shown = {key: without_secrets(value, long_secrets) for key, value in view.items()}
+    # Compressed after the secrets are hidden, which would not be found in it.
+    return shown | {
+        "packed": _packed(without_secrets(others, long_secrets), most_bytes)
+    }
+
+
+def _packed(samples: Any, most_bytes: int) -> str:
+    text = json.dumps(samples, allow_nan=False, separators=(",", ":"))
+    # Without the time of day, so that an unchanged run has the same text.
+    packed = gzip.compress(text.encode(), mtime=0)
+    if len(packed) > most_bytes:
+        return _packed(samples[:: 1 + len(packed) // most_bytes], most_bytes)
+    return base64.b64encode(packed).decode()
 
 
 def without_secrets(value: object, secrets: list[str]) -> object:

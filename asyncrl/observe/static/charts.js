@@ -183,13 +183,17 @@ function chartKey(id, event) {
   event.preventDefault();
 }
 
-/* Mean of the last few values at each place: its end is the reward that the verdict names. */
+/* Mean of the values around each place, so that it does not lag behind a rise; at both ends of those that are there. */
 function runningMean(values, window) {
-  const kept = [];
-  return values.map(value => {
-    if (value !== null && value !== undefined) kept.push(value);
-    if (kept.length > window) kept.shift();
-    return kept.length ? kept.reduce((sum, each) => sum + each, 0) / kept.length : null;
+  const sums = [0], counts = [0], half = Math.floor(window / 2);
+  for (const value of values) {
+    const isThere = value !== null && value !== undefined;
+    sums.push(sums[sums.length - 1] + (isThere ? value : 0));
+    counts.push(counts[counts.length - 1] + (isThere ? 1 : 0));
+  }
+  return values.map((_, at) => {
+    const from = Math.max(0, at - half), to = Math.min(values.length, at + half + 1), num = counts[to] - counts[from];
+    return num ? (sums[to] - sums[from]) / num : null;
   });
 }
 
@@ -204,7 +208,7 @@ function rewardSpec(runs, isTime) {
     if (!curve) return;
     const isSmooth = run.window > 1 && curve.length > 2 * run.window;
     lines.push({ label: `${name}each step`, x, y: curve, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
-    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps` : run.name, x, y: runningMean(curve, run.window), stroke: colour, width: 2.5 });
+    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps around it` : run.name, x, y: runningMean(curve, run.window), stroke: colour, width: 2.5 });
     const evaluated = run.evaluations.filter(line => line[heldOut] !== undefined);
     for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
       const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
@@ -212,7 +216,7 @@ function rewardSpec(runs, isTime) {
     }
   });
   const what = runs.some(run => run.evaluations.length) ? `mean of each batch, and on held-out ${isLoss ? "rows" : "prompts"}` : "mean of each batch";
-  return { title: isLoss ? "Loss" : "Reward", what, lines, unit: "", isTime, height: 380, hasMarks: true, isEmpty: withoutSteps(runs) };
+  return { title: isLoss ? "Loss" : "Reward", what, lines, unit: "", isTime, height: window.innerWidth > 1000 ? 480 : 380, hasMarks: true, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {

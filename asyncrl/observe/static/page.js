@@ -37,7 +37,7 @@ function drawPage() {
   part("differences", runs.flatMap(each => [each.settings, each.progress, each.state]), () => showDifferences(runs));
   part("shares", [run.verdict, theme], () => showShares(run));
   part("timeline", [run.timeline, theme, wide], () => showTimeline(withEngines(run.timeline, run)));
-  part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
+  part("samples", [run.samples, run.packed, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));
   part("evaluations", [run.evaluations], () => showEvaluations(run));
   FIXED.forEach((names, at) => part(`fixed-${at}`, [shown.run, isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, namesOf(names, runs), isTime, true))));
@@ -138,6 +138,10 @@ function start() {
   addEventListener("unhandledrejection", event => shown.errors.push(String(event.reason)));
   const page = shown.page = JSON.parse(byId("data").textContent);
   byId("nav").append(...PARTS.map(([id, text]) => h("a", { href: `#${id}` }, text)));
+  const nav = byId("nav"), signRest = () => nav.classList.toggle("has-more", nav.scrollLeft + nav.clientWidth < nav.scrollWidth - 4);
+  nav.addEventListener("scroll", signRest, { passive: true });
+  addEventListener("resize", signRest);
+  signRest();
   byId("axis").append(choice("Horizontal axis", [["step", "Steps"], ["time", "Seconds"]], "step", value => { shown.isTime = value === "time"; drawPage(); }));
   byId("fixed").append(...FIXED.map((_, at) => h("div", { class: "chart small", id: `fixed-${at}` })));
   drawPage();
@@ -159,6 +163,7 @@ window.asyncrlPage = Object.freeze({
     points: plot.data.slice(1).map(line => line.filter(value => value !== null && value !== undefined).length) })),
   timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), spans: timeline.data?.spans.length ?? 0 }),
   sample: () => samples.key,
+  numSamples: () => samples.all.length,
   step: () => shown.step,
   runs: () => shown.page.runs.map(run => ({ name: run.name, state: run.state, steps: run.step.length, last: run.step[run.step.length - 1] ?? null })),
 });

@@ -1,7 +1,7 @@
 /* What the model said: a list with filters, and one rollout in full. */
 
 const PAGE_OF_SAMPLES = 60;
-const samples = { all: [], kind: "", step: "", task: "", sort: "newest", words: "", num: PAGE_OF_SAMPLES, key: null, shown: null, colour: "none" };
+const samples = { all: [], total: 0, packed: null, wanted: null, kind: "", step: "", task: "", sort: "newest", words: "", num: PAGE_OF_SAMPLES, key: null, shown: null, colour: "none" };
 const keyOf = sample => `${sample.step}/${sample.group_id}/${sample.sample_index}/${sample.kind}`;
 const SORTS = {
   newest: ["newest step first", (a, b) => b.step - a.step],
@@ -11,9 +11,20 @@ const SORTS = {
   long: ["longest first", (a, b) => b.num_sampled - a.num_sampled],
 };
 
+/* The other samples of the run are unpacked after the first drawing: they may be many megabytes. */
+async function unpackSamples(run) {
+  const bytes = Uint8Array.from(atob(run.packed), one => one.charCodeAt(0));
+  const others = JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+  if (run.packed !== samples.packed || !others.length) return;  // meanwhile another run is shown
+  samples.all = [...others, ...run.samples].sort((a, b) => a.step - b.step);
+  keepingFocus(byId("sample-tools"), drawSampleTools);
+  drawSampleList();
+  if (samples.wanted) followAddress();
+}
+
 function showSamples(all, run) {
   const box = bodyOf("samples");
-  samples.all = all;
+  Object.assign(samples, { all, total: run.num_samples, packed: run.packed });
   if (!all.length) {
     samples.shown = null;
     box.replaceChildren(nothing(`No samples: ${run.run_dir}/samples.jsonl is not there or empty. A run keeps a few rollouts of each step (observe.samples_per_step; 0 keeps none).`));
@@ -25,6 +36,7 @@ function showSamples(all, run) {
   }
   keepingFocus(byId("sample-tools"), drawSampleTools);
   drawSampleList();
+  unpackSamples(run);
 }
 
 const wordsOf = sample => sample.error || sample.parts.filter(part => part.is_sampled).map(part => part.text).join(" … ");
@@ -42,6 +54,7 @@ function samplesOfStep(step) {
 /* Whether the sample of this key is there; then it is shown, whatever the filters were. */
 function showSampleOf(key) {
   const sample = samples.all.find(each => keyOf(each) === key);
+  samples.wanted = sample ? null : key;
   if (!sample) return false;
   Object.assign(samples, { kind: "", task: "", words: "", step: String(sample.step), key });
   drawSampleTools();
@@ -59,7 +72,8 @@ function drawSampleTools() {
     h("label", { class: "pick" }, "Search", h("input", { type: "search", "data-key": "words", value: samples.words, placeholder: "text, answer, prompt id", spellcheck: "false", oninput: event => { samples.words = event.target.value; samples.num = PAGE_OF_SAMPLES; drawSampleList(); } })),
     pick("Kind", "kind", [["", "all"], ...kinds.map(kind => [kind, kind])]), pick("Step", "step", [["", "all"], ...steps.map(step => [step, step])]),
     ...(tasks.length > 1 ? [pick("Task", "task", [["", "all"], ...tasks.map(task => [task, task])])] : []),
-    pick("Sort", "sort", Object.entries(SORTS).map(([name, [text]]) => [name, text])), h("span", { class: "range", id: "sample-count", role: "status" }));
+    pick("Sort", "sort", Object.entries(SORTS).map(([name, [text]]) => [name, text])), h("span", { class: "range", id: "sample-count", role: "status" }),
+    ...(samples.all.length < samples.total ? [h("span", { class: "hint", id: "sample-left-out" }, `Search and filters see ${plainNumber(samples.all.length)} of them, spread over the run, since this page has a limit. asyncrl inspect --samples --step N shows all of a step.`)] : []));
 }
 
 function drawSampleList() {
@@ -67,7 +81,7 @@ function drawSampleList() {
   const chosen = samples.all.filter(sample => (!words || searched(sample).includes(words)) && (!samples.kind || sample.kind === samples.kind) && (samples.step === "" || sample.step === Number(samples.step)) && (!samples.task || sample.task === samples.task));
   chosen.sort(SORTS[samples.sort][1]);
   const list = byId("sample-list"), left = chosen.length - samples.num;
-  byId("sample-count").textContent = `${chosen.length} of ${samples.all.length}`;
+  byId("sample-count").textContent = `${plainNumber(chosen.length)} of ${plainNumber(samples.total)} samples`;
   if (!chosen.some(sample => keyOf(sample) === samples.key)) samples.key = chosen.length ? keyOf(chosen[0]) : null;
   keepingFocus(list, () => list.replaceChildren(...chosen.slice(0, samples.num).map(sampleButton),
     ...(left > 0 ? [h("button", { type: "button", class: "more", onclick: () => { samples.num += PAGE_OF_SAMPLES; drawSampleList(); } }, `${left} more`)] : []),

@@ -80,7 +80,7 @@ function drawConfig() {
   const shown = config.settings.filter(each => (each.differs || !config.onlyDiffers) && `${each.key} ${each.value}`.toLowerCase().includes(words));
   box.querySelector(".range").textContent = `${shown.length} of ${config.settings.length} settings`;
   const rows = shown.map(each => {
-    const row = [h("code", {}, each.key), h("code", { class: "wrap" }, each.value), each.default === null ? h("span", { class: "hint" }, "required") : h("code", { class: "wrap hint" }, each.default)];
+    const row = [h("code", {}, breakable(each.key)), h("code", { class: "wrap" }, each.value), each.default === null ? h("span", { class: "hint" }, "required") : h("code", { class: "wrap hint" }, each.default)];
     row.className = each.differs && !config.onlyDiffers ? "differs" : "";
     return row;
   });

@@ -3,6 +3,37 @@
 const ROW = 24, AXIS = 24, GAP = 4;
 const timeline = { data: null, from: 0, to: 1, first: 0, last: 1, lanes: [], rows: [], kinds: [], off: new Set(), drag: null, at: null };
 
+/* What a reader tells apart: six groups of kinds, each with a colour and a pattern. All other kinds are grey; a fold lists every kind. */
+const GROUPS = [
+  { name: "train", kinds: /^train/, colour: "--training", lines: [], meaning: "the trainer trains on batches" },
+  { name: "wait", kinds: /^(wait|held)/, colour: "--generation", lines: [[0, 8, 8, 0]], meaning: "the trainer or new weights wait for something" },
+  { name: "generate", kinds: /^(decode|generate|score)$/, colour: "--run-2", lines: [[0, 4, 2, 4]], meaning: "engines sample, or another server on their devices answers" },
+  { name: "weights", kinds: /^(export|prepare|chunks|commit|pause|to |sleep|wake)/, colour: "--commit", lines: [[4, 0, 4, 8]], meaning: "new weights go to the engines; colocated: the devices change hands" },
+  { name: "checkpoint", kinds: /^(checkpoint|copy|save)$/, colour: "--checkpoint", lines: [[0, 0, 8, 8], [0, 8, 8, 0]], meaning: "a checkpoint or the final weights are written" },
+  { name: "evaluate", kinds: /^evaluation$/, colour: "--run-3", lines: [[0, 4, 8, 4]], meaning: "a version is evaluated" },
+];
+const OTHER = { name: "other", colour: "--other", lines: [], meaning: "everything else" };
+const groupOf = kind => GROUPS.find(group => group.kinds.test(kind.name)) ?? OTHER;
+const isOff = kind => timeline.off.has(kind.name) || timeline.off.has(`all ${groupOf(kind).name}`);
+
+/* One period of a group's pattern, 8 pixels wide and high. */
+function tileOf(group) {
+  const tile = h("canvas", { width: "8", height: "8" }), pen = tile.getContext("2d"), colour = css(group.colour);
+  pen.fillStyle = colour;
+  pen.fillRect(0, 0, 8, 8);
+  pen.strokeStyle = faded(inkOn(colour), 0.5);
+  pen.lineWidth = 1.5;
+  // Also a period to both sides, so that slanted lines have no gap at the edges.
+  for (const [x, y, toX, toY] of group.lines) for (const by of [-8, 0, 8]) {
+    const slant = x !== toX && y !== toY ? by : 0;
+    pen.beginPath();
+    pen.moveTo(x + slant, y);
+    pen.lineTo(toX + slant, toY);
+    pen.stroke();
+  }
+  return tile;
+}
+
 function showTimeline(data) {
   const box = bodyOf("timeline");
   if (!data.spans.length) {
@@ -15,8 +46,12 @@ function showTimeline(data) {
   indexSpans(data);
   if (wasWhole) [timeline.from, timeline.to] = [timeline.first, timeline.last];
   if (!box.querySelector("canvas")) buildTimeline(box);
-  const legend = box.querySelector(".legend");
-  keepingFocus(legend, () => legend.replaceChildren(...data.kinds.filter((_, at) => data.spans.some(span => span[1] === at)).map(kindButton)));
+  const seen = data.kinds.filter((_, at) => data.spans.some(span => span[1] === at)), groups = [...GROUPS, OTHER];
+  const legend = box.querySelector(".legend"), fold = box.querySelector(".kinds");
+  keepingFocus(legend, () => legend.replaceChildren(...GROUPS.filter(group => seen.some(kind => groupOf(kind) === group)).map(group => keyButton(group.name, `all ${group.name}`, group))));
+  fold.querySelector("summary").textContent = `Each of the ${seen.length} kinds`;
+  const sorted = groups.flatMap(group => seen.filter(kind => groupOf(kind) === group));
+  keepingFocus(fold, () => fold.querySelector(".legend").replaceChildren(...sorted.map(kind => keyButton(kind.name, kind.name, { ...groupOf(kind), meaning: kind.meaning }))));
   drawTimeline();
 }
 
@@ -60,11 +95,11 @@ function indexSpans(data) {
   timeline.kinds = data.kinds;
 }
 
-function kindButton(kind) {
-  const isOff = timeline.off.has(kind.name);
-  return h("button", { type: "button", class: "key", "data-key": kind.name, "aria-pressed": String(!isOff), title: kind.meaning,
-    onclick: () => { if (!timeline.off.delete(kind.name)) timeline.off.add(kind.name); showTimeline(timeline.data); } },
-  h("span", { class: "swatch", style: { background: colourOf(kind.name) } }), kind.name);
+/* A button that hides what `key` names, and shows it again. */
+function keyButton(text, key, group) {
+  return h("button", { type: "button", class: "key", "data-key": key, "aria-pressed": String(!timeline.off.has(key)), title: group.meaning,
+    onclick: () => { if (!timeline.off.delete(key)) timeline.off.add(key); showTimeline(timeline.data); } },
+  h("span", { class: "swatch", style: { background: `url(${tileOf(group).toDataURL()}) center` } }), text);
 }
 
 function buildTimeline(box) {
@@ -81,7 +116,8 @@ function buildTimeline(box) {
       button("Whole run", "Show the whole run", wholeTimeline),
       h("span", { class: "range", id: "timeline-range" })),
     h("div", { class: "canvas" }, canvas, h("div", { class: "tip", hidden: true })),
-    h("div", { class: "legend", role: "group", "aria-label": "Kinds of spans that are drawn" }),
+    h("div", { class: "legend", role: "group", "aria-label": "Spans that are drawn" }),
+    h("details", { class: "kinds" }, h("summary", {}), h("div", { class: "legend", role: "group", "aria-label": "Kinds of spans that are drawn" })),
     h("p", { class: "hint", id: "timeline-keys" }, "Drag over a stretch to zoom into it; a wheel zooms with Ctrl, or after a click. Shift and drag, or the arrow keys, move. Keys + − 0 zoom; , and . step through the spans."),
     h("p", { class: "sr", role: "status", id: "timeline-told" }));
 }
@@ -153,23 +189,26 @@ function visibleSpans(lane, from, to) {
   while (low < high) { const middle = (low + high) >> 1; if (ends[middle] < from) low = middle + 1; else high = middle; }
   const found = [];
   for (let at = low; at < spans.length && spans[at][2] <= to; at++) {
-    if (spans[at][3] >= from && !timeline.off.has(timeline.kinds[spans[at][1]]?.name)) found.push(spans[at]);
+    if (spans[at][3] >= from && !isOff(timeline.kinds[spans[at][1]])) found.push(spans[at]);
   }
   return found;
 }
 
 function drawLane(pen, row, toX) {
-  const colours = timeline.kinds.map(kind => colourOf(kind.name)), ink = timeline.kinds.map((_, at) => inkOn(colours[at]));
+  const groups = timeline.kinds.map(groupOf), colours = groups.map(group => css(group.colour));
+  const patterns = new Map([...GROUPS, OTHER].map(group => [group, pen.createPattern(tileOf(group), "repeat")]));
   pen.fillStyle = css("--sunk");
   pen.fillRect(toX(timeline.from), row.top, toX(timeline.to) - toX(timeline.from), row.height);
-  let lastX = -Infinity, lastKind = -1;
+  let lastX = -Infinity, lastGroup = null;
   for (const span of visibleSpans(row.lane, timeline.from, timeline.to)) {
     const x = Math.round(Math.max(toX(span[2]), -10)), end = Math.round(Math.min(toX(span[3]), 1e5)), wide = Math.max(end - x, 1);
-    if (wide < 2 && x - lastX < 1 && span[1] === lastKind) continue;  // that pixel has this colour
-    [lastX, lastKind] = [x, span[1]];
-    pen.fillStyle = colours[span[1]] || css("--other");
+    const group = groups[span[1]];
+    if (wide < 2 && x - lastX < 1 && group === lastGroup) continue;  // that pixel has this colour
+    [lastX, lastGroup] = [x, group];
+    pen.fillStyle = wide < 4 ? colours[span[1]] : patterns.get(group);  // a pattern needs its width
     pen.globalAlpha = Math.max(0.15, span[5] ?? 1);
-    pen.fillRect(x, row.top + 1, wide > 4 ? wide - 1 : wide, row.height - 2);
+    const isThin = group === OTHER;  // they overlap spans of other groups, whose words stay readable
+    pen.fillRect(x, isThin ? row.top + row.height - 7 : row.top + 1, wide > 4 ? wide - 1 : wide, isThin ? 6 : row.height - 2);
     pen.globalAlpha = 1;
     if (span === timeline.at) {
       pen.strokeStyle = css("--ink");
@@ -178,9 +217,13 @@ function drawLane(pen, row, toX) {
       pen.lineWidth = 1;
     }
     const from = Math.max(x, toX(timeline.from)) + 5, name = timeline.kinds[span[1]]?.name ?? "";
-    const words = end - from > 40 && [`${name} ${span[4]}`, span[4], name].find(each => each && pen.measureText(each).width < end - from - 6);
+    const words = end - from > 40 && !(isThin && row.name === "trainer") && [`${name} ${span[4]}`, span[4], name].find(each => each && pen.measureText(each).width < end - from - 6);
     if (words) {
-      pen.fillStyle = span[5] < 0.6 ? css("--ink") : ink[span[1]] || "#000000";
+      if (group.lines.length) {
+        pen.fillStyle = css("--card");
+        pen.fillRect(from - 3, row.top + 4, pen.measureText(words).width + 6, row.height - 8);
+      }
+      pen.fillStyle = group.lines.length || isThin ? css("--ink") : inkOn(colours[span[1]]);
       pen.fillText(words, from, row.top + row.height / 2);
     }
   }

@@ -67,20 +67,15 @@ function tickTexts(ticks, unit) {
   return ticks.map(tick => `${(tick * scale).toFixed(digits)}${end}`);
 }
 
-/* A name that may break after its slashes and underscores. */
-const breakable = name => name.split(/(?<=[/_])/).flatMap(piece => [piece, h("wbr")]);
+/* A name that may break after its slashes, dots and underscores. */
+const breakable = name => name.split(/(?<=[/._])/).flatMap(piece => [piece, h("wbr")]);
 
 const when = seconds => new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ") + " UTC";
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const runColour = index => css(`--run-${index % 8}`);
 
-/* One colour for one thing, wherever it is drawn: waits, training, weights. */
-const OF_WORDS = [
-  [/generation/, "--generation"], [/wait for rewards|^rewards$/, "--rewards"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
-  [/restart|lost|fail|down/, "--restart"], [/decode/, "--run-2"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
-  [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval/, "--evaluation"], [/start/, "--quiet"], [/train|step/, "--training"],
-  [/wait|idle/, "--generation"], [/journal/, "--quiet"],
-];
+/* The colours of the shares of time; training and waiting have them in the timeline, too. */
+const OF_WORDS = [[/generation/, "--generation"], [/rewards/, "--rewards"], [/teaching/, "--run-3"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/handover/, "--turns"], [/train/, "--training"]];
 
 function colourOf(name) {
   const found = OF_WORDS.find(([words]) => words.test(name.toLowerCase()));
