@@ -14,6 +14,7 @@ import typer
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
 from asyncrl.config import load_any, load_config, load_sft
 from asyncrl.config.load import name_of_config, usage_hint
@@ -127,7 +128,8 @@ def run(
 
     loaded = load_config(config, overrides or [])
     with serving():  # imports for children run in parallel
-        from asyncrl.job.loop import run_job
+        with told_if_long("importing packages"):
+            from asyncrl.job.loop import run_job
 
         code = run_job(
             loaded,
@@ -164,7 +166,8 @@ def sft(
 
     loaded = load_sft(config, overrides or [])
     with serving():
-        from asyncrl.job.supervised import run_sft
+        with told_if_long("importing packages"):
+            from asyncrl.job.supervised import run_sft
 
         code = run_sft(
             loaded,
@@ -177,6 +180,7 @@ def sft(
 
 
 @app.command()
+@told_if_long("checking the config")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -266,6 +270,7 @@ def status(
 
 
 @app.command()
+@told_if_long("reading the run")
 def inspect(
     run_dir: RunDir = None,
     as_json: Json = False,
@@ -303,6 +308,7 @@ def inspect(
 
 
 @app.command()
+@told_if_long("reading the run")
 def report(
     run_dirs: RunDirs = None,
     out: Annotated[
@@ -340,6 +346,7 @@ def watch(
 
 
 @app.command()
+@told_if_long("exporting")
 def export(
     paths: Annotated[
         list[Path],
@@ -522,7 +529,8 @@ def serve_gateway(
 
     loaded, name = load_config(config, overrides or []), name_of_config(config)
     with serving():
-        from asyncrl.job import serve
+        with told_if_long("importing packages"):
+            from asyncrl.job import serve
 
         code = serve.serve_gateway(
             loaded, run_dir, name=name, record=record, num_tried=rollouts
@@ -541,7 +549,8 @@ def serve_engine(
 
     loaded = load_config(config, overrides or [])
     with serving():
-        from asyncrl.job import serve
+        with told_if_long("importing packages"):
+            from asyncrl.job import serve
 
         code = serve.serve_engine(loaded, run_dir, name=name_of_config(config))
     _exit(code)

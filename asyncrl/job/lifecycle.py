@@ -34,6 +34,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.host import leave_process
+from asyncrl.base.progress import EVERY_S
 from asyncrl.base.signals import exit_code_of, heard_stops, is_in_main_thread
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import shielded
@@ -208,6 +209,7 @@ class Lifecycle:
                 # closed.
                 async with asyncio.TaskGroup() as self._group:
                     self.spawn(self._wait_broken(), name="watch gateway")
+                    self.spawn(self._repeat_stage(), name="watch stages")
                     code = await live()
                     # Guards run forever, and the group waits for all tasks.
                     self.cancel_tasks()
@@ -254,6 +256,14 @@ class Lifecycle:
 
     async def _wait_broken(self) -> None:
         await asyncio.wrap_future(self._broken)
+
+    async def _repeat_stage(self) -> None:
+        """Say the stage of a start or an end again while it takes long."""
+        while True:
+            stage = self.log.current_activity
+            await asyncio.sleep(EVERY_S)
+            if stage == self.log.current_activity and not self.can_stop:
+                self.log.activity(stage)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, BaseExceptionGroup):

@@ -359,6 +359,7 @@ async def _try_agent(
         agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
         await agents.open(lifecycle)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
+    lifecycle.log.activity("running the rollouts")
     generator = make_generator(config, pool, recorder.tokenizer, scorer, agents)
     prompts = [
         feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))

@@ -14,6 +14,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, Message
+from asyncrl.base.progress import LongWork, told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
@@ -144,12 +145,18 @@ class RowTask:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
+        with told_if_long(f"checking {len(self.rows)} rows of the task") as work:
+            self.digest = self._check_rows(work)
+
+    def _check_rows(self, work: LongWork) -> str:
+        """Return the digest of the rows. Raises ConfigError."""
         digest = xxhash.xxh3_128()
         prompt_column = self.config.prompt_column
         place = "the first row"
         try:
             for index, row in enumerate(self.rows):
                 place = self.place(index)
+                work.part = index / len(self.rows)
                 for column in (prompt_column, self.config.answer_column):
                     if column is not None and column not in row:
                         raise ConfigError(
@@ -180,7 +187,7 @@ class RowTask:
                 f"{place} cannot be used: {message_of(error)}",
                 way_out="correct it, name another column, or remove a column that is not used.",
             ) from error
-        self.digest = f"xxh3:{digest.hexdigest()}"
+        return f"xxh3:{digest.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.rows)
