@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -71,7 +73,7 @@ ServeDir = Annotated[
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.")
+        bool, typer.Option("--version", "-V", help="Print the version.")
     ] = False,
 ) -> None:
     # An empty path would be the working directory.
@@ -80,8 +82,14 @@ def _root(
             "an argument is empty", way_out="set the shell variable that it came from."
         )
     if version:
-        typer.echo(f"asyncrl {__version__}")
+        print_version()
         raise typer.Exit
+
+
+@app.command("version")
+def print_version() -> None:
+    """Print the version."""
+    typer.echo(f"asyncrl {__version__}")
 
 
 @app.command()
@@ -191,9 +199,12 @@ def check(
     memory: Annotated[
         Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Validate a config without loading weights, and print processes, devices, threads
     and memory by node.
+
+    Example: asyncrl check configs/quickstart.yaml trainer.num_steps=100
     """
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
@@ -202,9 +213,11 @@ def check(
     # Described devices need no launcher, so a laptop can plan for a cluster.
     nodes = described_nodes(devices, cores, memory)
     settings = load_any(config, overrides or [])
-    with contextlib.ExitStack() as stack:
+    with _result(as_json) as found, contextlib.ExitStack() as stack:
         nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
+        lines = found["lines"] = list[str]()
         for line in check_lines(settings, nodes):
+            lines.append(line)
             typer.echo(line)
 
 
@@ -230,6 +243,18 @@ def keys(
     )
 
 
+@contextlib.contextmanager
+def _result(as_json: bool) -> Iterator[dict[str, object]]:
+    """Yield the object that --json prints. All other output of the block then goes to
+    stderr, that of user code too.
+    """
+    found = dict[str, object]()
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        yield found
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+
+
 def _or_newest(run_dir: Path | None) -> Path:
     """Return the named run, or the newest, named on stderr."""
     if run_dir is not None:
@@ -249,7 +274,9 @@ def runs(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, newest first: state, steps, reward, and time of the last write."""
+    """List runs, newest first: state, steps, reward, best evaluation, model, size on
+    disk, process, and time of the last write.
+    """
     from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder or Path("runs"), as_json=as_json))
@@ -262,11 +289,13 @@ def status(
         bool,
         typer.Option("--verbose", help="Add waits, queues, engines and time spent."),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), is_verbose=verbose))
+    run = _or_newest(run_dir)
+    typer.echo(render_status(run, is_verbose=verbose, as_json=as_json))
 
 
 @app.command()
@@ -370,6 +399,7 @@ def export(
     traces: Annotated[
         bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
@@ -392,17 +422,17 @@ def export(
         raise typer.BadParameter("--traces takes no other option")
     if samples and is_of_weights:
         raise typer.BadParameter("--samples takes only --min-reward")
+    write = functools.partial(export_run, step=step, adapter=adapter)
     if traces:
         from asyncrl.job.trace_export import export_traces
 
-        export_traces(run_dir, out, tell=typer.echo)
-        return
+        write = functools.partial(export_traces)
     if min_reward is not None:
         from asyncrl.job.sample_export import export_samples
 
-        export_samples(run_dir, out, min_reward=min_reward, tell=typer.echo)
-        return
-    export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
+        write = functools.partial(export_samples, min_reward=min_reward)
+    with _result(as_json) as found:
+        found |= write(run_dir, out, tell=typer.echo)
 
 
 @app.command()
@@ -420,6 +450,31 @@ def scale(
     from asyncrl.job.live_settings import scale_run
 
     typer.echo(scale_run(run_dir, asked))
+
+
+@app.command()
+def stop(run_dir: NamedRun) -> None:
+    """Stop a run of this machine: its controller finishes the step, saves and ends.
+
+    Example: asyncrl stop runs/mine
+    """
+    from asyncrl.job.run_control import stop_run
+
+    stop_run(run_dir, typer.echo)
+
+
+@app.command()
+def delete(
+    run_dir: NamedRun,
+    yes: Annotated[bool, Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete the directory of a run that has ended, with its checkpoints and weights.
+
+    Example: asyncrl delete runs/mine
+    """
+    from asyncrl.job.run_control import delete_run
+
+    delete_run(run_dir, lambda question: yes or typer.confirm(question), typer.echo)
 
 
 @app.command()

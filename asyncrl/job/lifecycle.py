@@ -42,7 +42,7 @@ from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, Supervision, first_death
 from asyncrl.observe.console import RunLog
-from asyncrl.observe.run_dir import LOG_FILE
+from asyncrl.observe.run_dir import ID_FILE, LOCK_FILE, LOG_FILE
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
@@ -392,13 +392,13 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
             f"cannot write to {folder}: {error.strerror}",
             way_out="choose another --run-dir.",
         ) from error
-    with run_lock(folder / "run.lock"):
+    with run_lock(folder / LOCK_FILE):
         yield
 
 
 def run_id(run_dir: Path) -> str:
     """Return the run's id, created if missing; copies keep it."""
-    path = run_dir / "run.id"
+    path = run_dir / ID_FILE
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
     return path.read_text(encoding="utf-8").strip()
