@@ -221,6 +221,36 @@ def check(
             typer.echo(line)
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, Argument(metavar="CONFIG|RUN_DIR", help="A config, or weights of a run.")
+    ],
+    overrides: Overrides = None,
+    step: Annotated[
+        Text, Option(metavar="N|best|last", help="Weights of a run (default: last).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a model on the prompts of `eval`, without training: mean reward with its 95%
+    interval.
+
+    Example: asyncrl eval runs/mine --step 100 eval.num_prompts=200. For benchmarks such
+    as MMLU, export the weights and use lm-eval (docs/evaluation.md).
+    """
+    from asyncrl.job.evaluate import evaluate as scores_of
+    from asyncrl.observe.show import table, to_text
+
+    with _result(as_json) as found:
+        scores = scores_of(target, overrides or [], step=step)
+        found["evaluations"] = scores
+        rows = [
+            {name.removeprefix("eval/"): value for name, value in one.items()}
+            for one in scores
+        ]
+        typer.echo(to_text(table(rows)))
+
+
 @app.command()
 def keys(
     what: Annotated[

@@ -128,7 +128,7 @@ def test_install_page_lists_the_commands_without_an_extra() -> None:
     listed = set(re.findall(r"`(\w+)`", row[1].partition(";")[0]))
     assert listed.isdisjoint(rest := set(re.findall(r"`(\w+)`", of_train[1])))
     assert listed | rest == {*typer.main.get_command(app).commands}  # type: ignore[attr-defined]
-    assert rest == {"check", "run", "sft", "export", "serve"}
+    assert rest == {"check", "run", "sft", "eval", "sweep", "export", "serve"}
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
         row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
         row["size"] = f"{row.pop('size_bytes') / 1e6:,.1f} MB"
         row["written"] = f"{numbers.duration(row.pop('age_s'))} ago"
-    return to_text(_table(rows)) if rows else f"no runs in {folder}"
+    return to_text(table(rows)) if rows else f"no runs in {folder}"
 
 
 def _written_s(run_dir: Path) -> float:
@@ -421,7 +421,7 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
         elif name == "rollouts":
             yield from (Text(sample_text(sample)) for sample in value)
         else:
-            yield _table(value[-SHOWN_ROWS:])
+            yield table(value[-SHOWN_ROWS:])
             if len(value) > SHOWN_ROWS:
                 yield Text(f"the last {SHOWN_ROWS} of {len(value)}")
 
@@ -437,18 +437,19 @@ def _is_table(value: object) -> bool:
     )
 
 
-def _table(rows: Sequence[Mapping[str, object]]) -> Table:
+def table(rows: Sequence[Mapping[str, object]]) -> Table:
+    """Draw rows with the columns that any of them has."""
     names = dict.fromkeys(
         name for row in rows for name in row if name not in _NOT_DRAWN
     )
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    drawn = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:
         is_text = any(
             not isinstance(row.get(name, 0), int | float | None) for row in rows
         )
-        table.add_column(
+        drawn.add_column(
             _title(name), justify="left" if is_text else "right", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
-    return table
+        drawn.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
+    return drawn
