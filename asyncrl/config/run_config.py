@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
-from asyncrl.config.eval_config import EvalConfig, Evals
+from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
@@ -91,6 +91,32 @@ class RunConfig(FrozenConfig):
     """Restarts of processes, and reports of hangs."""
     observe: ObserveConfig = ObserveConfig()
     """Files, trackers, console and status port."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_held_out_rows(cls, values: object) -> object:
+        """Give an evaluation without a task the rows that each task holds out.
+
+        Example: task={files: [a.jsonl], split: {eval: 0.1}} and eval={every: 5} give
+        eval={every: 5, task: {files: [a.jsonl], split: {eval: 0.1}}}.
+        """
+        given = values.get("eval") if isinstance(values, dict) else None
+        if (
+            not isinstance(values, dict)
+            or not isinstance(given, dict)
+            or "task" in given
+        ):
+            return values
+        task = values.get("task")
+        evals = []
+        for one in task if isinstance(task, list) else [task]:
+            if isinstance(one, dict) and isinstance(one.get("split"), dict):
+                left_out = (*NOT_EVALUATED, "digest")
+                held_out = {key: one[key] for key in one if key not in left_out}
+                evals.append({"name": one.get("name"), **given, "task": held_out})
+        if not evals:
+            return values
+        return values | {"eval": evals if len(evals) > 1 else evals[0]}
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
@@ -352,6 +378,14 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
+        trained = [_rows_of(task) for task in self.tasks.values()]
+        evaluated = [_rows_of(one.task) for one in self.evals.values()]
+        for name, one in self.evals.items():
+            if one.task.held_out_fraction and _rows_of(one.task) not in trained:
+                yield f"{key_of('eval', name)}.task.split holds out no rows of `task`; remove eval.task"
+        for name, task in self.tasks.items():
+            if evaluated and task.held_out_fraction and _rows_of(task) not in evaluated:
+                yield f"{key_of('task', name)}.split holds out rows, and eval.task names others; remove one"
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:
                 cuts = ", ".join(one.given(*sorted(CUTS)))
@@ -549,6 +583,11 @@ class RunConfig(FrozenConfig):
 def key_of(section: str, name: str) -> str:
     """Return `task`, or `task.sums` if there are several."""
     return f"{section}.{name}" if name else section
+
+
+def _rows_of(task: TaskConfig) -> tuple[object, ...]:
+    """Return the settings that choose the rows of a task."""
+    return task.files, task.dataset, task.args, task.prompt_column, task.split
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
