@@ -244,11 +244,27 @@ def evaluate(
     with _result(as_json) as found:
         scores = scores_of(target, overrides or [], step=step)
         found["evaluations"] = scores
-        rows = [
-            {name.removeprefix("eval/"): value for name, value in one.items()}
-            for one in scores
-        ]
-        typer.echo(to_text(table(rows)))
+        typer.echo(to_text(table(scores)))
+
+
+@app.command()
+def sweep(
+    config: ConfigPath,
+    choices: Annotated[
+        list[str], Argument(metavar="KEY=A,B,C...", help="Values of settings.")
+    ],
+    folder: Annotated[
+        File, Option(help="Where the runs are (default: runs/sweep-NAME).")
+    ] = None,
+) -> None:
+    """Train each combination of values, one run after another, and write a report that
+    compares the runs. Repeat the command to continue.
+
+    Example: asyncrl sweep my.yaml trainer.learning_rate=1e-5,3e-5 seed=0,1
+    """
+    from asyncrl.job.sweep import sweep as run_all
+
+    _exit(run_all(config, choices, folder=folder, tell=typer.echo))
 
 
 @app.command()

@@ -14,11 +14,11 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.job.evaluate import evaluate
 
 SAMPLED = (
-    "eval/reward_mean",
-    "eval/standard_error",
-    "eval/length_mean",
-    "eval/truncated_fraction",
-    "eval/failed",
+    "reward_mean",
+    "standard_error",
+    "length_mean",
+    "truncated_fraction",
+    "failed",
 )
 
 
@@ -57,8 +57,8 @@ def test_eval_of_a_step_equals_the_evaluation_of_the_run(tmp_path: Path) -> None
         (scores,) = found["evaluations"]
         assert (scores["policy_version"], scores["num_prompts"]) == (step, 12)
         for name in SAMPLED:
-            assert scores[name] == logged[step][name], (step, name)
-        mean, error = scores["eval/reward_mean"], scores["eval/standard_error"]
+            assert scores[name] == logged[step][f"eval/{name}"], (step, name)
+        mean, error = scores["reward_mean"], scores["standard_error"]
         assert scores["interval"] == pytest.approx(
             [mean - 1.96 * error, mean + 1.96 * error]
         )
@@ -68,16 +68,7 @@ def test_eval_of_a_step_equals_the_evaluation_of_the_run(tmp_path: Path) -> None
 
 def test_eval_refuses_what_it_cannot_score(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    for overrides, step, words in (
-        ([], None, "has no evaluation"),
-        ([], "3", "is a config"),
-        (
-            [
-                "eval={task: {files: [x.jsonl], reward: {judge: {model: m, prompt: '{completion}'}}}}"
-            ],
-            None,
-            "served by a run",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            evaluate(config, overrides, step=step)
+    with pytest.raises(ConfigError, match="has no section eval"):
+        evaluate(config)
+    with pytest.raises(ConfigError, match="is a config"):
+        evaluate(config, step="3")

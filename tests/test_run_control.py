@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -23,26 +24,19 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 lock = open(folder / "run.lock", "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
-
-def write(**status):
-    body = status | {"pid": os.getpid(), "host": socket.gethostname(), "updated_s": 0}
-    (folder / "status.new").write_text(json.dumps(body))
-    (folder / "status.new").replace(folder / "status.json")
-
 signal.signal(signal.SIGTERM, lambda *_: None)
-write(state="running", activity="training")
 print("ready", flush=True)
 signal.pause()
-write(state="running", activity="writing a checkpoint")
+print("saving", flush=True)
 sys.stdin.readline()
-write(state="interrupted", why="interrupted by SIGTERM")
+status = {"state": "interrupted", "why": "interrupted by SIGTERM"}
+(folder / "status.json").write_text(json.dumps(status))
 """
 
 
 def made(folder: Path, **status: object) -> Path:
-    for name in ("config.yaml", "run.id", "run.lock"):
-        folder.mkdir(exist_ok=True)
-        (folder / name).touch()
+    folder.mkdir()
+    (folder / "run.id").touch()
     (folder / "status.json").write_text(json.dumps(status))
     return folder
 
@@ -61,22 +55,19 @@ def controlled(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_stop_waits_until_the_run_has_saved(tmp_path: Path) -> None:
-    run_dir = made(tmp_path / "run")
+    run_dir = made(tmp_path / "run", state="running", updated_s=0)
     told = list[str]()
-    with controlled(run_dir) as process:
-
-        def tell(line: str) -> None:
-            told.append(line)
-            if "checkpoint" in line:  # it saves, and only then it ends
-                assert process.stdin is not None
-                process.stdin.write("saved\n")
-                process.stdin.flush()
-
-        stop_run(run_dir, tell)
-    assert str(process.pid) in told[0]
-    assert "  writing a checkpoint" in told
-    assert told[-2] == f"{run_dir} is interrupted: interrupted by SIGTERM"
-    assert told[-1].startswith("resume with: asyncrl run ")
+    with ThreadPoolExecutor(1) as pool, controlled(run_dir) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stopping = pool.submit(stop_run, run_dir, told.append)
+        assert process.stdout.readline() == "saving\n"
+        assert not stopping.done()
+        process.stdin.write("saved\n")
+        process.stdin.flush()
+        stopping.result(timeout=60)
+    assert f"process {process.pid} " in told[0]
+    assert told[1] == f"{run_dir} is interrupted; interrupted by SIGTERM"
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another"])
@@ -84,32 +75,32 @@ def test_stop_signals_no_process_that_only_a_file_names(
     tmp_path: Path, host: str
 ) -> None:
     status = {"state": "running", "pid": os.getpid(), "host": host, "updated_s": 0}
-    with pytest.raises(ConfigError, match="no process of this machine runs") as refused:
+    with pytest.raises(ConfigError, match="no process of this machine runs"):
         stop_run(made(tmp_path / "run", **status))
-    assert "on that host" in str(refused.value)
 
 
 def test_delete_asks_and_removes_only_the_run(tmp_path: Path) -> None:
-    runs = [made(tmp_path / name, state="done", step=3) for name in ("a", "b")]
+    runs = [made(tmp_path / name, state="done") for name in ("a", "b")]
     (tmp_path / "link").symlink_to(runs[0])
-    question = f"Delete {runs[0]} (done, step 3, 0.0 MB)?"
+    question = f"Delete {runs[0]} (done, 0.0 MB)?"
     delete_run(runs[0], lambda asked: asked != question)
     assert runs[0].exists()
     delete_run(tmp_path / "link", lambda asked: asked == question)
     assert [path.exists() for path in runs] == [False, True]
 
 
-@pytest.mark.parametrize("case", ["live", "other host", "no id", "no config", "absent"])
+@pytest.mark.parametrize(
+    "case", ["live", "of another host", "without its id", "absent"]
+)
 def test_delete_refuses_live_runs_and_other_folders(tmp_path: Path, case: str) -> None:
     folder = made(tmp_path / "run", state="running", host="another", updated_s=0)
-    lacks = {"no id": "run.id", "no config": "config.yaml"}
-    if case in lacks:
-        (folder / lacks[case]).unlink()
-        (folder / "status.json").unlink()
+    if case == "without its id":
+        (folder / "run.id").unlink()
     given = tmp_path / "none" if case == "absent" else folder
+    words = (
+        "a live run" if case in ("live", "of another host") else "not a run directory"
+    )
     with controlled(folder) if case == "live" else nullcontext():
-        with pytest.raises(
-            ConfigError, match=r"is not a run directory|is (running|unknown)"
-        ):
+        with pytest.raises(ConfigError, match=words):
             delete_run(given)
-    assert folder.exists()
+    assert (folder / "status.json").exists()

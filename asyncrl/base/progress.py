@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 FIRST_S = 5.0
@@ -26,21 +26,18 @@ class LongWork:
         >>> LongWork("reading rows").line(5)
         'reading rows ... 5 s'
         >>> LongWork("reading rows", part=0.2).line(35)
-        'reading rows ... 35 s, 20% done, about 140 s left'
+        'reading rows ... 35 s, about 140 s left'
         """
         line = f"{self.text} ... {spent_s:.0f} s"
         if self.part == 0:
             return line
-        left_s = spent_s / self.part - spent_s
-        return f"{line}, {self.part:.0%} done, about {left_s:.0f} s left"
+        return f"{line}, about {spent_s / self.part - spent_s:.0f} s left"
 
 
 @contextlib.contextmanager
-def told_if_long(
-    text: str, tell: Callable[[str], object] | None = None
-) -> Iterator[LongWork]:
-    """Tell a line about the work in this block (on standard error) after FIRST_S
-    seconds, and then every EVERY_S seconds. Short work tells nothing.
+def told_if_long(text: str) -> Iterator[LongWork]:
+    """Tell a line about the work in this block after FIRST_S seconds, and then every
+    EVERY_S seconds. Short work tells nothing.
     """
     work = LongWork(text)
     has_ended = threading.Event()
@@ -49,14 +46,10 @@ def told_if_long(
     def repeat() -> None:
         wait_s = FIRST_S
         while not has_ended.wait(wait_s):
-            line = work.line(time.monotonic() - started_s)
-            if tell is not None:
-                tell(line)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            print(work.line(time.monotonic() - started_s), file=sys.stderr, flush=True)
             wait_s = EVERY_S
 
-    thread = threading.Thread(target=repeat, name=text, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
         yield work

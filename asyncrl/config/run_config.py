@@ -378,14 +378,16 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
-        trained = [_rows_of(task) for task in self.tasks.values()]
-        evaluated = [_rows_of(one.task) for one in self.evals.values()]
-        for name, one in self.evals.items():
-            if one.task.held_out_fraction and _rows_of(one.task) not in trained:
-                yield f"{key_of('eval', name)}.task.split holds out no rows of `task`; remove eval.task"
-        for name, task in self.tasks.items():
-            if evaluated and task.held_out_fraction and _rows_of(task) not in evaluated:
-                yield f"{key_of('task', name)}.split holds out rows, and eval.task names others; remove one"
+        evaluated = [one.task for one in self.evals.values()]
+        held_out, measured = (
+            {task.held_out_rows for task in tasks if task.held_out_fraction}
+            for tasks in (self.tasks.values(), evaluated)
+        )
+        if evaluated and held_out != measured:
+            yield (
+                "task.split={eval: ...} holds out rows for `eval`, and eval.task names others; remove "
+                "eval.task, or task.split"
+            )
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:
                 cuts = ", ".join(one.given(*sorted(CUTS)))
@@ -583,11 +585,6 @@ class RunConfig(FrozenConfig):
 def key_of(section: str, name: str) -> str:
     """Return `task`, or `task.sums` if there are several."""
     return f"{section}.{name}" if name else section
-
-
-def _rows_of(task: TaskConfig) -> tuple[object, ...]:
-    """Return the settings that choose the rows of a task."""
-    return task.files, task.dataset, task.args, task.prompt_column, task.split
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:

@@ -205,6 +205,12 @@ class TaskConfig(FrozenConfig):
         return 0.0 if isinstance(self.split, str) else self.split.eval
 
     @property
+    def held_out_rows(self) -> str:
+        """Return the settings that choose the held-out rows."""
+        keys = {"files", "dataset", "args", "prompt_column", "split"}
+        return self.model_dump_json(include=keys)
+
+    @property
     def split_of_dataset(self) -> str:
         return self.split if isinstance(self.split, str) else "train"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
@@ -345,14 +345,9 @@ async def _try_agent(
 ) -> int:
     config = lifecycle.config
     feed = make_prompt_source(config, tasks)
-    scorer = Scorers(
-        tasks,
-        config.tasks,
-        recorder.tokenizer,
-        seed=config.seed,
-        warn=lifecycle.log.warn,
+    scorer = make_scorers(
+        lifecycle, recorder.tokenizer, tasks, config.tasks, config.seed
     )
-    lifecycle.closes("rewards", scorer.aclose)
     agents = await open_agents(lifecycle, pool, recorder.tokenizer)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
     lifecycle.log.activity("running the rollouts")
@@ -365,6 +360,19 @@ async def _try_agent(
         if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder)
         else 1
     )
+
+
+def make_scorers(
+    lifecycle: Lifecycle,
+    tokenizer: HFChatTokenizer,
+    tasks: Mapping[str, PromptTask],
+    settings: Mapping[str, TaskConfig],
+    seed: int,
+) -> Scorers:
+    """Return the scorers of tasks without a served judge or reward model."""
+    scorers = Scorers(tasks, settings, tokenizer, seed=seed, warn=lifecycle.log.warn)
+    lifecycle.closes("rewards", scorers.aclose)
+    return scorers
 
 
 async def open_agents(
