@@ -21,10 +21,13 @@ from asyncrl.job.sweep import _run
 sys.executable = sys.argv[1]
 sys.exit(_run("run"))
 """
-CHILD = """#!/bin/sh
-trap 'exit 130' INT
-echo ready
-while :; do sleep 0.1; done
+CHILD = f"""#!{sys.executable}
+import signal
+signal.signal(signal.SIGINT, lambda *_: exit(130))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+print("ready", flush=True)
+while True:
+    signal.pause()
 """
 
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import yaml
 
-from asyncrl.base.signals import heard_stops
+from asyncrl.base.signals import blocked, heard_stops
 from asyncrl.config import SftConfig, load_any
 from asyncrl.config.load import name_of_config
 from asyncrl.observe.report_page import write_report
@@ -80,14 +80,18 @@ def _run(*arguments: str) -> int:
     its own: Ctrl-C in the terminal must reach it once, or it would not save.
     """
     command = [sys.executable, "-m", "asyncrl.cli", *arguments]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    numbers = heard_stops()
+    # A signal must not come between the start and the handlers. The child unblocks
+    # them itself (usual_signals).
+    with blocked(numbers):
+        process = subprocess.Popen(command, start_new_session=True)
 
         def forward(number: int, frame: object) -> None:
             process.send_signal(number)
 
-        earlier = {number: signal.signal(number, forward) for number in heard_stops()}
-        try:
-            return abs(process.wait())
-        finally:
-            for number, handler in earlier.items():
-                signal.signal(number, handler)
+        earlier = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        return abs(process.wait())
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
