@@ -238,8 +238,9 @@ def evaluate(
     Example: asyncrl eval runs/mine --step 100 eval.num_prompts=200. For benchmarks such
     as MMLU, export the weights and use lm-eval (docs/evaluation.md).
     """
-    from asyncrl.job.evaluate import evaluate as scores_of
-    from asyncrl.observe.show import table, to_text
+    with told_if_long("importing packages"):
+        from asyncrl.job.evaluate import evaluate as scores_of
+        from asyncrl.observe.show import table, to_text
 
     with _result(as_json) as found:
         scores = scores_of(target, overrides or [], step=step)

@@ -21,7 +21,7 @@ class LongWork:
     part: float = 0.0
 
     def line(self, spent_s: float) -> str:
-        """Describe the work after so many seconds.
+        """Describe the work after `spent_s`.
 
         >>> LongWork("reading rows").line(5)
         'reading rows ... 5 s'
@@ -36,8 +36,8 @@ class LongWork:
 
 @contextlib.contextmanager
 def told_if_long(text: str) -> Iterator[LongWork]:
-    """Tell a line about the work in this block after FIRST_S seconds, and then every
-    EVERY_S seconds. Short work tells nothing.
+    """Print a line about the work in this block after FIRST_S seconds, and then every
+    EVERY_S seconds. Short work prints nothing.
     """
     work = LongWork(text)
     has_ended = threading.Event()

@@ -262,7 +262,7 @@ class Lifecycle:
         while True:
             stage = self.log.current_activity
             await asyncio.sleep(EVERY_S)
-            if stage == self.log.current_activity and not self.can_stop:
+            if stage and stage == self.log.current_activity and not self.can_stop:
                 self.log.activity(stage)
 
     def _fail(self, error: BaseException) -> AsyncrlError:

@@ -28,8 +28,8 @@ def sweep(
     folder: str | Path | None = None,
     tell: Callable[[str], None] = print,
 ) -> int:
-    """Run every combination of `choices`, such as "trainer.learning_rate=1e-5,3e-5", in a
-    directory of its own in `folder`, and write a report that compares the runs. Return
+    """Run every combination of `choices`, such as "trainer.learning_rate=1e-5,3e-5", each
+    in a directory in `folder`, and write a report that compares the runs. Return
     the exit code of the first run that failed.
 
     Runs that are done are not repeated, others are resumed. Raises ConfigError before the

@@ -202,7 +202,7 @@ class RowTask:
             raise ConfigError(
                 f"task.split={{eval: {fraction}}} leaves one side of {num_rows} rows empty",
                 rule="the hash of its prompt puts a row on a side, so equal prompts stay together",
-                way_out="give more rows or another fraction, or name files of their own in eval.task.files.",
+                way_out="give more rows or another fraction, or other files in eval.task.files.",
             )
         return f"xxh3:{digest.hexdigest()}"
 
