@@ -8,15 +8,19 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0.dev0"
-__all__ = ["RunConfig", "RunRecord", "__version__", "load_config", "read_run", "run"]
 _FOUND_IN = {
     "RunConfig": "asyncrl.config",
     "RunRecord": "asyncrl.observe.read_run",
+    "delete_run": "asyncrl.job.run_control",
+    "evaluate": "asyncrl.job.evaluate",
     "load_config": "asyncrl.config",
     "read_run": "asyncrl.observe.read_run",
     "run": "asyncrl.api",
+    "stop_run": "asyncrl.job.run_control",
+    "sweep": "asyncrl.job.sweep",
 }
 """Imported on access, because servers and workers do not need them."""
+__all__ = ["__version__", *_FOUND_IN]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`asyncrl run` as a Python function."""
+"""The commands as Python functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from typing import Any
 from asyncrl.base.signals import heard_stops, is_in_main_thread, usual_signals
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
+from asyncrl.job.evaluate import evaluate as evaluate
 from asyncrl.job.lifecycle import SentSignals, new_run_dir
+from asyncrl.job.run_control import delete_run as delete_run
+from asyncrl.job.run_control import stop_run as stop_run
+from asyncrl.job.sweep import sweep as sweep
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.read_run import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -14,6 +16,7 @@ import typer
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
 from asyncrl.config import load_any, load_config, load_sft
 from asyncrl.config.load import name_of_config, usage_hint
@@ -70,7 +73,7 @@ ServeDir = Annotated[
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.")
+        bool, typer.Option("--version", "-V", help="Print the version.")
     ] = False,
 ) -> None:
     # An empty path would be the working directory.
@@ -79,8 +82,14 @@ def _root(
             "an argument is empty", way_out="set the shell variable that it came from."
         )
     if version:
-        typer.echo(f"asyncrl {__version__}")
+        print_version()
         raise typer.Exit
+
+
+@app.command("version")
+def print_version() -> None:
+    """Print the version."""
+    typer.echo(f"asyncrl {__version__}")
 
 
 @app.command()
@@ -127,7 +136,8 @@ def run(
 
     loaded = load_config(config, overrides or [])
     with serving():  # imports for children run in parallel
-        from asyncrl.job.loop import run_job
+        with told_if_long("importing packages"):
+            from asyncrl.job.loop import run_job
 
         code = run_job(
             loaded,
@@ -164,7 +174,8 @@ def sft(
 
     loaded = load_sft(config, overrides or [])
     with serving():
-        from asyncrl.job.supervised import run_sft
+        with told_if_long("importing packages"):
+            from asyncrl.job.supervised import run_sft
 
         code = run_sft(
             loaded,
@@ -177,6 +188,7 @@ def sft(
 
 
 @app.command()
+@told_if_long("checking the config")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -187,9 +199,12 @@ def check(
     memory: Annotated[
         Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Validate a config without loading weights, and print processes, devices, threads
     and memory by node.
+
+    Example: asyncrl check configs/quickstart.yaml trainer.num_steps=100
     """
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
@@ -198,10 +213,59 @@ def check(
     # Described devices need no launcher, so a laptop can plan for a cluster.
     nodes = described_nodes(devices, cores, memory)
     settings = load_any(config, overrides or [])
-    with contextlib.ExitStack() as stack:
+    with _result(as_json) as found, contextlib.ExitStack() as stack:
         nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
+        lines = found["lines"] = list[str]()
         for line in check_lines(settings, nodes):
+            lines.append(line)
             typer.echo(line)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, Argument(metavar="CONFIG|RUN_DIR", help="A config, or weights of a run.")
+    ],
+    overrides: Overrides = None,
+    step: Annotated[
+        Text, Option(metavar="N|best|last", help="Weights of a run (default: last).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a model on the prompts of `eval`, without training: mean reward with its 95%
+    interval.
+
+    Example: asyncrl eval runs/mine --step 100 eval.num_prompts=200. For benchmarks such
+    as MMLU, export the weights and use lm-eval (docs/evaluation.md).
+    """
+    with told_if_long("importing packages"):
+        from asyncrl.job.evaluate import evaluate as scores_of
+        from asyncrl.observe.show import table, to_text
+
+    with _result(as_json) as found:
+        scores = scores_of(target, overrides or [], step=step)
+        found["evaluations"] = scores
+        typer.echo(to_text(table(scores)))
+
+
+@app.command()
+def sweep(
+    config: ConfigPath,
+    choices: Annotated[
+        list[str], Argument(metavar="KEY=A,B,C...", help="Values of settings.")
+    ],
+    folder: Annotated[
+        File, Option(help="Where the runs are (default: runs/sweep-NAME).")
+    ] = None,
+) -> None:
+    """Train each combination of values, one run after another, and write a report that
+    compares the runs. Repeat the command to continue.
+
+    Example: asyncrl sweep my.yaml trainer.learning_rate=1e-5,3e-5 seed=0,1
+    """
+    from asyncrl.job.sweep import sweep as run_all
+
+    _exit(run_all(config, choices, folder=folder, tell=typer.echo))
 
 
 @app.command()
@@ -240,6 +304,18 @@ def keys(
     )
 
 
+@contextlib.contextmanager
+def _result(as_json: bool) -> Iterator[dict[str, object]]:
+    """Yield the object that --json prints. All other output of the block then goes to
+    stderr, that of user code too.
+    """
+    found = dict[str, object]()
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        yield found
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+
+
 def _or_newest(run_dir: Path | None) -> Path:
     """Return the named run, or the newest, named on stderr."""
     if run_dir is not None:
@@ -259,7 +335,9 @@ def runs(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, newest first: state, steps, reward, and time of the last write."""
+    """List runs, newest first: state, steps, reward, best evaluation, model, size on
+    disk, process, and time of the last write.
+    """
     from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder or Path("runs"), as_json=as_json))
@@ -272,14 +350,17 @@ def status(
         bool,
         typer.Option("--verbose", help="Add waits, queues, engines and time spent."),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), is_verbose=verbose))
+    run = _or_newest(run_dir)
+    typer.echo(render_status(run, is_verbose=verbose, as_json=as_json))
 
 
 @app.command()
+@told_if_long("reading the run")
 def inspect(
     run_dir: RunDir = None,
     as_json: Json = False,
@@ -317,6 +398,7 @@ def inspect(
 
 
 @app.command()
+@told_if_long("reading the run")
 def report(
     run_dirs: RunDirs = None,
     out: Annotated[
@@ -354,6 +436,7 @@ def watch(
 
 
 @app.command()
+@told_if_long("exporting")
 def export(
     paths: Annotated[
         list[Path],
@@ -377,6 +460,7 @@ def export(
     traces: Annotated[
         bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
@@ -399,17 +483,17 @@ def export(
         raise typer.BadParameter("--traces takes no other option")
     if samples and is_of_weights:
         raise typer.BadParameter("--samples takes only --min-reward")
+    write = functools.partial(export_run, step=step, adapter=adapter)
     if traces:
         from asyncrl.job.trace_export import export_traces
 
-        export_traces(run_dir, out, tell=typer.echo)
-        return
+        write = functools.partial(export_traces)
     if min_reward is not None:
         from asyncrl.job.sample_export import export_samples
 
-        export_samples(run_dir, out, min_reward=min_reward, tell=typer.echo)
-        return
-    export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
+        write = functools.partial(export_samples, min_reward=min_reward)
+    with _result(as_json) as found:
+        found |= write(run_dir, out, tell=typer.echo)
 
 
 @app.command()
@@ -427,6 +511,31 @@ def scale(
     from asyncrl.job.live_settings import scale_run
 
     typer.echo(scale_run(run_dir, asked))
+
+
+@app.command()
+def stop(run_dir: NamedRun) -> None:
+    """Stop a run of this machine: its controller finishes the step, saves and ends.
+
+    Example: asyncrl stop runs/mine
+    """
+    from asyncrl.job.run_control import stop_run
+
+    stop_run(run_dir, typer.echo)
+
+
+@app.command()
+def delete(
+    run_dir: NamedRun,
+    yes: Annotated[bool, Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete the directory of a run that has ended, with its checkpoints and weights.
+
+    Example: asyncrl delete runs/mine
+    """
+    from asyncrl.job.run_control import delete_run
+
+    delete_run(run_dir, lambda question: yes or typer.confirm(question), typer.echo)
 
 
 @app.command()
@@ -536,7 +645,8 @@ def serve_gateway(
 
     loaded, name = load_config(config, overrides or []), name_of_config(config)
     with serving():
-        from asyncrl.job import serve
+        with told_if_long("importing packages"):
+            from asyncrl.job import serve
 
         code = serve.serve_gateway(
             loaded, run_dir, name=name, record=record, num_tried=rollouts
@@ -555,7 +665,8 @@ def serve_engine(
 
     loaded = load_config(config, overrides or [])
     with serving():
-        from asyncrl.job import serve
+        with told_if_long("importing packages"):
+            from asyncrl.job import serve
 
         code = serve.serve_engine(loaded, run_dir, name=name_of_config(config))
     _exit(code)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from asyncrl.cli import app
 
@@ -54,6 +55,23 @@ check configs/quickstart.yaml learning_rate=1 -> 2: did you mean ... trainer.lea
 check configs/quickstart.yaml temperature=1 -> 2: did you mean ... rollout.temperature
 run configs/quickstart.yaml --run-dir "" -> 2: an argument is empty ... shell variable
 train configs/quickstart.yaml -> 2: write `asyncrl run ...`
+-V -> 0: asyncrl 0.
+version -> 0: asyncrl 0.
+-v -> 2: -V prints the version
+status docs -v -> 2: --verbose
+resume runs/x -> 2: write `asyncrl run runs/x/config.yaml --run-dir runs/x`
+tail runs/x -> 2: write `asyncrl watch ...`
+compare a b -> 2: write `asyncrl report ...`
+rm runs/x -> 2: write `asyncrl delete ...`
+kill runs/x -> 2: write `asyncrl stop ...`
+run configs/quickstart.yaml --dry-run -> 2: `asyncrl check CONFIG`
+run --config configs/quickstart.yaml -> 2: write the config without --config
+run configs/quickstart.yaml runs/mine -> 2: --run-dir runs/mine
+keys learningrate -> 2: did you mean trainer.learning_rate?
+keys max-token -> 2: did you mean ... rollout.max_tokens
+keys zzzqqq -> 2: no setting, section or meaning has zzzqqq.
+stop docs -> 2: is not a run directory ... Way out:
+delete docs --yes -> 2: is not a run directory ... Way out:
 check configs/quickstart.yaml seed=1 trainer.num_steps = 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps= 3 -> 2: write trainer.num_steps=3, without spaces
 check configs/quickstart.yaml trainer.num_steps: 3 -> 2: write trainer.num_steps=3, without spaces
@@ -110,7 +128,7 @@ def test_install_page_lists_the_commands_without_an_extra() -> None:
     listed = set(re.findall(r"`(\w+)`", row[1].partition(";")[0]))
     assert listed.isdisjoint(rest := set(re.findall(r"`(\w+)`", of_train[1])))
     assert listed | rest == {*typer.main.get_command(app).commands}  # type: ignore[attr-defined]
-    assert rest == {"check", "run", "sft", "export", "serve"}
+    assert rest == {"check", "run", "sft", "eval", "sweep", "export", "serve"}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +183,13 @@ def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -
 
 
 def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> None:
-    made_run(tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10)
+    run_dir = made_run(
+        tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10
+    )
+    with (run_dir / "eval.jsonl").open("w") as file:
+        for reward in (0.25, 0.75, 0.5):
+            line = {"name": "a", "policy_version": 0, "eval/reward_mean": reward}
+            file.write(json.dumps(line) + "\n")
     made_run(tmp_path, "first", written_s=1000, rewards=[])
     (tmp_path / "runs" / "no-run").mkdir()
     (_, text, _), (_, as_json, _) = run_lines(tmp_path, "runs", "runs runs --json")
@@ -175,6 +199,34 @@ def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> 
     ]
     (second, _) = json.loads(as_json)
     assert (second["run_dir"], second["reward"]) == ("runs/second", 0.5)
+    assert (second["best_eval"], second["pid"]) == (0.75, None)
+    size = sum(
+        file.stat().st_blocks * 512 for file in (tmp_path / "runs/second").iterdir()
+    )
+    assert 0 < second["size_bytes"] == size
+
+
+NOISY = """
+def score(prompt, completion, answer):
+    print("noise of user code")
+    return 1.0
+"""
+
+
+def test_json_is_all_that_stdout_has(tmp_path: Path) -> None:
+    made_run(tmp_path, "mine", written_s=1000, rewards=[0.0] * 5)
+    (tmp_path / "noisy.py").write_text(NOISY)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    config["task"] = {"files": ["rows.jsonl"], "reward": "noisy:score"}
+    config["eval"] = None
+    (tmp_path / "noisy.yaml").write_text(yaml.safe_dump(config))
+    lines = ("status runs/mine --json", "check noisy.yaml --json")
+    (_, status, _), (code, checked, noise) = run_lines(tmp_path, *lines)
+    assert json.loads(status).items() >= {"state": "done", "step": 5}.items()
+    assert code == 0, noise
+    assert any("engine-0" in line for line in json.loads(checked)["lines"])
+    assert "engine-0" in noise, "a person still reads the lines"
 
 
 def test_command_without_a_run_takes_and_names_the_newest(tmp_path: Path) -> None:

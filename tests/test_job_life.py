@@ -35,6 +35,7 @@ from asyncrl.base.files import run_lock
 from asyncrl.base.signals import STOPS
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
+from asyncrl.job import lifecycle
 from asyncrl.job import loop as job
 from asyncrl.job.agent_runtime import AgentRuntime
 from asyncrl.job.build import prepare_model
@@ -50,6 +51,7 @@ from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.messages.trainer_api import TrainResponse
+from asyncrl.observe.console import RunLog
 from asyncrl.observe.run_dir import read_metrics, read_status
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -102,6 +104,25 @@ async def test_errors_that_nothing_awaits_are_named_once(tmp_path: Path) -> None
     assert await life.run(live) == 0
     (warning,) = life.log.warnings
     assert "in a task that nothing awaits: ValueError: left 0" in warning
+
+
+def test_a_long_stage_is_said_again_until_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "is_in_main_thread", lambda: False)
+    life = make_job(tmp_path).lifecycle
+    stages = list[str]()
+    life.log = RunLog(show_activity=lambda text, _: stages.append(text))
+
+    async def live() -> int:
+        life.log.activity("loading")
+        await asyncio.sleep(100)
+        life.can_stop = True
+        await asyncio.sleep(1000)
+        return 0
+
+    run_virtual(life.run(live))
+    assert stages == ["loading"] * 4
 
 
 @pytest.mark.parametrize(
@@ -237,7 +258,7 @@ SIGNALLED = """
             time.sleep(1000)
         os.kill(child, signal.SIGTERM)
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    log = SimpleNamespace(warn=print, activity=print)
+    log = SimpleNamespace(warn=print, activity=print, current_activity="")
     async def aclose(): print("closed in order")
     life = lifecycle.Lifecycle(None, Path(sys.argv[1]), log, SimpleNamespace(aclose=aclose))
     async def live():

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import logging
 import os
+import queue
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -10,7 +12,9 @@ from typing import TextIO
 import pytest
 from rich.console import Console as RichConsole
 
-from asyncrl.observe.console import Console, Kind, outliving, plain_line
+from asyncrl.base import progress
+from asyncrl.base.progress import told_if_long
+from asyncrl.observe.console import Console, Kind, RunLog, outliving, plain_line
 from asyncrl.observe.run_numbers import Steps
 
 METRICS = {
@@ -91,6 +95,32 @@ def test_plain_prints_lines_and_none_prints_nothing(kind: Kind) -> None:
     assert out.getvalue().splitlines() == (
         [] if kind == "none" else ["saved to [runs/x]", LINE]
     )
+
+
+@pytest.mark.parametrize("kind", ["plain", "live"])
+def test_stages_are_lines_with_their_seconds_in_a_pipe(kind: Kind) -> None:
+    out = io.StringIO()
+    console = console_to(out, kind)
+    log = RunLog(console.say, console.show_activity)
+    for stage in ("loading the model", "training"):
+        log.activity(stage)
+    said = out.getvalue()
+    assert (kind == "live") == (said == "")
+    assert kind == "live" or re.fullmatch(
+        r"after \d\.\d s: loading the model \.\.\.\n", said
+    )
+    assert "now training" in drawn(console.panel())
+
+
+def test_only_long_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = queue.SimpleQueue[str]()
+    monkeypatch.setattr("builtins.print", lambda line, **_: told.put(line))
+    with told_if_long("short work"):
+        pass
+    assert told.empty()
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    with told_if_long("long work"):
+        assert re.fullmatch(r"long work \.\.\. \d+ s", told.get(timeout=60))
 
 
 def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
-from asyncrl.config.other_names import COMMANDS, KEYS
+from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
 
@@ -270,6 +270,8 @@ def _with(values: object, override: str, around: Sequence[str]) -> object:
     )
     try:
         if not (separator and all(names) and key.split() == [key]):
+            if "/" in override and not separator:
+                way_out = f"name the directory of a run with --run-dir {override}."
             if spaced := SPACED.search(" ".join(around)):
                 way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
             raise ValueError("it is not key=value")
@@ -362,12 +364,16 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     if option == "--resume":
         return "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir."
     if option is None:
-        known = COMMANDS.get(arguments[0] if arguments else "")
-        return (
-            f"write `asyncrl {known} ...`; `asyncrl --help` lists the commands."
-            if known
-            else ""
-        )
+        command, *rest = arguments or [""]
+        known = COMMANDS.get(command)
+        if known is None:
+            return ""
+        # The hint for a run is a whole command, with the run that was named.
+        known = known.replace("RUN", rest[0]) if rest else known
+        more = "" if "--run-dir" in known else " ..."
+        return f"write `asyncrl {known}{more}`; `asyncrl --help` lists the commands."
+    if option in OPTIONS:
+        return OPTIONS[option]
     key = option.strip("-")
     ours = key if key in all_keys() else _closest(key.replace("-", "_"))
     text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
@@ -444,13 +450,26 @@ def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
             key for key in known if word in f"{key.name} {key.meaning}".lower()
         ]
     if not found:
-        closest = _closest(wanted)
+        closest = _closest(wanted) or " or ".join(_near(word))
         hint = f"; did you mean {closest}?" if closest else ""
         raise ConfigError(
             f"no setting, section or meaning has {wanted}{hint}",
             way_out="give a key like buffer.max_staleness, a section like buffer, a word, or --all.",
         )
     return _described(found)
+
+
+def _near(word: str) -> list[str]:
+    """Return the keys whose last parts are most like a word, without their dashes.
+
+    >>> _near("learningrate")
+    ['trainer.learning_rate']
+    """
+    # The last key of a name counts: a basic one.
+    known = sorted(all_keys(), key=BASIC.__contains__)
+    keys = {key.rpartition(".")[2].replace("_", ""): key for key in known}
+    plain = word.rpartition(".")[2].replace("_", "").replace("-", "")
+    return [keys[name] for name in difflib.get_close_matches(plain, keys, cutoff=0.75)]
 
 
 def _described(keys: Sequence[Key]) -> str:

@@ -12,17 +12,30 @@ def _by_their_name(table: str) -> dict[str, str]:
 
 
 COMMANDS = _by_their_name("""
-run: train fit start launch finetune grpo ppo rl resume
-check: validate verify dry-run plan test
+run: train fit start launch finetune grpo ppo rl
+check: validate verify dry-run plan
 runs: list ls
-status: show logs
-report: plot
-watch: dashboard tensorboard
+status: show
+inspect: samples
+report: plot compare diff
+watch: dashboard tensorboard tail logs follow
 export: merge save convert
 keys: config settings help
 init: new create
 work: worker
+stop: kill cancel interrupt pause
+delete: rm remove del clean prune
+eval: evaluate test score bench benchmark
+sweep: tune search grid hpo
+run RUN/config.yaml --run-dir RUN: resume continue restart
 """)
+
+OPTIONS = {
+    "--dry-run": "`asyncrl check CONFIG` validates a config and starts nothing.",
+    "--config": "write the config without --config: asyncrl run CONFIG.",
+    "-c": "write the config without -c: asyncrl run CONFIG.",
+    "-v": "--verbose belongs to `asyncrl status`; -V prints the version.",
+}
 
 KEYS = _by_their_name("""
 trainer.num_groups: batch_size train_batch_size rollout_batch_size global_batch_size consumer_batch_size

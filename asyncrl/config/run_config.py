@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
-from asyncrl.config.eval_config import EvalConfig, Evals
+from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
@@ -91,6 +91,32 @@ class RunConfig(FrozenConfig):
     """Restarts of processes, and reports of hangs."""
     observe: ObserveConfig = ObserveConfig()
     """Files, trackers, console and status port."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_held_out_rows(cls, values: object) -> object:
+        """Give an evaluation without a task the rows that each task holds out.
+
+        Example: task={files: [a.jsonl], split: {eval: 0.1}} and eval={every: 5} give
+        eval={every: 5, task: {files: [a.jsonl], split: {eval: 0.1}}}.
+        """
+        given = values.get("eval") if isinstance(values, dict) else None
+        if (
+            not isinstance(values, dict)
+            or not isinstance(given, dict)
+            or "task" in given
+        ):
+            return values
+        task = values.get("task")
+        evals = []
+        for one in task if isinstance(task, list) else [task]:
+            if isinstance(one, dict) and isinstance(one.get("split"), dict):
+                left_out = (*NOT_EVALUATED, "digest")
+                held_out = {key: one[key] for key in one if key not in left_out}
+                evals.append({"name": one.get("name"), **given, "task": held_out})
+        if not evals:
+            return values
+        return values | {"eval": evals if len(evals) > 1 else evals[0]}
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
@@ -352,6 +378,16 @@ class RunConfig(FrozenConfig):
             yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
             yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
+        evaluated = [one.task for one in self.evals.values()]
+        held_out, measured = (
+            {task.held_out_rows for task in tasks if task.held_out_fraction}
+            for tasks in (self.tasks.values(), evaluated)
+        )
+        if evaluated and held_out != measured:
+            yield (
+                "task.split={eval: ...} holds out rows for `eval`, and eval.task names others; remove "
+                "eval.task, or task.split"
+            )
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:
                 cuts = ", ".join(one.given(*sorted(CUTS)))

@@ -104,6 +104,13 @@ class TaskAlgorithm(_PartOfTask):
     """Factor of this task's advantages in the loss."""
 
 
+class HeldOutPart(FrozenConfig):
+    """Rows that are held out of training, for evaluations."""
+
+    eval: float = Field(gt=0, lt=1)
+    """Expected fraction of the rows. A row's side follows from a hash of its prompt."""
+
+
 class TaskConfig(FrozenConfig):
     """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or
     `verifiers`. A list of sections gives several tasks.
@@ -127,8 +134,10 @@ class TaskConfig(FrozenConfig):
     """JSONL or parquet files, one prompt per row."""
     dataset: str | None = None
     """Hugging Face dataset: hub id or folder."""
-    split: str = "train"
-    """Split of `dataset`."""
+    split: str | HeldOutPart = "train"
+    """Split of `dataset`. {eval: 0.1} holds out this part of the rows of `files` or of
+    the split `train`; an evaluation without a task samples its prompts.
+    """
     reasoning_gym: str | None = None
     """Name of a reasoning-gym task, with settings `args` and number of prompts `size`.
     """
@@ -192,6 +201,20 @@ class TaskConfig(FrozenConfig):
         )
 
     @property
+    def held_out_fraction(self) -> float:
+        return 0.0 if isinstance(self.split, str) else self.split.eval
+
+    @property
+    def held_out_rows(self) -> str:
+        """Return the settings that choose the held-out rows."""
+        keys = {"files", "dataset", "args", "prompt_column", "split"}
+        return self.model_dump_json(include=keys)
+
+    @property
+    def split_of_dataset(self) -> str:
+        return self.split if isinstance(self.split, str) else "train"
+
+    @property
     def has_score(self) -> bool:
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
@@ -235,6 +258,8 @@ class TaskConfig(FrozenConfig):
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
             yield f"give exactly one of {', '.join(names)} (given: {given})"
+        if self.held_out_fraction and not (self.files or self.dataset):
+            yield f"task.split={{eval: {self.held_out_fraction}}} is for rows of files or dataset; remove it"
         if self.answer_column == self.prompt_column:
             yield f"task.answer_column={self.answer_column} is the prompt column, too; name another, or none"
         # A generated task has no stored data whose change could go unnoticed.

@@ -10,11 +10,13 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.config import RunConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
@@ -263,6 +265,53 @@ def _make_evaluation(
             line["policy_version"], line.get("eval/reward_mean", -math.inf)
         )
 
+    sets = make_held_out(
+        config,
+        engine,
+        tokenizer,
+        agents,
+        eval_tasks,
+        fleet.make_scorers,
+        evaluated={
+            name: max(int(line["policy_version"]) for line in lines)
+            for name, lines in earlier.items()
+        },
+    )
+
+    def on_evaluated(result: EvalResult) -> None:
+        if result.name == config.best_eval:
+            checkpoints.on_evaluation(
+                result.version, result.metrics().get("eval/reward_mean", -math.inf)
+            )
+        reporter.on_evaluated(result)
+
+    is_fetched = fleet.node_files is not None
+    evaluation = Evaluation(
+        sets,
+        target,
+        fleet.staging_dir,
+        on_result=on_evaluated,
+        on_trouble=lifecycle.log.warn,
+        is_fetched=is_fetched,
+    )
+    if target is not None:
+        fleet.extra[EVAL_ENGINE].on_gone = evaluation.give_up
+    return evaluation
+
+
+def make_held_out(
+    config: RunConfig,
+    engine: EnginePool,
+    tokenizer: HFChatTokenizer,
+    agents: AgentRuntime | None,
+    eval_tasks: Mapping[str, EvalTask],
+    make_scorers: Callable[..., Scorers],
+    evaluated: Mapping[str, int] = MappingProxyType({}),
+) -> list[HeldOut]:
+    """Return the evaluations of a config on an engine. `evaluated`: newest versions that
+    are evaluated, by name.
+    """
+
     def generator_of(
         name: str, scorers: Scorers, broken: list[ComponentError]
     ) -> Generator:
@@ -301,7 +350,7 @@ def _make_evaluation(
         broken = list[ComponentError]()
         # The only evaluation has no name here, and its task may have one.
         label = prompts[0].task
-        scorers = fleet.make_scorers({label: task}, {label: settings.task}, EVAL_SEED)
+        scorers = make_scorers({label: task}, {label: settings.task}, EVAL_SEED)
         sets.append(
             HeldOut(
                 generator=generator_of(name, scorers, broken),
@@ -314,32 +363,10 @@ def _make_evaluation(
                 or config.rollout.timeout_s,
                 retries=config.rollout.retries,
                 broken=broken,
-                evaluated=max(
-                    (int(line["policy_version"]) for line in earlier.get(name, [])),
-                    default=None,
-                ),
+                evaluated=evaluated.get(name),
             )
         )
-
-    def on_evaluated(result: EvalResult) -> None:
-        if result.name == config.best_eval:
-            checkpoints.on_evaluation(
-                result.version, result.metrics().get("eval/reward_mean", -math.inf)
-            )
-        reporter.on_evaluated(result)
-
-    is_fetched = fleet.node_files is not None
-    evaluation = Evaluation(
-        sets,
-        target,
-        fleet.staging_dir,
-        on_result=on_evaluated,
-        on_trouble=lifecycle.log.warn,
-        is_fetched=is_fetched,
-    )
-    if target is not None:
-        fleet.extra[EVAL_ENGINE].on_gone = evaluation.give_up
-    return evaluation
+    return sets
 
 
 def _make_scheduler(

@@ -395,10 +395,15 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         more: str = "",
     ) -> PromptTask | None:
         taskset = partial(load_taskset, generator.verifiers or "", generator.args)
-        task, text = look_at_task(settings, seed, load_taskset=taskset)
+        is_eval = key.startswith("eval")
+        task, text = look_at_task(
+            settings, seed, load_taskset=taskset, is_evaluated=is_eval
+        )
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
-            return build_task(settings, seed, load_taskset=taskset)
+            return build_task(
+                settings, seed, load_taskset=taskset, is_evaluated=is_eval
+            )
         return task
 
     total = sum(config.shares.values())

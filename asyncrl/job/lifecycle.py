@@ -34,6 +34,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.host import leave_process
+from asyncrl.base.progress import EVERY_S
 from asyncrl.base.signals import exit_code_of, heard_stops, is_in_main_thread
 from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import shielded
@@ -41,7 +42,7 @@ from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, Supervision, first_death
 from asyncrl.observe.console import RunLog
-from asyncrl.observe.run_dir import LOG_FILE
+from asyncrl.observe.run_dir import ID_FILE, LOCK_FILE, LOG_FILE
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
@@ -208,6 +209,7 @@ class Lifecycle:
                 # closed.
                 async with asyncio.TaskGroup() as self._group:
                     self.spawn(self._wait_broken(), name="watch gateway")
+                    self.spawn(self._repeat_stage(), name="watch stages")
                     code = await live()
                     # Guards run forever, and the group waits for all tasks.
                     self.cancel_tasks()
@@ -254,6 +256,14 @@ class Lifecycle:
 
     async def _wait_broken(self) -> None:
         await asyncio.wrap_future(self._broken)
+
+    async def _repeat_stage(self) -> None:
+        """Say the stage of a start or an end again while it takes long."""
+        while True:
+            stage = self.log.current_activity
+            await asyncio.sleep(EVERY_S)
+            if stage and stage == self.log.current_activity and not self.can_stop:
+                self.log.activity(stage)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, BaseExceptionGroup):
@@ -382,13 +392,13 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
             f"cannot write to {folder}: {error.strerror}",
             way_out="choose another --run-dir.",
         ) from error
-    with run_lock(folder / "run.lock"):
+    with run_lock(folder / LOCK_FILE):
         yield
 
 
 def run_id(run_dir: Path) -> str:
     """Return the run's id, created if missing; copies keep it."""
-    path = run_dir / "run.id"
+    path = run_dir / ID_FILE
     if not path.exists():
         write_whole(path, secrets.token_hex(8) + "\n")
     return path.read_text(encoding="utf-8").strip()

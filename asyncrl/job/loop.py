@@ -66,7 +66,7 @@ from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
-from asyncrl.observe.console import logging_to
+from asyncrl.observe.console import TRAINING, logging_to
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import LOG_FILE, SUMMARY_FILE
 from asyncrl.observe.trackers import Callbacks, check_trackers
@@ -291,7 +291,7 @@ class Job:
         # evaluation.
         if on_rollout_engines is not None and version == 0:
             on_rollout_engines.on_served_nowait(version)
-        self.lifecycle.log.activity("training")
+        self.lifecycle.log.activity(TRAINING)
         for group in unfinished:
             run.producers.resume_nowait(group)
             # One group per loop iteration: a resume of thousands must not hold up

@@ -34,7 +34,7 @@ from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
 from asyncrl.messages.worker_api import WorkerHealth
-from asyncrl.observe.console import Console, RunLog
+from asyncrl.observe.console import TRAINING, Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total, rollouts_of
 from asyncrl.observe.run_dir import (
     STATUS_FILE,
@@ -243,7 +243,7 @@ class Reporter:
             f"ready after {duration(time.monotonic() - self._opened_s)}; training"
         )
         self._console.training_starts()
-        self.log.activity("training")
+        self.log.activity(TRAINING)
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
         """Return the sampled tokens before engines sample for the next batch
@@ -427,7 +427,7 @@ class Reporter:
         is_filling = self._slots_at is None
         if run.late.num_awaited and run.buffer.rule.waits_for is not None:
             is_filling = True
-        if is_filling and self.log.current_activity == "training":
+        if is_filling and self.log.current_activity == TRAINING:
             self._console.show_filling(run.producers.filling())
         self.write_status(run.trainer.policy_version, waits, status_of(run, now))
 

@@ -43,8 +43,10 @@ def export_run(
     step: str = "last",
     adapter: bool = False,
     tell: Callable[[str], None] = print,
-) -> None:
-    """Export weights to `out`. Raises ConfigError or CheckpointError."""
+) -> dict[str, object]:
+    """Export weights to `out`, and return the facts of the export. Raises ConfigError or
+    CheckpointError.
+    """
     config = read_config(run_dir)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
@@ -71,6 +73,12 @@ def export_run(
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
+    return {
+        "kind": kind,
+        "policy_version": version,
+        "num_bytes": num_bytes,
+        "out": str(out),
+    }
 
 
 def check_new_folder(out: Path, run_dir: Path) -> None:

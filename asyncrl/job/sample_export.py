@@ -28,7 +28,7 @@ def export_samples(
     *,
     min_reward: float,
     tell: Callable[[str], None] = print,
-) -> None:
+) -> dict[str, object]:
     """Write the rollouts with at least `min_reward` to the new file `out`, a line each:
     messages, reward, group_id. Raises ConfigError, JournalError.
     """
@@ -72,6 +72,7 @@ def export_samples(
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, "".join(f"{line}\n" for line in lines))
     tell(f"{len(lines)} rollouts: {out}")
+    return {"kind": "samples", "num_rollouts": len(lines), "out": str(out)}
 
 
 def _good(

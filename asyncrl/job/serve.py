@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
@@ -128,7 +128,7 @@ def serve_gateway(
             way_out="add generator.outcomes=returned to try the agent.",
         )
     hide_memory()  # a tried agent runs as the same user
-    with _opened_lifecycle(config, run_dir, name) as lifecycle:
+    with opened_lifecycle(config, run_dir, name) as lifecycle:
         live = partial(_live_gateway, lifecycle, record, num_tried)
         return run_loop(lifecycle.run(live))
 
@@ -141,12 +141,12 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
             rule="this command starts an engine, and tells its key",
             way_out="remove rollout.urls.",
         )
-    with _opened_lifecycle(config, run_dir, name) as lifecycle:
+    with opened_lifecycle(config, run_dir, name) as lifecycle:
         return run_loop(lifecycle.run(partial(_live_engine, lifecycle)))
 
 
 @contextlib.contextmanager
-def _opened_lifecycle(
+def opened_lifecycle(
     config: RunConfig, run_dir: Path | None, name: str
 ) -> Iterator[Lifecycle]:
     refuse_few_files(config)
@@ -170,7 +170,7 @@ def _opened_lifecycle(
             yield Lifecycle(config, folder, log, launcher)
 
 
-async def _start_engines(
+async def start_engines(
     lifecycle: Lifecycle, num_engines: int | None = None
 ) -> tuple[ServerFactory, list[EngineClient], HFChatTokenizer]:
     config = lifecycle.config
@@ -198,7 +198,7 @@ async def _start_engines(
 
 
 async def _live_engine(lifecycle: Lifecycle) -> int:
-    factory, _, _ = await _start_engines(lifecycle, 1)
+    factory, _, _ = await start_engines(lifecycle, 1)
     (engine,) = lifecycle.servers
     url = engine.child.url
     for line in (
@@ -216,7 +216,7 @@ async def _live_gateway(
     lifecycle: Lifecycle, path: Path | None, num_tried: int | None
 ) -> int:
     tasks = (await check_everything(lifecycle, reads_all=num_tried is not None)).tasks
-    _, clients, tokenizer = await _start_engines(lifecycle)
+    _, clients, tokenizer = await start_engines(lifecycle)
     pool = EnginePool(clients, slots=lifecycle.config.rollout.slots)
     recorder = RolloutRecorder(tokenizer, path)
     if num_tried is None:
@@ -345,20 +345,12 @@ async def _try_agent(
 ) -> int:
     config = lifecycle.config
     feed = make_prompt_source(config, tasks)
-    scorer = Scorers(
-        tasks,
-        config.tasks,
-        recorder.tokenizer,
-        seed=config.seed,
-        warn=lifecycle.log.warn,
+    scorer = make_scorers(
+        lifecycle, recorder.tokenizer, tasks, config.tasks, config.seed
     )
-    lifecycle.closes("rewards", scorer.aclose)
-    agents = None
-    if config.harnesses:
-        supervision = lifecycle.supervision(lambda *_: None)
-        agents = AgentRuntime(lifecycle, pool, recorder.tokenizer, supervision)
-        await agents.open(lifecycle)
+    agents = await open_agents(lifecycle, pool, recorder.tokenizer)
     lifecycle.log.info(f"ready; logs in {lifecycle.run_dir / 'logs'}")
+    lifecycle.log.activity("running the rollouts")
     generator = make_generator(config, pool, recorder.tokenizer, scorer, agents)
     prompts = [
         feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))
@@ -368,6 +360,31 @@ async def _try_agent(
         if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder)
         else 1
     )
+
+
+def make_scorers(
+    lifecycle: Lifecycle,
+    tokenizer: HFChatTokenizer,
+    tasks: Mapping[str, PromptTask],
+    settings: Mapping[str, TaskConfig],
+    seed: int,
+) -> Scorers:
+    """Return the scorers of tasks without a served judge or reward model."""
+    scorers = Scorers(tasks, settings, tokenizer, seed=seed, warn=lifecycle.log.warn)
+    lifecycle.closes("rewards", scorers.aclose)
+    return scorers
+
+
+async def open_agents(
+    lifecycle: Lifecycle, pool: EnginePool, tokenizer: HFChatTokenizer
+) -> AgentRuntime | None:
+    """Start the gateway and its workers, if a generator needs them."""
+    if not lifecycle.config.harnesses:
+        return None
+    supervision = lifecycle.supervision(lambda *_: None)
+    agents = AgentRuntime(lifecycle, pool, tokenizer, supervision)
+    await agents.open(lifecycle)
+    return agents
 
 
 async def try_rollouts(

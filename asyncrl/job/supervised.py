@@ -51,6 +51,7 @@ from asyncrl.launch.plan import (
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
+from asyncrl.observe.console import TRAINING
 from asyncrl.observe.run_dir import (
     EVAL_FILE,
     LOG_FILE,
@@ -308,7 +309,7 @@ class SftJob:
                 counts.append(measured["eval/tokens"])
                 # A loss that is not finite is not in the answer.
                 losses.append(measured.get("eval/loss", math.nan) * counts[-1])
-        self.lifecycle.log.activity("training")
+        self.lifecycle.log.activity(TRAINING)
         self.reporter.report_loss(
             version, math.fsum(losses) / math.fsum(counts), math.fsum(counts)
         )

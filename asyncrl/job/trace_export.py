@@ -34,7 +34,7 @@ WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1
 
 def export_traces(
     run_dir: Path, out: Path, *, tell: Callable[[str], None] = print
-) -> None:
+) -> dict[str, object]:
     """Write TRAINING_FILE and SPANS_FILE into the new folder `out`. Raises ConfigError,
     JournalError.
     """
@@ -78,6 +78,7 @@ def export_traces(
             )
     tell_deleted(num_deleted, tell)
     tell(f"{num_rollouts} rollouts: {out}")
+    return {"kind": "traces", "num_rollouts": num_rollouts, "out": str(out)}
 
 
 def training_trace(

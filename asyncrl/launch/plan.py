@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
+from asyncrl.base.progress import told_if_long
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
 from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
 from asyncrl.config.offload_config import (
@@ -721,6 +722,7 @@ def resolve_auto(
     return config, tuple(messages)
 
 
+@told_if_long("planning processes and memory")
 def plan_run(
     config: RunConfig,
     nodes: Sequence[Node],

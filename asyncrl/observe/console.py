@@ -44,6 +44,8 @@ SAMPLE_EVERY_S = (20.0, 300.0)
 """Periods of samples: in the first minute, and later."""
 MAX_SAMPLE_CHARS = 300
 MAX_WARNINGS = 100
+TRAINING = "training"
+"""The stage of a run after its start."""
 BY_TASK = "reward/mean/"
 
 
@@ -106,7 +108,7 @@ class Console:
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
         self._steps.add(metrics)
-        self._activity = "training"
+        self._activity = TRAINING
         self._num_unshown += 1
         now_s = time.monotonic()
         if now_s - self._line_at_s >= LINE_EVERY_S or metrics["step"] >= self.num_steps:
@@ -149,9 +151,13 @@ class Console:
             self._filling = text
             self._line_at_s = now_s
 
-    def show_activity(self, text: str) -> None:
-        """Set the activity ("waiting for stragglers") in the live panel."""
+    def show_activity(self, text: str, line: str) -> None:
+        """Show a stage: its text in the live panel, or its line. The lines of steps tell
+        about the training.
+        """
         self._activity = text
+        if self.kind == "plain" and text != TRAINING:
+            self.say(line)
 
     def say(self, text: str) -> None:
         self._rich.print(escape(text), soft_wrap=True)
@@ -350,12 +356,13 @@ class RunLog:
     def __init__(
         self,
         write: Callable[[str], None] = lambda text: print(text, file=outliving()),
-        show_activity: Callable[[str], None] | None = None,
+        show_activity: Callable[[str, str], None] | None = None,
     ) -> None:
         self.print_secret = write
         """Print a line with a key; do not log it."""
-        self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
+        self._show_activity = show_activity or (lambda _, line: write(line))
         self.current_activity = ""
+        self._started_s = time.monotonic()
         self.warnings: list[str] = []
         """At most MAX_WARNINGS; the log file has all."""
         self._warned = set[str]()
@@ -365,8 +372,12 @@ class RunLog:
         self.print_secret(text)
 
     def activity(self, text: str) -> None:
+        """Begin a stage, or repeat it, with a line that has the seconds so far."""
         self.current_activity = text
-        self._show_activity(text)
+        spent = numbers.duration(time.monotonic() - self._started_s)
+        line = f"after {spent}: {text} ..."
+        logger.info("%s", line)
+        self._show_activity(text, line)
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -39,6 +39,7 @@ TRAINED_FILE = "trained.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 TRACE_FILE = "trace.json"
 LOCK_FILE = "run.lock"
+ID_FILE = "run.id"
 LOG_FILE = "logs/controller.log"
 REPORT_FILE = "report.html"
 EVAL_PREFIX = "eval/"
@@ -168,6 +169,16 @@ def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
     return read_object(folder / STATUS_FILE, problems)
 
 
+def size_of(folder: Path) -> int:
+    """Return the bytes on disk of the files in a folder, each file once."""
+    sizes = dict[tuple[int, int], int]()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a live run removes files
+            info = path.lstat()
+            sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return sum(sizes.values())
+
+
 def age_of(status: Mapping[str, Any]) -> float:
     """Return the seconds since the run wrote its status."""
     return max(0.0, time.time() - float(status.get("updated_s", 0.0)))
@@ -189,7 +200,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     # The kernel frees the lock with its process, so a held lock proves that the run
     # lives, however old its status is. A free lock proves the opposite only on the
     # run's own host: elsewhere the file system may not share locks.
-    is_held = _is_held(folder / LOCK_FILE)
+    is_held = is_locked(folder / LOCK_FILE)
     seen = f"process {status.get('pid')} on host {host} last wrote {age_s:.0f} s ago"
     if is_held:
         return reported, seen
@@ -202,7 +213,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     )
 
 
-def _is_held(path: Path) -> bool | None:
+def is_locked(path: Path) -> bool | None:
     """Return whether a process holds the lock, on any machine over NFS; None if
     unknown.
     """

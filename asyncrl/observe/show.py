@@ -34,9 +34,12 @@ from asyncrl.observe.run_dir import (
     STATUS_FILE,
     age_of,
     judge_state,
+    read_config,
+    read_evaluations,
     read_journal,
     read_metrics,
     read_status,
+    size_of,
 )
 from asyncrl.observe.samples import (
     NEWEST,
@@ -66,7 +69,7 @@ _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
 def to_text(*drawn: RenderableType) -> str:
     """Render for the width of the terminal; with colors on a terminal."""
     out = io.StringIO()
-    width = max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     Console(
         file=out, width=width, force_terminal=sys.stdout.isatty(), highlight=False
     ).print(Group(*drawn))
@@ -106,8 +109,9 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
         return json.dumps(rows, indent=2)
     for row in rows:
         row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
-        row["last written"] = f"{numbers.duration(row.pop('age_s'))} ago"
-    return to_text(_table(rows)) if rows else f"no runs in {folder}"
+        row["size"] = f"{row.pop('size_bytes') / 1e6:,.1f} MB"
+        row["written"] = f"{numbers.duration(row.pop('age_s'))} ago"
+    return to_text(table(rows)) if rows else f"no runs in {folder}"
 
 
 def _written_s(run_dir: Path) -> float:
@@ -124,22 +128,56 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
         if "reward/mean" in line
     )
     rewards = [line["reward/mean"] for line in islice(lines, NUM_REWARDS)]
+    state, _ = judge_state(status, run_dir)
     return {
         "run_dir": str(run_dir),
-        "state": judge_state(status, run_dir)[0],
+        "state": state,
         "steps": status.get("step") or 0,
         "num_steps": status.get("num_steps"),
         "reward": fmean(rewards) if rewards else None,
+        "best_eval": _best_evaluation(run_dir),
+        "model": _model_of(run_dir),
+        "size_bytes": size_of(run_dir),
+        "pid": None if state in _ENDED else status.get("pid"),
         "age_s": max(0.0, time.time() - _written_s(run_dir)),
     }
+
+
+def _model_of(run_dir: Path) -> str | None:
+    with contextlib.suppress(ConfigError):  # a config of another version
+        return read_config(run_dir).model.source
+    return None
+
+
+def _best_evaluation(run_dir: Path) -> float | None:
+    """Return the best reward of the first evaluation, or the lowest held-out loss."""
+    by_name = numbers.by_evaluation(read_evaluations(run_dir, []))
+    first = next(iter(by_name.values()), [])
+    rewards, losses = (
+        [line[name] for line in first if line.get(name) is not None]
+        for name in ("eval/reward_mean", "eval/loss")
+    )
+    return max(rewards, default=min(losses, default=None))
 
 
 # ---- status
 
 
-def render_status(run_dir: str | Path, *, is_verbose: bool = False) -> str:
+def render_status(
+    run_dir: str | Path, *, is_verbose: bool = False, as_json: bool = False
+) -> str:
     """Describe a run on one screen. Raises ConfigError."""
     files = read_run(run_dir)
+    if as_json:
+        judged = {
+            "run_dir": str(files.run_dir),
+            "state": files.state,
+            "why": files.why,
+            "verdict": files.verdict and asdict(files.verdict),
+            "evaluations": files.evaluation_lines,
+            "problems": files.problems,
+        }
+        return json.dumps(files.status | judged, indent=2)
     drawn = [
         numbers.boxed(
             [row for row in _status_rows(files) if row[1]], str(files.run_dir)
@@ -383,7 +421,7 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
         elif name == "rollouts":
             yield from (Text(sample_text(sample)) for sample in value)
         else:
-            yield _table(value[-SHOWN_ROWS:])
+            yield table(value[-SHOWN_ROWS:])
             if len(value) > SHOWN_ROWS:
                 yield Text(f"the last {SHOWN_ROWS} of {len(value)}")
 
@@ -399,18 +437,19 @@ def _is_table(value: object) -> bool:
     )
 
 
-def _table(rows: Sequence[Mapping[str, object]]) -> Table:
+def table(rows: Sequence[Mapping[str, object]]) -> Table:
+    """Draw rows with the columns that any of them has."""
     names = dict.fromkeys(
         name for row in rows for name in row if name not in _NOT_DRAWN
     )
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    drawn = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:
         is_text = any(
             not isinstance(row.get(name, 0), int | float | None) for row in rows
         )
-        table.add_column(
+        drawn.add_column(
             _title(name), justify="left" if is_text else "right", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
-    return table
+        drawn.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
+    return drawn

@@ -25,6 +25,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.progress import told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import DataConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
@@ -160,6 +161,7 @@ class Demonstrations:
         return f"xxh3:{digest.hexdigest()}"
 
 
+@told_if_long("reading the demonstrations")
 def read_demonstrations(
     data: DataConfig,
     tokenizer: HFChatTokenizer,

@@ -49,10 +49,15 @@ Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 
 
 def build_task(
-    config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
+    config: TaskConfig,
+    seed: int,
+    *,
+    load_taskset: LoadTaskset | None = None,
+    is_evaluated: bool = False,
 ) -> PromptTask:
     """Return the task of a config, with its data read. `load_taskset` is required for
-    task.verifiers. Raises ConfigError.
+    task.verifiers. `is_evaluated`: of task.split={eval: ...}, take the held-out rows.
+    Raises ConfigError.
     """
     if config.verifiers:
         assert load_taskset is not None, "task.verifiers needs the run's environment"
@@ -65,10 +70,10 @@ def build_task(
         )
     score = reward_function(config)
     if config.dataset is not None:
-        rows, place = read_dataset(config.dataset, config.split, config.args)
+        rows, place = read_dataset(config.dataset, config.split_of_dataset, config.args)
     else:
         rows, place = read_files(config.files or [], config.args)
-    task = RowTask(rows, place, score, config)
+    task = RowTask(rows, place, score, config, is_evaluated)
     if config.digest not in (None, task.digest):
         raise ConfigError(
             f"task.digest={config.digest}, and the data have the digest {task.digest}",
@@ -90,7 +95,11 @@ def build_score(config: TaskConfig, seed: int) -> RewardFunction:
 
 
 def look_at_task(
-    config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
+    config: TaskConfig,
+    seed: int,
+    *,
+    load_taskset: LoadTaskset | None = None,
+    is_evaluated: bool = False,
 ) -> tuple[PromptTask | None, str]:
     """Return the task and its description before the start. The task is None if only
     the run may read it. Raises like build_task.
@@ -104,9 +113,9 @@ def look_at_task(
         reward_function(config)
         return (
             None,
-            f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub",
+            f"dataset {config.dataset}, split {config.split_of_dataset}; not checked: it is on the hub",
         )
-    task = build_task(config, seed)
+    task = build_task(config, seed, is_evaluated=is_evaluated)
     # Only because it refuses a task without prompts.
     TaskPrompts(task, seed=seed, shuffle=config.shuffle)
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"

@@ -14,6 +14,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, Message
+from asyncrl.base.progress import LongWork, told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
@@ -132,7 +133,10 @@ def plain(value: object) -> list[str]:
 @dataclass(slots=True, eq=False)
 class RowTask:
     """Rows with a prompt column, an optional answer column, and others as `info`.
-    `place` names a row in errors. `digest`: of all rows in order.
+    `place` names a row in errors. `digest`: of the task's rows in order.
+
+    With config.split={eval: ...}, the task has only the rows for training, or the
+    held-out rows if it `is_evaluated`.
 
     All rows are checked here, so that a bad row ends the run before it starts.
     """
@@ -141,15 +145,24 @@ class RowTask:
     place: Callable[[int], str]
     score: RewardFunction
     config: TaskConfig
+    is_evaluated: bool = False
     digest: str = field(init=False)
+    _kept: list[int] = field(init=False, default_factory=list)
+    """Places in `rows`."""
 
     def __post_init__(self) -> None:
+        with told_if_long(f"checking {len(self.rows)} rows of the task") as work:
+            self.digest = self._check_rows(work)
+
+    def _check_rows(self, work: LongWork) -> str:
+        """Return the digest of the rows. Raises ConfigError."""
         digest = xxhash.xxh3_128()
         prompt_column = self.config.prompt_column
         place = "the first row"
         try:
             for index, row in enumerate(self.rows):
                 place = self.place(index)
+                work.part = index / len(self.rows)
                 for column in (prompt_column, self.config.answer_column):
                     if column is not None and column not in row:
                         raise ConfigError(
@@ -157,7 +170,8 @@ class RowTask:
                             way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
                         )
                 where = f"{place}, column {prompt_column}"
-                last = as_messages(row[prompt_column], where)[-1]
+                messages = as_messages(row[prompt_column], where)
+                last = messages[-1]
                 # Often data for fine-tuning, with the answer in the prompt. Some
                 # trainers let the model continue such a message, others let it write a
                 # second one.
@@ -169,7 +183,10 @@ class RowTask:
                     )
                 if self.config.reward == "math":
                     reference_text(row.get(self.config.answer_column or ""))
-                digest.update(json.dumps(row, default=plain).encode())
+                encoded = json.dumps(row, default=plain).encode()
+                if self._has(messages):
+                    self._kept.append(index)
+                    digest.update(encoded)
                 # A dataset decodes the next row in the head of this loop. If that
                 # fails, the error must already name the next row.
                 place = f"the row after {place}"
@@ -180,13 +197,26 @@ class RowTask:
                 f"{place} cannot be used: {message_of(error)}",
                 way_out="correct it, name another column, or remove a column that is not used.",
             ) from error
-        self.digest = f"xxh3:{digest.hexdigest()}"
+        fraction, num_rows = self.config.held_out_fraction, len(self.rows)
+        if fraction and len(self._kept) in (0, num_rows):
+            raise ConfigError(
+                f"task.split={{eval: {fraction}}} leaves one side of {num_rows} rows empty",
+                rule="the hash of its prompt puts a row on a side, so equal prompts stay together",
+                way_out="give more rows or another fraction, or other files in eval.task.files.",
+            )
+        return f"xxh3:{digest.hexdigest()}"
+
+    def _has(self, messages: Sequence[Mapping[str, str]]) -> bool:
+        """Return whether a row with this prompt is on the task's side of the split."""
+        fraction = self.config.held_out_fraction
+        place = xxhash.xxh3_64_intdigest(json.dumps(messages).encode()) / 2**64
+        return not fraction or (place < fraction) == self.is_evaluated
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._kept)
 
     def prompt(self, index: int) -> Item:
-        info = dict(self.rows[index])
+        info = dict(self.rows[self._kept[index]])
         content = info.pop(self.config.prompt_column)
         answer_column = self.config.answer_column
         return Item(

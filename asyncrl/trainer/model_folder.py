@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import settle_folder, write_whole
+from asyncrl.base.progress import told_if_long
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import (
     check_quantization,
@@ -144,6 +145,7 @@ def find_on_disk(
     return folder if any(folder.glob("tokenizer*")) else None
 
 
+@told_if_long("finding the model's config.json")
 def fetch_architectures(*models: ModelConfig) -> None:
     """Fetch config.json of hub models for memory plans, if the hub answers one call.
     Ignores failures.

@@ -1,0 +1,97 @@
+"""`asyncrl stop` and `asyncrl delete`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import run_lock
+from asyncrl.base.progress import told_if_long
+from asyncrl.observe.run_dir import (
+    ID_FILE,
+    LOCK_FILE,
+    is_locked,
+    judge_state,
+    read_status,
+    size_of,
+)
+
+POLL_S = 0.5
+
+
+def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
+    """Send SIGTERM to the controller of a run, and wait until it has saved and ended.
+    Raises ConfigError if no process of this machine writes into the directory.
+    """
+    status = _status_of(run_dir)
+    pid = _controller(run_dir / LOCK_FILE)
+    if pid is None:
+        state, why = judge_state(status, run_dir)
+        raise ConfigError(
+            f"no process of this machine runs {run_dir}: it is {state}; {why}",
+            rule="a run is stopped on the host of its controller",
+            way_out=f"run `asyncrl stop {run_dir}` there, or read `asyncrl status {run_dir}`.",
+        )
+    os.kill(pid, signal.SIGTERM)
+    tell(f"asked process {pid} to finish its step and save; Ctrl-C ends only this wait")
+    with told_if_long(f"waiting for process {pid}"):
+        while is_locked(run_dir / LOCK_FILE):
+            time.sleep(POLL_S)
+    state, why = judge_state(_status_of(run_dir), run_dir)
+    tell(f"{run_dir} is {state}; {why}")
+
+
+def _controller(lock: Path) -> int | None:
+    """Return the process of this machine that holds the lock."""
+    # The kernel names the holder. A number in a file may be of another host or
+    # container, or of a later process.
+    with contextlib.suppress(FileNotFoundError):
+        place = f":{lock.stat().st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            kind, pid, file = line.split()[-5:-2]
+            if kind == "WRITE" and file.endswith(place):
+                return int(pid)
+    return None
+
+
+def delete_run(
+    run_dir: Path,
+    confirm: Callable[[str], bool] = lambda question: True,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Delete a run directory if `confirm` accepts the question. Raises ConfigError if the
+    run may live, or if the folder is not a run directory.
+    """
+    folder = run_dir.resolve()
+    status = _status_of(folder)
+    state, why = judge_state(status, folder)
+    # The lock of another host may not be seen here. Then only the status tells of the
+    # run, and its state is unknown.
+    may_live = status.get("state") in ("starting", "running") and state != "crashed"
+    if may_live or is_locked(folder / LOCK_FILE):
+        raise ConfigError(
+            f"{folder} is {state}; {why}",
+            rule="a live run is not deleted",
+            way_out=f"stop it first: asyncrl stop {run_dir}.",
+        )
+    shown = f"{folder} ({state}, {size_of(folder) / 1e6:,.1f} MB)"
+    with run_lock(folder / LOCK_FILE):  # no run starts there now
+        if confirm(f"Delete {shown}?"):
+            shutil.rmtree(folder)
+            tell(f"deleted {shown}")
+
+
+def _status_of(run_dir: Path) -> dict[str, object]:
+    """Raise ConfigError if no run has made the folder: its id is in no other."""
+    if not (run_dir / ID_FILE).is_file():
+        raise ConfigError(
+            f"{run_dir} is not a run directory: it has no {ID_FILE}",
+            way_out="name a RUN_DIR that `asyncrl runs` lists.",
+        )
+    return read_status(run_dir, [])
