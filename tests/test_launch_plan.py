@@ -423,6 +423,16 @@ def test_determinism_is_refused_for_models_that_round_by_company(
         plan_run(load(*ON_CPU, architecture, "rollout.deterministic=true"), place)
 
 
+@pytest.mark.parametrize(("dtype", "says_so"), [("float32", False), ("bfloat16", True)])
+def test_a_run_says_that_its_engines_use_no_amx_kernels(
+    dtype: str, says_so: bool
+) -> None:
+    config = load(*ON_CPU, f"model.dtype={dtype}")
+    _, messages = plan_run(config, single_node(machine(0)))
+    text = next(one for one in messages if one.startswith("rollout.deterministic"))
+    assert ("no AMX kernels" in text) == says_so
+
+
 # ---- the type of the weights
 
 

@@ -759,7 +759,12 @@ def plan_run(
         )
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
         is_on = config.is_deterministic(device, is_exact=not inexact)
-        messages.append(f"rollout.deterministic: auto is {str(is_on).lower()}")
+        text = f"rollout.deterministic: auto is {str(is_on).lower()}"
+        if is_on and is_embedded and config.model.dtype == "bfloat16":
+            text += (
+                ", so engines use no AMX kernels, whose rounding depends on the batch"
+            )
+        messages.append(text)
     return plan, tuple(messages)
 
 
