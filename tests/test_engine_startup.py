@@ -238,11 +238,11 @@ def test_a_model_of_smollm2_s_shape_starts_in_bfloat16(tmp_path: Path) -> None:
     """oneDNN's AMX kernels round a decoded token unlike a prefilled one. A start avoids
     them, unless the environment asks for them.
     """
-    sizes = {"vocab_size": 4096, "hidden_size": 576, "intermediate_size": 1536}
+    sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 576}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
     # With these weights AMX fails the check.
     torch.manual_seed(0)
-    sizes |= heads | {"initializer_range": 0.04}
+    sizes |= heads | {"intermediate_size": 1536, "initializer_range": 0.04}
     save_model(tmp_path / "model", "llama", **sizes)
     for deterministic in ("auto", True):
         note = started(tmp_path / "model", "", slots=20, deterministic=deterministic)
