@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
+from asyncrl.job.config_warnings import digests_of, find_warnings, tried_prompts
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers, reach_servers
 from asyncrl.launch.machine import Node, find_worker_python
@@ -130,6 +132,14 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
+    evals = {key_of("eval", name): task for name, (task, _) in found.evals.items()}
+    doubts = find_warnings(
+        config.trainer,
+        sum(map(len, found.tasks.values())) or None,
+        digests_of(found.tasks).values(),
+        digests_of(evals),
+    )
+    yield from (f"warning: {text}" for text in doubts)
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
@@ -171,11 +181,18 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         if config.data.eval_files is not None:
             keys.append("eval_files")
         longest = 1
+        digests = dict[str, str]()
+        num_rows = None
         for key in keys:
             rows = read_demonstrations(config.data, tokenizer, positions, key)
+            digests[f"data.{key}"] = rows.digest
+            num_rows = num_rows or len(rows.rows)
             longest = max(longest, rows.longest)
             yield f"data.{key}: {rows.summary}"
             yield from (f"warning: {text}" for text in rows.warnings(tokenizer))
+        trained = {digests.pop("data.files")}
+        doubts = find_warnings(config.trainer, num_rows, trained, digests)
+        yield from (f"warning: {text}" for text in doubts)
         # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
         # plan counts it.
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
@@ -199,12 +216,9 @@ def _try_prompt(
         return
     if settings.judge or settings.reward_model:
         return
-    answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
-    texts = [""]
-    with suppress(ValueError):  # of an integer with more than 4,300 digits
-        if isinstance(answer, str | int | float | Decimal):
-            texts = [str(answer), ""]
-    rewards = try_reward(found.tasks[name], prompt, texts)
+    task = found.tasks[name]
+    texts = [*_reference(settings, prompt), ""]
+    rewards = try_reward(task, prompt, texts)
     source = f"{key}: the reward {settings.reward or settings.called}"
     shown = {
         text[:60]: _shown(reward) for text, reward in zip(texts, rewards, strict=False)
@@ -225,8 +239,33 @@ def _try_prompt(
         )
     elif len(faults) == len(texts):
         yield f"warning: {source} fails for each answer that was tried; is it right?"
-    elif faults or ([] not in rewards and len({*map(str, rewards)}) < len(texts)):
+    elif [] not in rewards and len({*map(str, rewards)}) < len(texts):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
+    else:
+        yield from _try_rows(settings, task, source)
+
+
+def _try_rows(settings: TaskConfig, task: PromptTask, source: str) -> Iterator[str]:
+    """Yield a warning if the reward fails for a row."""
+    started_s = time.monotonic()
+    for prompt in tried_prompts(task):
+        texts = [*_reference(settings, prompt), ""]
+        for text, reward in zip(texts, try_reward(task, prompt, texts), strict=False):
+            if isinstance(reward, UserCodeFailed):
+                row = f"{text!r:.60} in a row with the answer {prompt.answer!r:.60}"
+                yield f"warning: {source} {reward} for {row}: such rollouts fail"
+                return
+        if time.monotonic() - started_s > TRIAL_S:
+            return
+
+
+def _reference(settings: TaskConfig, prompt: Prompt) -> list[str]:
+    """Return the reference answer if it is a text or number."""
+    answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
+    with suppress(ValueError):  # of an integer with more than 4,300 digits
+        if isinstance(answer, str | int | float | Decimal):
+            return [str(answer)]
+    return []
 
 
 def _shown(reward: TriedReward) -> object:

@@ -701,7 +701,7 @@ def resolve_auto(
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
         is_fast = all(
-            nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu"
+            nodes[one.node].machine.has_fast_bfloat16(one.name) for one in used
         )
         dtype = "bfloat16" if is_fast else "float32"
         config = config.model_copy(
