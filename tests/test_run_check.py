@@ -43,6 +43,7 @@ MODULE = """
     def each(prompt, completion, answer, *, sampled): return [1.0 for _ in sampled.token_ids]
     def raises(prompt, completion, answer): raise KeyError(answer)
     def right(prompt, completion, answer): return 1.0 if completion == answer else None
+    def pair(prompt, completion, answer): return 1.0, {"x": 1}
     def length(prompt, completion, answer): return float(len(answer) == len(completion))
     def ends(prompt, completion, answer): os._exit(0)
     def changes(prompt, completion, answer): json.dumps = None; return len(completion)
@@ -89,7 +90,13 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its process (exit code 0)
 task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
-rollout.slots=BIG -> rollout in ... slots is an integer of more than 64 bits
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:pair -> returned (1.0, {'x': 1}) (tuple), not
+task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> write task.reward=mine_here:same.
+task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
+observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
+eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
+checkpoint.keep_best=true -> add a section eval, or set it to false
+rollout.slots=BIG -> rollout on the command line: ... slots is an integer of more than 64 bits
 task.answer_column=prompt -> is the prompt column, too
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import re
 import shutil
 import signal
 import tempfile
@@ -12,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -96,6 +97,7 @@ TriedReward = float | list[float] | UserCodeFailed
 """What a trial of a reward gave."""
 NUM_PROMPTS = 100
 MAX_SHOWN = 2000
+TASK_KEYS = re.compile(rf"\btask(?=\.({'|'.join(TaskConfig.model_fields)})\b)")
 TRIAL_S = 10.0
 """Seconds for a trial of a reward."""
 GET_CONFIG = (
@@ -403,6 +405,18 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
             found.lines.append(OpenEnvHarness(harness).check_server())
 
 
+@contextmanager
+def _naming(section: str) -> Iterator[None]:
+    """Let errors about `task.KEY` name this task's own section."""
+    try:
+        yield
+    except ConfigError as error:
+        own = partial(TASK_KEYS.sub, section)
+        raise ConfigError(
+            own(error.what), rule=own(error.rule), way_out=own(error.way_out)
+        ) from error
+
+
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(
         key: str,
@@ -412,7 +426,8 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         more: str = "",
     ) -> PromptTask | None:
         taskset = partial(load_taskset, generator.verifiers or "", generator.args)
-        task, text = look_at_task(settings, seed, load_taskset=taskset)
+        with _naming(key if key.startswith("task") else f"{key}.task"):
+            task, text = look_at_task(settings, seed, load_taskset=taskset)
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
             return build_task(settings, seed, load_taskset=taskset)
