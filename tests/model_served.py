@@ -47,9 +47,7 @@ END_LIMIT_S = 20.0
 DEVIATIONS = {"apertus": "vLLM keeps the alphas of xIELU in bfloat16"}
 """Models that vLLM computes with less precision, and why."""
 MOST_DEVIATING_NATS = 0.01
-SURROUNDINGS = re.compile(
-    r"^.*/collective_rpc \w+: |^engine-0: (vLLM cannot start with FOLDER: )?"
-)
+SURROUNDINGS = re.compile(r"^.*/collective_rpc \w+: |^vLLM cannot start with FOLDER: ")
 
 
 def measure_vllm(name: str, forks: socket.socket) -> tuple[str, str]:

@@ -259,9 +259,7 @@ def served(model: Any) -> str:
                 compare_turns(engine, model)
         except SystemExit:
             body = find_fatal(said.getvalue().replace(folder, "FOLDER"))
-            raise ConfigError(
-                "no reason" if body is None else body.error.removeprefix("engine-0: ")
-            ) from None
+            raise ConfigError("no reason" if body is None else body.error) from None
     return "exact"
 
 

@@ -83,15 +83,15 @@ def test_invalid_config_file_is_refused_with_the_place(
 
 
 def test_wrong_value_in_one_form_of_a_union_has_the_written_key(good: Path) -> None:
-    assert "placement.trainer.nodes=0 in" in refusal(good, "placement.trainer.nodes=0")
-    assert "rollout.num_engines.max=0 in" in refusal(good, "rollout.num_engines.max=0")
+    assert "placement.trainer.nodes=0 on" in refusal(good, "placement.trainer.nodes=0")
+    assert "rollout.num_engines.max=0 on" in refusal(good, "rollout.num_engines.max=0")
 
 
 @pytest.mark.parametrize(
     "key", ["trainer.learning_rate", "task.share", "rollout.simulated.sigma"]
 )
 def test_numbers_that_json_cannot_hold_are_refused(good: Path, key: str) -> None:
-    assert f"{key}=inf in {good}: Input should be a finite number" in refusal(
+    assert f"{key}=inf on the command line: Input should be a finite number" in refusal(
         good, "rollout.engine=simulated", f"{key}=.inf"
     )
 
@@ -164,7 +164,7 @@ def test_misspelled_key_is_named_with_the_closest_valid_key(
     key = override.partition("=")[0].removesuffix(
         ".max_staleness" if right == " buffer" else ""
     )
-    assert f"{key} in {good} is not a known key" in message
+    assert f"{key} on the command line is not a known key" in message
     assert ("did you mean" in message) == bool(right)
     assert not right or f"did you mean{right}?" in message
 
@@ -176,6 +176,46 @@ def test_all_problems_are_reported_at_once_with_their_values(good: Path) -> None
         assert override.partition("=")[0] in message
     assert "buffer.max_stalenes" in message
     assert "write task.files=[mine.jsonl]" in message
+
+
+WRITTEN = """
+model=hub/id -> model={path: hub/id}
+placement=cpu -> placement={trainer: cpu, rollout: cpu}
+trainer.lora=16 -> trainer.lora={rank: 16}
+trainer.lora=true -> trainer.lora={}
+teacher=hub/id -> teacher={path: hub/id}
+generator.command=python my_agent.py -> generator.command=[python, my_agent.py]
+generator.command=sh -c 'a b' -> generator.command=[sh, -c, a b]
+task.files=my rows.jsonl -> task.files=[my rows.jsonl]
+generator.stop=END -> generator.stop=[END]
+rollout.timeout_s=None -> rollout.timeout_s=none
+"""
+
+
+@pytest.mark.parametrize("line", WRITTEN.strip().splitlines())
+def test_what_an_error_says_to_write_is_taken(good: Path, line: str) -> None:
+    wrong, right = line.split(" -> ")
+    message = refusal(good, wrong)
+    assert f"{wrong.partition('=')[0]}=" in message
+    assert " on the command line: " in message
+    way_out = "write none" if right.endswith("=none") else f"write {right}."
+    assert way_out in message
+    try:
+        load_config(good, [right])
+    except ConfigError as error:
+        next_rule = str(error)
+    else:
+        next_rule = ""
+    assert "belongs there" not in next_rule
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "text\n", "model: hub/id\n"])
+def test_a_file_that_is_no_section_of_settings_is_named(good: Path, text: str) -> None:
+    good.write_text(text)
+    message = refusal(good)
+    assert f" in {good}: " in message
+    named = "write model={path: hub/id}" if "model" in text else "init quickstart`"
+    assert named in message
 
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000']"
@@ -356,7 +396,7 @@ def test_a_boolean_is_not_a_number(
 def test_a_boolean_for_a_number_is_named_with_its_key(good: Path) -> None:
     assert len(NUMBERS) > 150
     message = refusal(good, "trainer.num_steps=true", "trainer.betas=[0.9, yes]")
-    assert "trainer.num_steps='true' in" in message
-    assert "trainer.betas.1='true' in" in message
+    assert "trainer.num_steps='true' on" in message
+    assert "trainer.betas.1='true' on" in message
     latency = ["rollout.engine=simulated", "rollout.simulated.sigma=true"]
-    assert "rollout.simulated.sigma='true' in" in refusal(good, *latency)
+    assert "rollout.simulated.sigma='true' on" in refusal(good, *latency)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
 from launch_cases import EVAL, NO_TOKENS, OWN, load, machine
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ErrorBody, find_fatal
@@ -21,9 +27,15 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
-from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
-from asyncrl_servers.embedded.kv_attention import LayerShape
-from asyncrl_servers.embedded.runner import PREFILL_ROWS, cut_calls
+from asyncrl_servers.embedded.embedded_engine import (
+    build_engine,
+    check_determinism,
+    check_same_model,
+)
+from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints, LayerShape
+from asyncrl_servers.embedded.runner import PREFILL_ROWS, Job, Runner, cut_calls
+
+ISA = "ONEDNN_MAX_CPU_ISA"
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -139,10 +151,7 @@ def test_the_check_at_start_finds_other_logits(
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(
         1, dims=0
     )
-    assert (
-        "differ from"
-        in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
-    )
+    assert "differ from" in refusal_of(capfd, check_same_model, engine.runner).error
 
 
 def test_a_model_with_experts_starts_at_the_defaults(
@@ -152,8 +161,101 @@ def test_a_model_with_experts_starts_at_the_defaults(
     with running_engine(folder) as engine:
         assert len(answered(engine).token_ids) == 20
     refusal = refusal_of(capfd, build_engine, make_spec(folder, deterministic=True))
-    assert "logits change" in refusal.error
-    assert "rollout.deterministic=false" in refusal.way_out
+    assert "logits depend on" in refusal.error
+    assert "rollout.deterministic=auto" in refusal.way_out
+
+
+def disturb(runner: Runner, monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """Let the runner's products round as these kernels do."""
+    step = runner.step
+
+    def disturbed(
+        jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS
+    ) -> Tensor:
+        logits = step(jobs, last_ids, lengths)
+        rounds = {
+            "a decoded row differs": len(last_ids) > 0,
+            "a full batch differs": len(last_ids) + len(jobs) > 2,
+        }
+        return logits + 1e-3 if rounds[kernels] else logits
+
+    monkeypatch.setattr(runner, "step", disturbed)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "cause"),
+    [
+        ("a decoded row differs", "decoded alone, or prefilled with its prompt"),
+        ("a full batch differs", r"others in the batch \(0 and 3\)"),
+    ],
+)
+def test_the_check_at_start_names_what_changes_the_logits(
+    kernels: str,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
+    engine = build_engine(make_spec(folder))
+    assert engine.health().note == ""
+    disturb(engine.runner, monkeypatch, kernels)
+    wanted = make_spec(folder, deterministic=True)
+    refusal = refusal_of(capfd, check_determinism, engine.runner, wanted)
+    assert re.search(cause, refusal.error)
+    # The model is in float32 and has one thread: neither is a way out.
+    assert refusal.way_out == "set rollout.deterministic=auto."
+    check_determinism(engine.runner, make_spec(folder))
+    assert not engine.runner.is_exact
+    assert re.search(f"auto is false here: .*{cause}", engine.health().note)
+
+
+def started(folder: Path, kernels: str, **spec: Any) -> Any:
+    """Start an engine in a process of its own, which alone chooses oneDNN's kernels;
+    return its note, or its error.
+    """
+    code = (
+        "import sys; from asyncrl_servers.embedded import decoder, embedded_engine as made\n"
+        "spec = decoder.EmbeddedSpec.model_validate_json(sys.stdin.read())\n"
+        "print('note:', made.build_engine(spec).health().note)"
+    )
+    env = {name: text for name, text in os.environ.items() if name != ISA}
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        input=make_spec(folder, dtype="bfloat16", **spec).model_dump_json(),
+        env=env | ({ISA: kernels} if kernels else {}),
+        capture_output=True,
+        text=True,
+    )
+    fatal = find_fatal(child.stderr)
+    if fatal is not None:
+        return fatal
+    assert child.returncode == 0, child.stderr
+    return child.stdout.partition("note:")[2].strip()
+
+
+def test_a_model_of_smollm2_s_shape_starts_in_bfloat16(tmp_path: Path) -> None:
+    """oneDNN's AMX kernels round a decoded token unlike a prefilled one. A start avoids
+    them, unless the environment asks for them.
+    """
+    sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 576}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    # With these weights AMX fails the check.
+    torch.manual_seed(0)
+    sizes |= heads | {"intermediate_size": 1536, "initializer_range": 0.04}
+    save_model(tmp_path / "model", "llama", **sizes)
+    for deterministic in ("auto", True):
+        note = started(tmp_path / "model", "", slots=20, deterministic=deterministic)
+        assert note == ""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    if "amx_bf16" not in flags:
+        return
+    amx = "AVX512_CORE_AMX"
+    note = started(tmp_path / "model", amx, slots=20)
+    assert note.startswith("rollout.deterministic: auto is false here")
+    fatal = started(tmp_path / "model", amx, slots=20, deterministic=True)
+    assert "decoded alone, or prefilled" in fatal.error
+    assert "threads" not in fatal.way_out
 
 
 def test_part_longer_than_a_call_is_a_call_of_its_own() -> None:

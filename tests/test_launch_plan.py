@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.roles import extra_servers
-from asyncrl.launch.machine import find_python, single_node
+from asyncrl.launch.machine import described_nodes, find_python, single_node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
     DISK,
@@ -423,6 +423,16 @@ def test_determinism_is_refused_for_models_that_round_by_company(
         plan_run(load(*ON_CPU, architecture, "rollout.deterministic=true"), place)
 
 
+@pytest.mark.parametrize(("dtype", "says_so"), [("float32", False), ("bfloat16", True)])
+def test_a_run_says_that_its_engines_use_no_amx_kernels(
+    dtype: str, says_so: bool
+) -> None:
+    config = load(*ON_CPU, f"model.dtype={dtype}")
+    _, messages = plan_run(config, single_node(machine(0)))
+    text = next(one for one in messages if one.startswith("rollout.deterministic"))
+    assert ("no AMX kernels" in text) == says_so
+
+
 # ---- the type of the weights
 
 
@@ -444,6 +454,28 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     )
     assert config.model.dtype == dtype
     assert bool(messages) == (written.model.dtype == "auto")
+
+
+@pytest.mark.parametrize(
+    ("cards", "dtype"),
+    [
+        ("1xT4-16GB", "float32"),
+        ("1xV100-SXM2-32GB", "float32"),
+        ("1xRTX 2080-8GB", "float32"),
+        ("1xRTX 6000 Ada-48GB", "bfloat16"),
+        ("1xA100-40GB", "bfloat16"),
+        ("1x80GB", "bfloat16"),
+    ],
+)
+def test_auto_dtype_is_float32_on_cards_without_bfloat16(
+    cards: str, dtype: str
+) -> None:
+    written = load("model.dtype=auto", "placement={trainer: 0, rollout: cpu}")
+    nodes = described_nodes(cards, 8, "64GB")
+    assert nodes is not None
+    (node,) = nodes
+    here = replace(node, machine=replace(node.machine, has_bfloat16=True))
+    assert resolve_auto(written, [here])[0].model.dtype == dtype
 
 
 SPREAD = [RAY, "weight_sync.transport=auto"]

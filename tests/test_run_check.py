@@ -16,12 +16,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from job_runs import write_config
+from job_runs import ROOT, write_config
 from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
+from asyncrl.config.load import load_sft
 from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
@@ -43,6 +44,9 @@ MODULE = """
     def fails(prompt, completion, answer): return 1 / len(completion)
     def each(prompt, completion, answer, *, sampled): return [1.0 for _ in sampled.token_ids]
     def raises(prompt, completion, answer): raise KeyError(answer)
+    def right(prompt, completion, answer): return 1.0 if completion == answer else None
+    def pair(prompt, completion, answer): return 1.0, {"x": 1}
+    def length(prompt, completion, answer): return float(len(answer) == len(completion))
     def ends(prompt, completion, answer): os._exit(0)
     def changes(prompt, completion, answer): json.dumps = None; return len(completion)
     async def blocks(prompt, completion, answer): threading.Event().wait()
@@ -67,6 +71,8 @@ FOLDER = {
     "a_teacher/config.json": '{"model_type": "bloom"}',
     "refuses.jinja": "{{ raise_exception('no chats') }}",
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
+    "mixed.jsonl": '{"prompt": "abc", "answer": "a"}\n' * 30
+    + '{"prompt": "abc", "answer": 5}\n{"prompt": "abc", "answer": null}\n',
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
 }
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
@@ -86,7 +92,13 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its process (exit code 0)
 task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
-rollout.slots=BIG -> rollout in ... slots is an integer of more than 64 bits
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:pair -> returned (1.0, {'x': 1}) (tuple), not
+task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> write task.reward=mine_here:same.
+task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
+observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
+eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
+checkpoint.keep_best=true -> add a section eval, or set it to false
+rollout.slots=BIG -> rollout on the command line: ... slots is an integer of more than 64 bits
 task.answer_column=prompt -> is the prompt column, too
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
@@ -304,6 +316,44 @@ def test_check_shows_the_first_prompt_and_its_rewards(
     assert re.search(r"run directory: needs .*, free \d", said)
     assert "the first prompt is '<|user|>abc<|im_end|><|assistant|>'" in said
     assert says in said, said
+
+
+ROWS = "task.python=none task.reward=mine_here:length task.files=[rows.jsonl]"
+HELD_OUT = "eval.num_prompts=2 eval.task.reward=mine_here:length eval.task.files=[FILE]"
+DOUBTED = f"""
+trainer.lora={{rank: 4}} trainer.learning_rate=9e-6 -> 9e-06 hardly moves LoRA adapters: set it to 1e-05
+trainer.lora={{rank: 4}} trainer.learning_rate=1e-5 ->
+trainer.learning_rate=0.011 -> 0.011 probably destroys the model: set it to 0.01
+trainer.lora={{rank: 4}} trainer.learning_rate=0.011 ->
+{ROWS} trainer.num_groups=3 -> num_groups=3: a step repeats some of the 2 rows
+{ROWS} trainer.num_groups=2 ->
+{ROWS} {HELD_OUT.replace("FILE", "rows.jsonl")} -> eval: its rows are also trained
+{ROWS} {HELD_OUT.replace("FILE", "mixed.jsonl")} ->
+task.python=none task.reward=mine_here:right task.files=[rows.jsonl] -> returned None ... for '' in a row
+{ROWS.replace("rows", "mixed")} -> raised TypeError: ... in a row with the answer None: such rollouts fail
+"""
+
+
+@pytest.mark.parametrize("line", DOUBTED.strip().splitlines())
+def test_check_warns_of_what_trains_badly(line: str, here: Path) -> None:
+    settings, words = line.split(" ->")
+    path = write_config(here, trainer={"num_groups": 2})
+    config = load_config(path, settings_of(settings))
+    said = [one for one in check_lines(config, single_node()) if "warning" in one]
+    assert len(said) == bool(words), said
+    assert is_said(words, "\n".join(said))
+
+
+def test_check_warns_of_demonstrations_that_train_badly(here: Path) -> None:
+    rows = here / "answers.jsonl"
+    rows.write_text('{"prompt": "abc", "completion": "a"}\n' * 3)
+    config = load_sft(
+        ROOT / "configs/sft.yaml",
+        [f"data.files=[{rows}]", f"data.eval_files=[{rows}]", "trainer.num_groups=4"],
+    )
+    said = "\n".join(check_lines(config, single_node()))
+    assert "warning: trainer.num_groups=4: a step repeats some of the 3 rows" in said
+    assert "warning: data.eval_files: its rows are also trained" in said
 
 
 def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(

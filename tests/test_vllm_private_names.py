@@ -22,8 +22,9 @@ from packaging.requirements import Requirement
 from vllm_process import ROOT, vllm_python
 from vllm_source import VllmSource
 
+from asyncrl.config.engine_kinds import VLLM_OWN
 from asyncrl.engines import vllm_process, vllm_server
-from asyncrl_servers.vllm.arguments import LORA_RANKS, OWN
+from asyncrl_servers.vllm.arguments import LORA_RANKS
 
 pytestmark = pytest.mark.vllm
 LISTED, _, LISTED_OF_CPU = (
@@ -137,7 +138,7 @@ def test_routes_arguments_and_variables_exist(source: VllmSource) -> None:
     options = text("engine/arg_utils.py", "entrypoints/*/cli_args.py", "config/*.py")
     found = re.findall(r'"--([a-z-]+)"|^ {4}([a-z_]+): ', options, re.MULTILINE)
     given = {(option or field).replace("-", "_") for option, field in found}
-    assert OWN - given - {"help", "model_tag"} == set()
+    assert VLLM_OWN - given - {"help", "model_tag"} == set()
     environment = text("envs.py")
     variables = set(
         re.findall(r'"(VLLM_[A-Z_]+)"', "".join(path.read_text() for path in OURS))

@@ -15,14 +15,17 @@ from typing import Any
 import httpx
 import pytest
 from engine_in_process import make_qwen3
+from pydantic import ValidationError
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
 from asyncrl.base.http import Refused
 from asyncrl.base.signals import STOPS
+from asyncrl.config.engine_kinds import VLLM_OWN
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl_servers.vllm import arguments as vllm_arguments
-from asyncrl_servers.vllm.arguments import OWN, VllmSpec, build_arguments, first_error
+from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, first_error
 
 SPEC: dict[str, Any] = {"name": "engine-0", "dtype": "float32", "device": "cpu"}
 SPEC |= {"max_length": 512, "slots": 16}
@@ -116,9 +119,10 @@ def test_arguments_follow_config_json(
 
 
 def test_arguments_of_the_run_are_refused(folder: Path) -> None:
-    for name in (*OWN, "max-model-len", "no-enable-scale-out", "middleware+"):
-        with pytest.raises(Refused, match="by itself"):
-            arguments_of(folder, args={name: "x"})
+    for name in (*VLLM_OWN, "max-model-len", "no-enable-scale-out", "--middleware+"):
+        with pytest.raises(ValidationError, match=f"vllm has {re.escape(name)}, "):
+            RolloutConfig(engine="vllm", vllm={name: "x"})
+    RolloutConfig(engine="vllm", vllm={"enforce-eager": True})
     defaults = {
         "kv_cache_memory_bytes",
         "enforce_eager",
@@ -131,7 +135,7 @@ def test_arguments_of_the_run_are_refused(folder: Path) -> None:
         if word.startswith("--")
     ]
     ours = {option[2:].partition("=")[0].replace("-", "_") for option in options}
-    assert ours - defaults <= OWN, "nothing that a user gives is silently replaced"
+    assert ours - defaults <= VLLM_OWN, "nothing that a user gives is silently replaced"
 
 
 def test_batch_invariance_is_requested_only_on_cuda(

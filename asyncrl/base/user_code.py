@@ -42,6 +42,12 @@ def load_object(spec: str, setting: str) -> Any:
             f"{setting}={spec} is not module:name",
             way_out="write it like my_task:MyTask.",
         )
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").lstrip("./").replace("/", ".")
+        raise ConfigError(
+            f"{setting}={spec} names a file, and a module belongs there",
+            way_out=f"write {setting}={dotted}:{attribute}.",
+        )
     here = find_here()
     try:
         target: Any = importlib.import_module(module_name)
@@ -50,8 +56,10 @@ def load_object(spec: str, setting: str) -> Any:
     except KeyboardInterrupt:  # Ctrl-C during a check
         raise
     except BaseException as error:  # user code may raise anything
+        file = getattr(sys.modules.get(module_name), "__file__", None)
+        found = f" ({module_name} is {file})" if file else ""
         raise ConfigError(
-            f"{setting}={spec} cannot be loaded: {message_of(error)}",
+            f"{setting}={spec} cannot be loaded: {message_of(error)}{found}",
             rule=f"modules are imported from the working directory ({here}) and installed packages",
             way_out="start asyncrl in the module's folder, install the module, or correct the name.",
         ) from error
@@ -94,10 +102,12 @@ def check_call(
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
-        names = f", and {', '.join(keywords)}" if keywords else ""
+        signature = inspect.signature(function)
+        way_out = "give it exactly these parameters."
+        if keywords:
+            way_out = f"give only its parameters: {', '.join(signature.parameters)}."
         raise ConfigError(
-            f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}",
-            way_out=f"give it exactly these parameters{names}.",
+            f"{said}{signature} cannot be called as {usage}: {error}", way_out=way_out
         ) from error
     except ValueError:  # a builtin without a signature
         return

@@ -107,3 +107,21 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         logit_copies=3,
     ),
 }
+
+VLLM_OWN = frozenset(
+    """model model_tag tokenizer skip_tokenizer_init served_model_name dtype seed config help
+    generation_config override_generation_config logprobs_mode max_logprobs structured_outputs_config
+    reasoning_parser reasoning_parser_plugin max_model_len max_num_seqs tensor_parallel_size
+    data_parallel_size api_server_count headless host port uds root_path ssl_keyfile ssl_certfile api_key
+    middleware grpc enable_scale_out tokens_only worker_extension_cls weight_transfer_config enable_lora
+    max_lora_rank max_loras return_sampling_mask enable_return_routed_experts aux_output_config
+    disable_uvicorn_access_log
+    disable_fastapi_docs""".split()
+)
+"""vLLM's arguments that the run sets itself."""
+
+
+def is_own_of_vllm(name: str) -> bool:
+    """Return whether the run sets this argument of vLLM, in any of its spellings."""
+    flag = name.lstrip("-").replace("-", "_").partition(".")[0]
+    return flag.removesuffix("+").removeprefix("no_") in VLLM_OWN

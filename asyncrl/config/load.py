@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def _checked_file(
         try:
             form.model_validate(values)
         except ValidationError as error:
-            keys = [_explain(one, "it", form) for one in error.errors()]
+            keys = [" in it".join(_explain(one, form)) for one in error.errors()]
             raise refused_version(Path(path), str(writer), " ".join(keys)) from error
     return checked(form, values, overrides, str(path))
 
@@ -221,16 +222,16 @@ def checked(
         # one line: `..., or: ...`.
         lines = dict[str, str]()
         for problem in error.errors():
-            key, separator, message = _explain(problem, path, form).partition(
-                f" in {path}: "
-            )
-            lines[key] = (
-                f"{lines[key][:-1]}, or: {message}"
-                if key in lines
-                else key + separator + message
-            )
+            where, message = _explain(problem, form)
+            if where in lines:
+                message = f"{lines[where][:-1]}, or{message}"
+            lines[where] = message
+        texts = [
+            f"{where} {_place(where, overrides, path)}{message}"
+            for where, message in lines.items()
+        ]
         raise ConfigError(
-            "\n  ".join(lines.values()),
+            "\n  ".join(texts),
             way_out="correct the file or the key=value after it; `asyncrl check CONFIG` starts no run.",
         ) from error
 
@@ -312,25 +313,59 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
     return copied
 
 
+def _place(where: str, overrides: Sequence[str], path: str) -> str:
+    """Return where the value of `where`, such as "trainer.lora='true'", is written."""
+    wrong = f"{where.partition('=')[0]}."
+    for override in overrides:
+        key = f"{override.partition('=')[0]}."
+        if key.startswith(wrong) or wrong.startswith(key):
+            return "on the command line"
+    return f"in {path}"
+
+
 def _explain(
-    problem: ErrorDetails, path: str, form: type[BaseModel] = RunConfig
-) -> str:
+    problem: ErrorDetails, form: type[BaseModel] = RunConfig
+) -> tuple[str, str]:
+    """Return the key, with its value unless it is a section, and what is wrong."""
     # Pydantic also names the form of a union in the place of an error, such as [one] or
     # constrained-int. Nobody has written that key.
     parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
     where = ".".join(parts) or "config"
     value = problem["input"]
-    if problem["type"] == "extra_forbidden":
-        closest = _closest(".".join(part for part in parts if not part.isdigit()), form)
-        return f"{where} in {path} is not a known key" + (
-            f"; did you mean {closest}?" if closest else "."
-        )
-    if problem["type"] == "missing":
-        return f"{where} is missing in {path}."
-    if problem["type"] in ("list_type", "tuple_type") and isinstance(value, str):
-        return f"{where}={value} in {path} is one text, and a list belongs there: write {where}=[{value}]."
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        if form is SftConfig and parts[0] in RunConfig.model_fields:
+            hint = "; supervised fine-tuning has none, and reads data.files"
+        else:
+            named = ".".join(part for part in parts if not part.isdigit())
+            closest = _closest(named, form)
+            hint = f"; did you mean {closest}?" if closest else "."
+        return where, f" is not a known key{hint}"
+    if kind == "missing":
+        return where, " is missing."
     message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{where}{'' if isinstance(value, dict) else f'={value!r}'} in {path}: {message}."
+    if kind in ("list_type", "tuple_type") and isinstance(value, str):
+        words = shlex.split(value) if where.endswith("command") else [value]
+        message = f"a list belongs there: write {where}=[{', '.join(words)}]"
+    elif kind in ("model_type", "dict_type"):
+        message = _section_hint(where, value, form)
+    elif kind == "string_type" and where.endswith("reward"):
+        message = "one function belongs there: write one that calls them and adds their rewards"
+    elif value == "None":
+        message += "; write none for no value"
+    return f"{where}{'' if isinstance(value, dict) else f'={value!r}'}", f": {message}."
+
+
+def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
+    """Return how to write a section in place of a value."""
+    section = section_of(dict(_fields(form))[where]) if where != "config" else None
+    if section is None:
+        return "sections belong there: `asyncrl init quickstart` writes a config to begin with"
+    first, *_ = section.model_fields
+    written = "" if value in (True, "true") else f"{first}: {value}"
+    if where == "placement":
+        written += f", rollout: {value}"
+    return f"a section belongs there: write {where}={{{written}}}"
 
 
 def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str | None:

@@ -50,8 +50,8 @@ class ModelConfig(FrozenConfig):
     scratch: ScratchConfig | None = None
     """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
-    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
-    amx_bf16, else float32).
+    """Dtype of the weights (auto = bfloat16 on CUDA, except on cards before Ampere such
+    as T4 and V100, and on a CPU with avx512_bf16 or amx_bf16; else float32).
     """
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's

@@ -7,7 +7,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
+from asyncrl.config.engine_kinds import (
+    ENGINES,
+    EngineCapabilities,
+    EngineKind,
+    is_own_of_vllm,
+)
 from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
 from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import (
@@ -182,6 +187,8 @@ class RolloutConfig(FrozenConfig):
             for key in self.given(*facts.settings):
                 if self.engine != engine:
                     yield f"{key} is for rollout.engine={engine}, not {self.engine}; remove it"
+        for name in filter(is_own_of_vllm, self.vllm):
+            yield f"vllm has {name}, which asyncrl sets by itself; remove it"
         # Without the support the ratio would be wrong by all that the cut took away.
         if self.sampling.is_cut and not self.facts.reports_supports:
             cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))

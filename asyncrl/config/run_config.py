@@ -366,6 +366,8 @@ class RunConfig(FrozenConfig):
             known = ", ".join(filter(None, self.evals)) or "there are none"
             yield f"checkpoint.keep_best={best}: there is no such evaluation; give true or a name: {known}"
             return
+        if self.checkpoint.keep_best and best is None:
+            yield "checkpoint.keep_best compares evaluations; add a section eval, or set it to false"
         # Only saved versions can be kept, so each evaluation must fall on a checkpoint.
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 
@@ -17,6 +18,8 @@ from asyncrl.messages import engine_api as api
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+
+logger = logging.getLogger(__name__)
 
 
 class CallScope:
@@ -166,7 +169,10 @@ class ServerClient(ABC):
         """Wait until a new process serves. Raises ConfigError, EngineError or
         EngineLost.
         """
-        return await self.health(timeout_s=timeout_s)
+        health = await self.health(timeout_s=timeout_s)
+        if health.note:
+            logger.warning("%s: %s", self.name, health.note)
+        return health
 
 
 class EngineClient(ServerClient):

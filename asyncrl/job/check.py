@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import re
 import shutil
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -38,6 +40,7 @@ from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
+from asyncrl.job.config_warnings import digests_of, find_warnings, tried_prompts
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers, reach_servers
 from asyncrl.launch.machine import Node, find_worker_python
@@ -94,6 +97,7 @@ TriedReward = float | list[float] | UserCodeFailed
 """What a trial of a reward gave."""
 NUM_PROMPTS = 100
 MAX_SHOWN = 2000
+TASK_KEYS = re.compile(rf"\btask(?=\.({'|'.join(TaskConfig.model_fields)})\b)")
 TRIAL_S = 10.0
 """Seconds for a trial of a reward."""
 GET_CONFIG = (
@@ -130,6 +134,14 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
+    evals = {key_of("eval", name): task for name, (task, _) in found.evals.items()}
+    doubts = find_warnings(
+        config.trainer,
+        sum(map(len, found.tasks.values())) or None,
+        digests_of(found.tasks).values(),
+        digests_of(evals),
+    )
+    yield from (f"warning: {text}" for text in doubts)
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
@@ -171,11 +183,18 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         if config.data.eval_files is not None:
             keys.append("eval_files")
         longest = 1
+        digests = dict[str, str]()
+        num_rows = None
         for key in keys:
             rows = read_demonstrations(config.data, tokenizer, positions, key)
+            digests[f"data.{key}"] = rows.digest
+            num_rows = num_rows or len(rows.rows)
             longest = max(longest, rows.longest)
             yield f"data.{key}: {rows.summary}"
             yield from (f"warning: {text}" for text in rows.warnings(tokenizer))
+        trained = {digests.pop("data.files")}
+        doubts = find_warnings(config.trainer, num_rows, trained, digests)
+        yield from (f"warning: {text}" for text in doubts)
         # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
         # plan counts it.
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
@@ -199,12 +218,9 @@ def _try_prompt(
         return
     if settings.judge or settings.reward_model:
         return
-    answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
-    texts = [""]
-    with suppress(ValueError):  # of an integer with more than 4,300 digits
-        if isinstance(answer, str | int | float | Decimal):
-            texts = [str(answer), ""]
-    rewards = try_reward(found.tasks[name], prompt, texts)
+    task = found.tasks[name]
+    texts = [*_reference(settings, prompt), ""]
+    rewards = try_reward(task, prompt, texts)
     source = f"{key}: the reward {settings.reward or settings.called}"
     shown = {
         text[:60]: _shown(reward) for text, reward in zip(texts, rewards, strict=False)
@@ -225,8 +241,33 @@ def _try_prompt(
         )
     elif len(faults) == len(texts):
         yield f"warning: {source} fails for each answer that was tried; is it right?"
-    elif faults or ([] not in rewards and len({*map(str, rewards)}) < len(texts)):
+    elif [] not in rewards and len({*map(str, rewards)}) < len(texts):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
+    else:
+        yield from _try_rows(settings, task, source)
+
+
+def _try_rows(settings: TaskConfig, task: PromptTask, source: str) -> Iterator[str]:
+    """Yield a warning if the reward fails for a row."""
+    started_s = time.monotonic()
+    for prompt in tried_prompts(task):
+        texts = [*_reference(settings, prompt), ""]
+        for text, reward in zip(texts, try_reward(task, prompt, texts), strict=False):
+            if isinstance(reward, UserCodeFailed):
+                row = f"{text!r:.60} in a row with the answer {prompt.answer!r:.60}"
+                yield f"warning: {source} {reward} for {row}: such rollouts fail"
+                return
+        if time.monotonic() - started_s > TRIAL_S:
+            return
+
+
+def _reference(settings: TaskConfig, prompt: Prompt) -> list[str]:
+    """Return the reference answer if it is a text or number."""
+    answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
+    with suppress(ValueError):  # of an integer with more than 4,300 digits
+        if isinstance(answer, str | int | float | Decimal):
+            return [str(answer)]
+    return []
 
 
 def _shown(reward: TriedReward) -> object:
@@ -386,6 +427,18 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
             found.lines.append(OpenEnvHarness(harness).check_server())
 
 
+@contextmanager
+def _naming(section: str) -> Iterator[None]:
+    """Let errors about `task.KEY` name this task's own section."""
+    try:
+        yield
+    except ConfigError as error:
+        own = partial(TASK_KEYS.sub, section)
+        raise ConfigError(
+            own(error.what), rule=own(error.rule), way_out=own(error.way_out)
+        ) from error
+
+
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(
         key: str,
@@ -396,9 +449,10 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     ) -> PromptTask | None:
         taskset = partial(load_taskset, generator.verifiers or "", generator.args)
         is_eval = key.startswith("eval")
-        task, text = look_at_task(
-            settings, seed, load_taskset=taskset, is_evaluated=is_eval
-        )
+        with _naming(key if key.startswith("task") else f"{key}.task"):
+            task, text = look_at_task(
+                settings, seed, load_taskset=taskset, is_evaluated=is_eval
+            )
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
             return build_task(

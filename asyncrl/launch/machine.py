@@ -28,9 +28,13 @@ from asyncrl.config import RolloutConfig
 
 LOOPBACK = "127.0.0.1"
 _SIZE = TypeAdapter(ByteSize)
-FIELDS = "index,uuid,memory.free,memory.total,compute_mode,mig.mode.current"
+FIELDS = "index,uuid,memory.free,memory.total,compute_mode,mig.mode.current,name"
 QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
+NO_BFLOAT16 = re.compile(
+    r"\b([TVPMK]\d{1,4}|GTX|RTX 20\d\d|RTX [2-8]000|TITAN)\b(?!.* Ada)"
+)
+"""Cards before Ampere (compute capability 8.0) compute bfloat16 slowly, in software."""
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -46,6 +50,7 @@ class CudaDevice:
     total_bytes: int | None = None
     uuid: str = ""
     mode: str = ""
+    has_bfloat16: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,13 @@ class Machine:
     memory: int
     has_bfloat16: bool
     is_here: bool = True
+
+    def has_fast_bfloat16(self, device: str) -> bool:
+        """Return whether `device` (cpu, cuda:1, ...) has instructions for it."""
+        number = device.removeprefix("cuda:")
+        if number == device:
+            return self.has_bfloat16 or device != "cpu"
+        return self.cuda[int(number)].has_bfloat16
 
 
 def this_machine() -> Machine:
@@ -78,12 +90,14 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
         return ()
     found = dict[str, CudaDevice]()
     for line in ask_nvidia_smi().splitlines():
-        index, uuid, *sizes, compute_mode, mig_mode = map(str.strip, line.split(","))
+        cells = map(str.strip, line.split(","))
+        index, uuid, *sizes, compute_mode, mig_mode, model = cells
         free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
         mode = "MIG" if mig_mode == "Enabled" else compute_mode
         # CUDA_VISIBLE_DEVICES may name devices by number or by UUID.
         found |= {
-            name: CudaDevice(name, free, total, uuid, mode) for name in (index, uuid)
+            name: CudaDevice(name, free, total, uuid, mode, has_bfloat16(model))
+            for name in (index, uuid)
         }
     visible = os.environ.get(
         "CUDA_VISIBLE_DEVICES", ",".join(filter(str.isdigit, found))
@@ -94,6 +108,10 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
             break  # as CUDA: an invalid name hides all later ones
         devices.append(found.get(name, CudaDevice(name)))
     return tuple(devices)
+
+
+def has_bfloat16(model: str) -> bool:
+    return NO_BFLOAT16.search(model) is None
 
 
 def ask_nvidia_smi() -> str:
@@ -150,9 +168,9 @@ def described_nodes(
     if devices is None and cores is None and memory is None:
         return None
     match = re.fullmatch(
-        r"(?:([1-9]\d{0,4})x)?(?:cpu|([1-9]\d{0,4})x(?:.*-)?([^-]+))", devices or ""
+        r"(?:([1-9]\d{0,4})x)?(?:cpu|([1-9]\d{0,4})x(?:(.*)-)?([^-]+))", devices or ""
     )
-    num_nodes, num_cuda, size = match.groups() if match else (None, None, None)
+    num_nodes, num_cuda, model, size = match.groups() if match else [None] * 4
     available = _bytes_of(memory or "")
     device_bytes = _bytes_of(size or "")
     if (
@@ -172,7 +190,12 @@ def described_nodes(
             way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
         )
     cuda = tuple(
-        CudaDevice(str(at), device_bytes, device_bytes)
+        CudaDevice(
+            str(at),
+            device_bytes,
+            device_bytes,
+            has_bfloat16=has_bfloat16(model or ""),
+        )
         for at in range(int(num_cuda or 0))
     )
     machine = Machine(cuda, cores, available, has_bfloat16=False, is_here=False)

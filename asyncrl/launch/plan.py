@@ -702,7 +702,7 @@ def resolve_auto(
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
         is_fast = all(
-            nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu"
+            nodes[one.node].machine.has_fast_bfloat16(one.name) for one in used
         )
         dtype = "bfloat16" if is_fast else "float32"
         config = config.model_copy(
@@ -761,7 +761,12 @@ def plan_run(
         )
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
         is_on = config.is_deterministic(device, is_exact=not inexact)
-        messages.append(f"rollout.deterministic: auto is {str(is_on).lower()}")
+        text = f"rollout.deterministic: auto is {str(is_on).lower()}"
+        if is_on and is_embedded and config.model.dtype == "bfloat16":
+            text += (
+                ", so engines use no AMX kernels, whose rounding depends on the batch"
+            )
+        messages.append(text)
     return plan, tuple(messages)
 
 

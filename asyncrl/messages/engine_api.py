@@ -244,3 +244,5 @@ class EngineHealth(Message):
     tokens_generated: int
     decode_s: float = 0.0
     asleep: list[EnginePart] = []
+    note: str = ""
+    """What the controller logs when the engine is ready."""

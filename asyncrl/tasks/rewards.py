@@ -202,9 +202,12 @@ def _result(value: Any, given: str | Completions) -> Any:
     # An array with one element is a number (as_reward).
     if getattr(value, "ndim", 0) == 1 and len(value) != 1:
         value = value.tolist()
-    if isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple):
+        return as_reward(value)
+    try:
         return [as_reward(entry) for entry in value]
-    return as_reward(value)
+    except UserCodeFailed as failure:
+        raise _wrong_type(value, "a number, nor one for each token") from failure
 
 
 def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:

@@ -230,7 +230,7 @@ def read_files(
         if reader is None or not os.path.isfile(path):  # noqa: PTH113
             raise ConfigError(
                 f"{key}: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
-                way_out="correct the path, or convert it to parquet.",
+                way_out="write the whole path, without ~, $ and *; convert other files to .jsonl.",
             )
         try:
             rows |= reader(path)

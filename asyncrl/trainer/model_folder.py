@@ -197,8 +197,8 @@ def check_model_type(model_type: object, source: str) -> None:
     # The last import reads the folders of all models, for half a second. The table also
     # has types of newer releases of transformers.
     package = find_spec("transformers")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
     known = Path(package.origin).parent / "models" / str(model_type)
     if find_support(str(model_type)) and known.is_dir():
         return

@@ -79,19 +79,19 @@ class RewardModel:
             )
         except Exception as error:
             fail(
-                f"{spec.name}: cannot load the reward model in {spec.model_path}: {error}",
+                f"cannot load the reward model in {spec.model_path}: {error}",
                 way_out=f"check {KEY}.path, and that transformers knows the model type.",
             )
         # transformers draws missing weights at random, and only warns.
         if missing := sorted(loading["missing_keys"]):
             fail(
-                f"{spec.name}: {spec.model_path} has no weights {', '.join(missing[:3])}",
+                f"{spec.model_path} has no weights {', '.join(missing[:3])}",
                 rule="the reward is the logit of a trained head",
                 way_out=f"set {KEY}.path to a sequence classification model.",
             )
         if spec.reads == "chat" and not self.tokenizer.chat_template:
             fail(
-                f"{spec.name}: {spec.model_path} has no chat template",
+                f"{spec.model_path} has no chat template",
                 way_out=f"set {KEY}.reads=pair or {KEY}.reads=completion.",
             )
         self._model: PreTrainedModel = model.to(self._device).eval()

@@ -21,7 +21,7 @@ def main() -> None:
 
     def on_crash(error: BaseException) -> None:
         traceback.print_exception(error)
-        what = f"{spec.name}: the engine loop died: {type(error).__name__}: {error}"
+        what = f"the engine loop died: {type(error).__name__}: {error}"
         body = ErrorBody(error=what, way_out="see the traceback in this log.")
         print(fatal_line(body), file=sys.stderr, flush=True)
         # This is the engine's thread: SystemExit would end only the thread, and the

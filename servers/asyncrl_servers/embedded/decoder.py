@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -26,6 +27,7 @@ from asyncrl.models.devices import choose_device, to_device
 from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
+from asyncrl.models.support import has_states
 from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
@@ -47,6 +49,12 @@ SHORT = 8
 """Size of longer windows during a check."""
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
 """Rotary embeddings that depend only on position."""
+NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+"""oneDNN's AMX kernels round a row of a bfloat16 product by the number of rows; its
+AVX-512 kernels do not, and take up to 1.8 times as long for a decode step (SmolLM2).
+The trainer keeps AMX: the engine's logprobs differ from the trainer's as much with it
+as without it.
+"""
 
 
 class EmbeddedSpec(EngineSpec):
@@ -98,13 +106,20 @@ class LoadedModel:
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         if spec.returns_routing and not routers_of(self.model):
-            what = f"{spec.name}: {type(self.model).__name__} has no routers"
+            what = f"{type(self.model).__name__} has no routers"
             fail(what, way_out="set algorithm.router_replay=false.")
         self._refuse_lengths(spec)
+        self.is_exact = self._is_exact(spec)
+        if self.is_exact and self.dtype == torch.bfloat16:
+            # oneDNN reads its environment at its first product, which is below. A
+            # setting of the user wins.
+            os.environ.update(NO_AMX | os.environ)
         try:
             self._use_slots(spec)
         except Exception as error:
-            what = f"{spec.name}: the embedded engine cannot serve {type(self.model).__name__}: {error}"
+            what = (
+                f"the embedded engine cannot serve {type(self.model).__name__}: {error}"
+            )
             fail(what, way_out="set rollout.engine=vllm.")
         has_tokenizer = any(
             (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
@@ -153,7 +168,7 @@ class LoadedModel:
         except Exception as error:
             way_out = "check model.path, and that transformers knows the model type."
             fail(
-                f"{spec.name}: cannot load the model in {self.folder}: {error}",
+                f"cannot load the model in {self.folder}: {error}",
                 way_out=way_out,
             )
         return model.eval().requires_grad_(False)
@@ -162,7 +177,7 @@ class LoadedModel:
         try:
             refuse_lengths(self.model.config, spec.max_length)
         except ConfigError as error:
-            fail(f"{spec.name}: {error.what}", rule=error.rule, way_out=error.way_out)
+            fail(error.what, rule=error.rule, way_out=error.way_out)
 
     @contextmanager
     def short_windows(self, max_length: int) -> Iterator[None]:
@@ -179,6 +194,23 @@ class LoadedModel:
         yield
         for one, name, size in changed:
             setattr(one, name, size)
+
+    def _is_exact(self, spec: EmbeddedSpec) -> bool:
+        """Return whether logits shall not depend on the batch. Always False on CUDA,
+        which picks kernels by size.
+        """
+        if self.device.type != "cpu":
+            return False
+        if spec.deterministic != "auto":
+            return spec.deterministic
+        # An expert's rounding changes with the number of rows routed to it. A prompt's
+        # recurrence is summed in another order than decoded tokens.
+        has_experts = any(
+            name.endswith("experts") or type(module).__name__.endswith("Experts")
+            for name, module in self.model.named_modules()
+        )
+        architecture = self.model.config.get_text_config().to_dict()
+        return not (has_experts or has_states(architecture))
 
     @torch.inference_mode()
     def _use_slots(self, spec: EmbeddedSpec) -> None:

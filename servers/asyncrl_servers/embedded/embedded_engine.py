@@ -98,6 +98,7 @@ class Engine:
             tokens_generated=scheduler.num_generated,
             decode_s=self._decode_s,
             asleep=self.weights.asleep,
+            note=self.runner.note,
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
@@ -296,30 +297,17 @@ def build_engine(
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
     loaded = LoadedModel(spec)
-    # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's
-    # rounding changes with the number of rows routed to it. A prompt's recurrence is
-    # summed in another order than decoded tokens.
-    has_experts = any(
-        name.endswith("experts") or type(module).__name__.endswith("Experts")
-        for name, module in loaded.model.named_modules()
-    )
-    wanted = (
-        not (has_experts or loaded.mixers)
-        if spec.deterministic == "auto"
-        else spec.deterministic
-    )
-    if wanted and loaded.mixers:
-        what = "rounding of layers with states depends on how many tokens they read at once"
+    if spec.deterministic is True and loaded.mixers:
         fail(
-            f"{spec.name}: deterministic=true: {what}",
+            "deterministic=true: rounding of layers with states depends on how many tokens they "
+            "read at once",
             way_out="set rollout.deterministic=auto.",
         )
-    is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(
         loaded,
         spec.slots + spec.num_kept,
         spec.max_length,
-        is_exact=is_exact,
+        is_exact=loaded.is_exact,
         cache_tokens=spec.cache_tokens,
     )
     # Before the checks, so that they check the steps that will serve.
@@ -327,12 +315,14 @@ def build_engine(
     # On the loaded model and this machine: which kernels run depends on both, and no
     # library promises their bits.
     with loaded.short_windows(spec.max_length):
-        check_same_model(runner, spec.name)
-        if is_exact:
-            check_determinism(runner, spec.name)
+        if runner.is_exact:
+            check_determinism(runner, spec)
+        check_same_model(runner)
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
-    scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
+    scorer = (
+        Scorer(loaded, spec, is_exact=runner.is_exact) if spec.score_slots else None
+    )
     weights = Weights(loaded, spec)
     is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec)
     engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
@@ -354,9 +344,7 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
         what += f"max_length={spec.max_length}"
         rule = f"fused steps read pages of {PAGE} tokens, and the longest request fits into the cache"
         way_out = "raise rollout.cache_tokens, or set it to 0."
-        fail(
-            f"{spec.name}: {what}{reason and ': '}{reason}", rule=rule, way_out=way_out
-        )
+        fail(f"{what}{reason and ': '}{reason}", rule=rule, way_out=way_out)
     if reason:
         if spec.fused_decode:
             log.warning("%s: decode steps are not fused: %s", spec.name, reason)
@@ -389,7 +377,7 @@ def fix_addresses(runner: Runner, weights: Weights, spec: EmbeddedSpec) -> bool:
 
 
 @torch.inference_mode()
-def check_same_model(runner: Runner, name: str) -> None:
+def check_same_model(runner: Runner) -> None:
     """End the process if logits differ from the model's own."""
     loaded = runner.loaded
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
@@ -411,44 +399,68 @@ def check_same_model(runner: Runner, name: str) -> None:
     # `not <=`: NaN is a difference too.
     if not difference <= limit:
         fail(
-            f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
+            f"logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
             f"{difference:.4g}, {limit:.4g} is the limit",
             way_out="set rollout.engine=vllm: the embedded engine does not reproduce this model.",
         )
 
 
 @torch.inference_mode()
-def check_determinism(runner: Runner, name: str) -> None:
-    """End the process unless logits are batch-invariant."""
+def check_determinism(runner: Runner, spec: EmbeddedSpec) -> None:
+    """Measure whether logits are batch-invariant. If they are not, end the process, or
+    for deterministic=auto continue without exact mode, and note it.
+    """
+    cause = find_dependence(runner)
+    if not cause:
+        return
+    what = f"a sequence's logits depend on {cause} ({runner.loaded.dtype})"
+    if spec.deterministic == "auto":
+        runner.is_exact = False
+        runner.note = f"rollout.deterministic: auto is false here: {what}"
+        return
+    ways = ["rollout.deterministic=auto"]
+    if runner.loaded.dtype != torch.float32:
+        ways.append("model.dtype=float32")
+    if spec.threads > 1:
+        ways.append("rollout.threads=1")
+    fail(
+        what,
+        rule="rollout.deterministic=true: tokens depend only on prompt, seed and weights",
+        way_out=f"set {' or '.join(ways)}.",
+    )
+
+
+def find_dependence(runner: Runner) -> str:
+    """Return what a sequence's logits depend on besides its tokens, or an empty text."""
     total = min(max(40, len(runner.loaded.probe_ids)), runner.max_length)
     slots = runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
 
-    def logits(n: int) -> list[Tensor]:
-        """Return the logits of the last tokens in slot n - 1: of each one decoded, then
-        of the last one after a prefill of all tokens, and after a prefill of the second
-        half.
+    def logits(n: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return logits in slot n - 1: of each of the last tokens, decoded; and of the
+        last one after a prefill of all tokens, and after a prefill of the second half.
         """
         slot = n - 1
         # Prompts of other lengths in all slots below, so that rows, padding and
         # stretches differ from a single sequence's.
         others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]
-        found = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
-        found += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
-        found.append(runner.step([(slot, ids, 0), *others])[0])
-        return [*found, runner.step([*others, (slot, ids, total // 2)])[-1]]
+        decoded = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
+        decoded += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
+        prefilled = [runner.step([(slot, ids, 0), *others])[0]]
+        prefilled.append(runner.step([*others, (slot, ids, total // 2)])[-1])
+        return decoded, prefilled
 
-    decoded = logits(1)[:-2]
+    alone, _ = logits(1)
     # 17 needs a second block of EXACT_ROWS and a third chunk of rows.
     for n in sorted({1, min(2, slots), min(17, slots), slots}):
-        if not all(map(torch.equal, logits(n), [*decoded, decoded[-1], decoded[-1]])):
-            fail(
-                f"{name}: a sequence's logits change with {n - 1} others in the batch (dtype "
-                f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",
-                rule="rollout.deterministic (auto or true): tokens depend only on prompt, seed and weights",
-                way_out="set rollout.threads=1, model.dtype=float32, or rollout.deterministic=false.",
-            )
+        decoded, prefilled = logits(n)
+        if not all(map(torch.equal, decoded, alone)):
+            others = f"the number of others in the batch (0 and {n - 1})"
+            return others if n > 1 else "chance (two equal steps differ)"
+        if not all(torch.equal(one, alone[-1]) for one in prefilled):
+            return "how a token is read: decoded alone, or prefilled with its prompt"
+    return ""
 
 
 def _decoded(runner: Runner, n: int, token_id: int, length: int) -> Tensor:

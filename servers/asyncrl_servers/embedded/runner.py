@@ -83,6 +83,8 @@ class Runner:
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
+        self.note = ""
+        """What the controller shall log about this engine."""
         self.plain = (
             PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
         )

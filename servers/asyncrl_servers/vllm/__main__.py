@@ -99,10 +99,10 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     try:
         has_died = uvloop.run(_run(args, listener))
     except Exception as error:
-        what = f"{spec.name}: vLLM cannot start with {spec.model_path}"
+        what = f"vLLM cannot start with {spec.model_path}"
         raise failure(what, f"{type(error).__name__}: {error}") from error
     if has_died:
-        raise failure(f"{spec.name}: vLLM's engine died", "")
+        raise failure("vLLM's engine died", "")
 
 
 async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:

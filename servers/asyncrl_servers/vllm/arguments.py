@@ -82,17 +82,6 @@ def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int
     )
 
 
-OWN = frozenset(
-    """model model_tag tokenizer skip_tokenizer_init served_model_name dtype seed config help
-    generation_config override_generation_config logprobs_mode max_logprobs structured_outputs_config
-    reasoning_parser reasoning_parser_plugin max_model_len max_num_seqs tensor_parallel_size
-    data_parallel_size api_server_count headless host port uds root_path ssl_keyfile ssl_certfile api_key
-    middleware grpc enable_scale_out tokens_only worker_extension_cls weight_transfer_config enable_lora
-    max_lora_rank max_loras return_sampling_mask enable_return_routed_experts aux_output_config
-    disable_uvicorn_access_log
-    disable_fastapi_docs""".split()
-)
-"""vLLM's arguments that the run sets itself."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -109,20 +98,12 @@ KV_CACHE = {
 
 
 def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
-    """Return vLLM's command line: defaults, the user's arguments, then ours. Raises
-    Refused for arguments that the run sets itself; vLLM's parser refuses unknown ones.
+    """Return vLLM's command line: defaults, the user's arguments, then ours. The config
+    has refused arguments that the run sets itself; vLLM's parser refuses unknown ones.
     """
     given = {
         name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()
     }
-    for name in given:
-        if name.partition(".")[0].removesuffix("+").removeprefix("no_") in OWN:
-            way_out = "remove it; docs/configuration.md has the settings of asyncrl."
-            raise Refused(
-                400,
-                f"rollout.vllm has {name}, which asyncrl sets by itself",
-                way_out=way_out,
-            )
     folder = Path(spec.model_path)
     ours: dict[str, object] = {
         "model": spec.model_path,

@@ -1,0 +1,57 @@
+"""Warnings of `asyncrl check`: every value is valid, and the run would still train
+badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+
+from asyncrl.config.trainer_config import TrainerConfig
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.prompt_source import TaskPrompts
+from asyncrl.tasks.task import PromptTask, RowTask
+
+LOWEST_LORA_RATE, HIGHEST_RATE = 1e-5, 1e-2
+"""docs/faq.md: adapters hardly move below, and no model of the recipes survived above."""
+MOST_TRIED = 20
+"""Rows on which a reward is tried."""
+
+
+def find_warnings(
+    trainer: TrainerConfig,
+    num_rows: int | None,
+    trained: Collection[str],
+    held_out: Mapping[str, str],
+) -> Iterator[str]:
+    """`num_rows`: prompts or demonstrations, if known. `trained`: digests of rows;
+    `held_out`: digests of evaluations, by key.
+    """
+    rate = f"trainer.learning_rate={trainer.learning_rate:g}"
+    if trainer.lora is None and trainer.learning_rate > HIGHEST_RATE:
+        yield f"{rate} probably destroys the model: set it to {HIGHEST_RATE:g} or less"
+    if trainer.lora is not None and trainer.learning_rate < LOWEST_LORA_RATE:
+        yield f"{rate} hardly moves LoRA adapters: set it to {LOWEST_LORA_RATE:g} or more"
+    if num_rows is not None and trainer.num_groups > num_rows:
+        yield f"trainer.num_groups={trainer.num_groups}: a step repeats some of the {num_rows} rows"
+    for key, digest in held_out.items():
+        if digest in trained:
+            yield f"{key}: its rows are also trained, so it measures memory; hold rows out"
+
+
+def digests_of(tasks: Mapping[str, PromptTask]) -> dict[str, str]:
+    return {
+        key: task.digest for key, task in tasks.items() if isinstance(task, RowTask)
+    }
+
+
+def tried_prompts(task: PromptTask) -> Iterator[Prompt]:
+    """Yield up to MOST_TRIED rows, first one for each type of answer."""
+    if not isinstance(task, RowTask):
+        return
+    last_first = reversed(range(len(task)))
+    firsts = {type(task.prompt(index).answer): index for index in last_first}
+    indices = dict.fromkeys([*firsts.values(), *range(len(task))])
+    made = TaskPrompts(task, seed=0, shuffle=False)
+    for index in islice(indices, MOST_TRIED):
+        yield made.make(0, index)
