@@ -20,7 +20,6 @@ from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
-from asyncrl.base.http import Refused
 from asyncrl.base.signals import STOPS
 from asyncrl.config.engine_kinds import VLLM_OWN
 from asyncrl.config.rollout_config import RolloutConfig
