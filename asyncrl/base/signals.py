@@ -62,8 +62,8 @@ def _ignore(*_: object) -> None: ...
 
 
 def block_stops() -> None:
-    """Block STOPS in this process and in all processes that it starts, for libraries
-    with handlers of their own.
+    """Block STOPS in this process and in all processes that it starts, because a library
+    sets handlers for them.
     """
     with blocked(STOPS):
         # Its start unblocks SIGINT and SIGTERM, and any shared memory starts it.
