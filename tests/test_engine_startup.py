@@ -211,7 +211,7 @@ def test_the_check_at_start_names_what_changes_the_logits(
 
 
 def started(folder: Path, kernels: str, **spec: Any) -> Any:
-    """Start an engine in a process of its own, which alone chooses oneDNN's kernels;
+    """Start an engine in a process of its own, since oneDNN chooses its kernels once;
     return its note, or its error.
     """
     code = (

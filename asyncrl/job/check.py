@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -427,18 +427,6 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
             found.lines.append(OpenEnvHarness(harness).check_server())
 
 
-@contextmanager
-def _naming(section: str) -> Iterator[None]:
-    """Let errors about `task.KEY` name this task's own section."""
-    try:
-        yield
-    except ConfigError as error:
-        own = partial(TASK_KEYS.sub, section)
-        raise ConfigError(
-            own(error.what), rule=own(error.rule), way_out=own(error.way_out)
-        ) from error
-
-
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(
         key: str,
@@ -448,15 +436,24 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         more: str = "",
     ) -> PromptTask | None:
         taskset = partial(load_taskset, generator.verifiers or "", generator.args)
-        is_eval = key.startswith("eval")
-        with _naming(key if key.startswith("task") else f"{key}.task"):
+        try:
             task, text = look_at_task(
-                settings, seed, load_taskset=taskset, is_evaluated=is_eval
+                settings,
+                seed,
+                load_taskset=taskset,
+                is_evaluated=key.startswith("eval"),
             )
+        except ConfigError as error:
+            section = key if key.startswith("task") else f"{key}.task"
+            error.what = TASK_KEYS.sub(section, error.what)
+            raise
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
             return build_task(
-                settings, seed, load_taskset=taskset, is_evaluated=is_eval
+                settings,
+                seed,
+                load_taskset=taskset,
+                is_evaluated=key.startswith("eval"),
             )
         return task
 

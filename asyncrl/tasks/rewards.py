@@ -207,7 +207,10 @@ def _result(value: Any, given: str | Completions) -> Any:
     try:
         return [as_reward(entry) for entry in value]
     except UserCodeFailed as failure:
-        raise _wrong_type(value, "a number, nor one for each token") from failure
+        # A list has one reward for each token, and its entry is named.
+        if isinstance(value, list):
+            raise
+        raise _wrong_type(value, "a number") from failure
 
 
 def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
