@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,6 @@ from threading import Event
 import pytest
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.job import run_control
 from asyncrl.job.run_control import delete_run, stop_run
 
 CONTROLLER = """
@@ -60,7 +60,7 @@ def test_stop_waits_until_the_run_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     polled = Event()
-    monkeypatch.setattr(run_control.time, "sleep", lambda _: polled.set())
+    monkeypatch.setattr(time, "sleep", lambda _: polled.set())
     run_dir = made(tmp_path / "run", state="running", updated_s=0)
     told = list[str]()
     with ThreadPoolExecutor(1) as pool, controlled(run_dir) as process:
