@@ -59,10 +59,10 @@ def test_eval_of_a_step_equals_the_evaluation_of_the_run(tmp_path: Path) -> None
         for name in SAMPLED:
             assert scores[name] == logged[step][f"eval/{name}"], (step, name)
         mean, error = scores["reward_mean"], scores["standard_error"]
-        assert scores["interval"] == pytest.approx(
+        assert scores["interval_95"] == pytest.approx(
             [mean - 1.96 * error, mean + 1.96 * error]
         )
-    assert "interval" in asyncrl(tmp_path, "eval", config, "eval.num_prompts=4")
+    assert "interval 95" in asyncrl(tmp_path, "eval", config, "eval.num_prompts=4")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -7,10 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -54,7 +56,11 @@ def controlled(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_stop_waits_until_the_run_has_saved(tmp_path: Path) -> None:
+def test_stop_waits_until_the_run_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polled = Event()
+    monkeypatch.setattr(time, "sleep", lambda _: polled.set())
     run_dir = made(tmp_path / "run", state="running", updated_s=0)
     told = list[str]()
     with ThreadPoolExecutor(1) as pool, controlled(run_dir) as process:
@@ -62,7 +68,7 @@ def test_stop_waits_until_the_run_has_saved(tmp_path: Path) -> None:
         assert process.stdout is not None
         stopping = pool.submit(stop_run, run_dir, told.append)
         assert process.stdout.readline() == "saving\n"
-        assert not stopping.done()
+        assert polled.wait(60), "it looks again while the run saves"
         process.stdin.write("saved\n")
         process.stdin.flush()
         stopping.result(timeout=60)

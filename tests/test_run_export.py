@@ -82,7 +82,8 @@ class MadeRun:
 
     def export(self, out: Path, **wanted: Any) -> Path:
         before = contents(self.path)
-        export_run(self.path, out, **{"tell": no_words, **wanted})
+        facts = export_run(self.path, out, **{"tell": no_words, **wanted})
+        assert facts["num_bytes"] == sum(file.stat().st_size for file in out.iterdir())
         assert contents(self.path) == before
         return out
 

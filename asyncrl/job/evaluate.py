@@ -23,7 +23,7 @@ from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_dir import CONFIG_FILE
 
 Scores = dict[str, Any]
-"""An evaluation: its name, policy_version, num_prompts, interval, and the metrics of
+"""An evaluation: its name, policy_version, num_prompts, interval_95, and the metrics of
 eval/, such as reward_mean.
 """
 NORMAL_95 = 1.96
@@ -108,4 +108,4 @@ def _shown(metrics: Mapping[str, float]) -> Scores:
     interval = None  # of one prompt
     if (error := shown.get("standard_error")) is not None:
         interval = [mean - NORMAL_95 * error, mean + NORMAL_95 * error]
-    return {"reward_mean": mean, "interval": interval, **shown}
+    return {"reward_mean": mean, "interval_95": interval, **shown}
