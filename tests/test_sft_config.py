@@ -36,8 +36,14 @@ def sft_config(**sections: Any) -> SftConfig:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"rollout": {"slots": 3}}, "rollout in the config is not a known key; supervised"),
-        ({"task": {"files": ["a"]}}, "task in the config is not a known key; supervised"),
+        (
+            {"rollout": {"slots": 3}},
+            "rollout in the config is not a known key; supervised",
+        ),
+        (
+            {"task": {"files": ["a"]}},
+            "task in the config is not a known key; supervised",
+        ),
         ({"data": {"file": ["a"]}}, r"data.file .*did you mean data.files"),
         ({"data": {}}, "give either data.files or data.dataset"),
         ({"data": {"files": ["a"], "dataset": "b"}}, "give either data.files"),
