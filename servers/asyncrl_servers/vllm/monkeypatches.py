@@ -285,7 +285,7 @@ def patch_reload() -> None:
             if is_lazy(parameter) or parameter.is_meta or parameter.storage_offset():
                 continue
             # The reload copies attributes to the parameters that it makes.
-            parameter.asyncrl_first = StorageWeakRef(parameter.untyped_storage())  # type: ignore[attr-defined]
+            parameter.asyncrl_first = StorageWeakRef(parameter.untyped_storage())  # type: ignore[attr-defined,no-untyped-call]
         layerwise.record_metadata_for_reloading(model)
 
     def materialize_there(layer: nn.Module, info: Any) -> None:
