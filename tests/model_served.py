@@ -3,6 +3,9 @@
 A model starts in our vLLM server and is sampled. Then it takes other weights by our
 weight sync, twice, and is sampled each time. The oracle is one plain transformers
 forward per text, as for the other columns (model_table.py).
+
+In bfloat16 vLLM packs other weights, and rounds more than some faults change. There the
+oracle is a server that starts with the weights.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import length_border, pin_length
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
-from asyncrl.weights.tensor_files import stored_pieces
+from asyncrl.weights.tensor_files import dtype_name, stored_pieces
 from asyncrl_servers.vllm.arguments import first_error
 
 MAX_LENGTH = 192
@@ -67,6 +71,39 @@ def measure_vllm(name: str, forks: socket.socket) -> tuple[str, str]:
     if is_known:
         return "deviates", DEVIATIONS[name]
     return "wrong", f"{serving.worst:.2g} nats at most"
+
+
+def measure_push(name: str, forks: socket.socket) -> tuple[list[float], list[float]]:
+    """Return what a bfloat16 server samples that took other weights by a push, and what
+    a server samples that starts with them.
+    """
+    with tempfile.TemporaryDirectory(prefix="pushed-") as scratch:
+        folders = [Path(scratch, "first"), Path(scratch, "second")]
+        for seed, folder in enumerate(folders):
+            model = random_model(make_config(name, "vllm"), seed)
+            model.to(torch.bfloat16).save_pretrained(folder)
+        first, second = (Serving(folder, torch.bfloat16) for folder in folders)
+        second.load_model()
+        manifest = second.export(1)
+
+        async def push(server: VllmServer) -> list[float]:
+            await sample_alone(server)
+            await server.commit(1, await server.prepare(manifest), "abort")
+            return await sample_alone(server)
+
+        pushed = asyncio.run(first.serve(forks, push))
+        return pushed, asyncio.run(second.serve(forks, sample_alone))
+
+
+async def sample_alone(server: VllmServer) -> list[float]:
+    """Return logprobs of requests that run one by one, so that none depends on another."""
+    logprobs = list[float]()
+    for ids in chain.from_iterable(make_texts()):
+        label = f"{server.policy_version} {len(logprobs)}"
+        request = SamplingRequest(label, tuple(ids), 12, temperature=0.0, seed=0)
+        answer = await server.generate_segment(request)
+        logprobs += answer.logprobs
+    return logprobs
 
 
 # ---- servers
@@ -146,32 +183,42 @@ def forking(folder: Path) -> Iterator[socket.socket]:
 class Serving:
     """A model in a server, and the reference model with the same weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.folder = folder
+        self.dtype = dtype
         self.step = "load"
         self.worst = 0.0
         """Largest distance of sampled logprobs, in nats."""
 
     async def measure(self, forks: socket.socket) -> None:
         """Raises ConfigError and EngineError for refusals."""
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = load_language_model(self.folder, **options).eval()
+        self.load_model()
         border = length_border(self.model.config)
         if border is not None and not border.is_stepwise:
             # The trainer says so too: build_model.plan_of.
             raise ConfigError(f"RoPE of type {border.rope_type}")
         pin_length(self.model, MAX_LENGTH)
         self.step = "start"
+        await self.serve(forks, self._tell)
+
+    def load_model(self) -> None:
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.model = load_language_model(self.folder, **options).eval()
+
+    async def serve(
+        self, forks: socket.socket, tell: Callable[[VllmServer], Awaitable[Any]]
+    ) -> Any:
+        """Return what is told with a server of the folder's model."""
         fork = Fork(forks, self._spec(), self.folder)
         ended = asyncio.create_task(fork.wait())
-        story = asyncio.create_task(self._tell(fork))
+        story = asyncio.create_task(self._connected(fork, tell))
         try:
             async with asyncio.timeout(LIMIT_S):
                 await asyncio.wait({ended, story}, return_when="FIRST_COMPLETED")
             if reason := fork.failure():
                 raise ConfigError(reason)
             assert story.done(), "the server ended without a word"
-            await story
+            return await story
         finally:
             story.cancel()
             await fork.end(ended)
@@ -181,14 +228,16 @@ class Serving:
         return sizes | {
             "name": "engine-0",
             "model_path": str(self.folder),
-            "dtype": "float32",
+            "dtype": dtype_name(self.dtype),
             "device": "cpu",
         }
 
-    async def _tell(self, fork: Fork) -> None:
+    async def _connected(
+        self, fork: Fork, tell: Callable[[VllmServer], Awaitable[Any]]
+    ) -> Any:
         needed = VllmRequirements(
             str(self.folder),
-            "float32",
+            dtype_name(self.dtype),
             SLOTS,
             MAX_LENGTH,
             (),
@@ -197,27 +246,31 @@ class Serving:
         try:
             server = VllmServer(caller, needed)
             await server.ready(LIMIT_S)
-            await self._compare(server)
-            for version in (1, 2):
-                self.step = f"push {version}"
-                with torch.random.fork_rng([]):
-                    torch.manual_seed(version)
-                    redraw(self.model)
-                manifest = self._export(version)
-                digest = await server.prepare(manifest)
-                await server.commit(version, digest, "abort")
-                await self._compare(server)
+            return await tell(server)
         finally:
             await caller.aclose()
 
-    def _export(self, version: int) -> ExportResponse:
-        """Write the weights as the trainer does, with its canary."""
+    async def _tell(self, server: VllmServer) -> None:
+        await self._compare(server)
+        for version in (1, 2):
+            self.step = f"push {version}"
+            with torch.random.fork_rng([]):
+                torch.manual_seed(version)
+                redraw(self.model)
+            canary = self._canary()
+            manifest = self.export(version).model_copy(update={"canary": canary})
+            digest = await server.prepare(manifest)
+            await server.commit(version, digest, "abort")
+            await self._compare(server)
+
+    def export(self, version: int) -> ExportResponse:
+        """Write the weights as the trainer does."""
         weights = named_weights(self.model)
         pieces = stored_pieces(self.model, weights)
-        path = self.folder / f"weights-{version}.safetensors"
+        # Not *.safetensors: a start reads all of them.
+        path = self.folder / f"weights-{version}.pushed"
         lazy = LazyWeights(weights, pieces=pieces)
-        manifest = export_weights(lazy, path, version, torch.float32)
-        return manifest.model_copy(update={"canary": self._canary()})
+        return export_weights(lazy, path, version, self.dtype)
 
     @torch.no_grad()
     def _canary(self) -> Canary:

@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.structured_output import StructuredOutputManager
@@ -263,6 +266,40 @@ def patch_gemma3n() -> None:
         return forward(model, input_ids, *args, **named)
 
     Gemma3nForCausalLM.forward = forward_with_layers
+
+
+def patch_reload() -> None:
+    """Load into the first memory of a parameter if something else still uses it.
+
+    vLLM 0.32's reload loads into new memory. Mamba2 computes with a view of its
+    convolution's first memory. CPUs with bfloat16 instructions pack the convolution
+    elsewhere, so the view kept the weights of the start.
+    """
+    from vllm.model_executor.model_loader import utils
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    materialize = layerwise.materialize_layer
+
+    def record_memory(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if is_lazy(parameter) or parameter.is_meta or parameter.storage_offset():
+                continue
+            # The reload copies attributes to the parameters that it makes.
+            parameter.asyncrl_first = StorageWeakRef(parameter.untyped_storage())  # type: ignore[attr-defined,no-untyped-call]
+        layerwise.record_metadata_for_reloading(model)
+
+    def materialize_there(layer: nn.Module, info: Any) -> None:
+        materialize(layer, info)
+        packed, _ = info.kernel_tensors or ({}, {})
+        for name in packed:
+            parameter: Any = layer._parameters.get(name)
+            if known := getattr(parameter, "asyncrl_first", None):
+                memory = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+                if memory and memory.data_ptr() != packed[name].data_ptr():
+                    parameter.set_(memory, 0, parameter.shape, parameter.stride())
+
+    utils.record_metadata_for_reloading = record_memory
+    layerwise.materialize_layer = materialize_there
 
 
 def patch_adapters() -> None:

@@ -55,6 +55,7 @@ from asyncrl_servers.vllm.monkeypatches import (
     patch_device_penalties,
     patch_gemma3n,
     patch_penalties,
+    patch_reload,
     patch_worker,
 )
 from asyncrl_servers.weight_state import (
@@ -70,6 +71,7 @@ from asyncrl_servers.weight_state import (
 patch_penalties()
 patch_gemma3n()
 patch_adapters()
+patch_reload()
 if current_platform.is_cpu():
     patch_worker()
     # vLLM's bfloat16 attention uses AMX where the CPU has it, and Linux admits only
