@@ -363,6 +363,13 @@ def export(
     traces: Annotated[
         bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
     ] = False,
+    push: Annotated[
+        Text,
+        Option(metavar="OWNER/NAME", help="Also upload it to the Hugging Face hub."),
+    ] = None,
+    private: Annotated[
+        bool, Option("--private", help="Of --push: a new repository is private.")
+    ] = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
@@ -380,7 +387,9 @@ def export(
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     if samples != (min_reward is not None):
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
-    is_of_weights = adapter or step != "last"
+    if private and push is None:
+        raise typer.BadParameter("--private is of --push")
+    is_of_weights = adapter or push is not None or step != "last"
     if traces and (samples or is_of_weights):
         raise typer.BadParameter("--traces takes no other option")
     if samples and is_of_weights:
@@ -395,7 +404,15 @@ def export(
 
         export_samples(run_dir, out, min_reward=min_reward, tell=typer.echo)
         return
-    export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
+    export_run(
+        run_dir,
+        out,
+        step=step,
+        adapter=adapter,
+        push=push,
+        private=private,
+        tell=typer.echo,
+    )
 
 
 @app.command()
