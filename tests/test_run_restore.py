@@ -628,10 +628,11 @@ def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
     results = [(0, "hello"), (None, ""), (1, "Killed"), OSError("no process")]
 
     async def story(house: House) -> None:
-        go = asyncio.Event()
+        go, called = asyncio.Event(), asyncio.Event()
 
         async def run(module: str, arguments: list[str], _: float) -> Any:
             started.append((module, *arguments))
+            called.set()
             await go.wait()
             if isinstance(result := results.pop(0), OSError):
                 raise result
@@ -650,18 +651,24 @@ def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
         while results:
             await house.step()
             await house.checkpointer.wait_callbacks()
-        assert house.checkpointer.num_made == 5
-
+        go.clear()
+        await house.step(is_written=False)
+        called.clear()
+        await called.wait()
+        house.tasks[-1].cancel()
+        await asyncio.wait(house.tasks)
+        assert house.checkpointer.num_made == 6
         assert [text.partition(" of ")[2] for text in house.told] == [
             "version 2 failed: a newer checkpoint was made before its turn",
             "version 3 failed: exit code None (limit: 3600 s)",
             "version 4 failed: Killed",
             "version 5 failed: no process",
+            "version 6 failed: it was ended with the run",
         ]
 
     live(story, tmp_path, every=1, callback="my_hub:push")
     module = "asyncrl.job.checkpoint_callback"
-    assert started == [(module, str(tmp_path), str(n)) for n in (1, 3, 4, 5)]
+    assert started == [(module, str(tmp_path), str(n)) for n in (1, 3, 4, 5, 6)]
 
 
 # ---- a trainer that is started again while a checkpoint is being finished
