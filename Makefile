@@ -8,13 +8,15 @@
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make test-harbor   install Harbor into .venv-harbor (HARBOR_PYTHON: Python 3.12 or newer), and run its tests (about 10 minutes)
+# make wheel        build the wheel of the last commit into dist; TAG=v0.2.0 refuses another version
+# make test-wheel   install the wheel from a local index into a clean environment, and train with it (minutes)
 # make bench         every benchmark, a short table each
 # make gpu           compare a CUDA device with the CPU and measure its speed; results in benchmarks/results
 # make fuzz          kill real runs about 300 times, resume them, and check the results (an hour)
 # make faults        the tests that kill hosts of a network, ROUNDS times (20; some minutes each); needs root
 # make docs          regenerate docs/configuration.md and docs/metrics.md
 # make site          build the site of docs/ into build/site; a warning fails it
-.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long test-harbor check bench gpu fuzz faults docs
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long test-harbor wheel test-wheel check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
@@ -76,6 +78,12 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/reference_pages.py --check
 	$(BIN)/python scripts/budget.py
+
+wheel:
+	@bash scripts/wheel.sh
+
+test-wheel: setup
+	$(BIN)/python -m pytest -q --durations=10 tests/test_packaging.py
 
 bench: setup
 	for name in engine publish buffer async_vs_sync interrupt trainer in_flight run_efficiency checkpoint gateway colocation startup reward_model; do $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -461,6 +461,13 @@ def export(
         bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
     ] = False,
     as_json: Json = False,
+    push: Annotated[
+        Text,
+        Option(metavar="OWNER/NAME", help="Also upload it to the Hugging Face hub."),
+    ] = None,
+    private: Annotated[
+        bool, Option("--private", help="Of --push: a new repository is private.")
+    ] = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM
     and peft.
@@ -478,12 +485,16 @@ def export(
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     if samples != (min_reward is not None):
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
-    is_of_weights = adapter or step != "last"
+    if private and push is None:
+        raise typer.BadParameter("--private is of --push")
+    is_of_weights = adapter or push is not None or step != "last"
     if traces and (samples or is_of_weights):
         raise typer.BadParameter("--traces takes no other option")
     if samples and is_of_weights:
         raise typer.BadParameter("--samples takes only --min-reward")
-    write = functools.partial(export_run, step=step, adapter=adapter)
+    write = functools.partial(
+        export_run, step=step, adapter=adapter, push=push, private=private
+    )
     if traces:
         from asyncrl.job.trace_export import export_traces
 

@@ -105,6 +105,8 @@ def test_leftovers_of_a_killed_run_are_repaired_or_removed(tmp_path: Path) -> No
     (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")
     half = checkpoints.begin()
     (half / "trainer").mkdir()
+    # of checkpoint.callback
+    (checkpoints.root / ".step_10.export/model").mkdir(parents=True)
     assert newest(make(tmp_path)) == (10, [])
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_10"]
 

@@ -31,11 +31,9 @@ from asyncrl.config import RunConfig, load_any, load_config
 from asyncrl.config.load import section_of, sections
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
-    for page in ROOT.glob(pattern)
-)
+FOLDERS = ("docs", "examples", "benchmarks", "skills")
+PATTERNS = ("*.md", *(f"{folder}/**/*.md" for folder in FOLDERS))
+PAGES = sorted(page for pattern in PATTERNS for page in ROOT.glob(pattern))
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 PLACEHOLDERS = {
     "CONFIG": QUICKSTART,
@@ -43,7 +41,8 @@ PLACEHOLDERS = {
     "N": "1",
     "URL": "http://127.0.0.1:8700",
 }
-PLACEHOLDERS |= dict.fromkeys(("my_task.yaml", "my_agent.yaml"), QUICKSTART)
+OF_A_READER = ("my_task.yaml", "my_agent.yaml", "quickstart.yaml")
+PLACEHOLDERS |= dict.fromkeys(OF_A_READER, QUICKSTART)
 NO_SETTINGS = {"rollout.oversample"}
 """Keys of other frameworks in a section whose name we also use."""
 

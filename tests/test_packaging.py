@@ -4,15 +4,21 @@ small part.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import tomllib
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -32,12 +38,9 @@ WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.val
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a copy: a build writes next to the sources
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    subprocess.run(
-        [*pip, "--wheel-dir", str(folder), str(source)], check=True, timeout=600
-    )
+    command = ["bash", str(ROOT / "scripts/wheel.sh"), str(folder)]
+    environ = os.environ | {"PYTHON": sys.executable}
+    subprocess.run(command, check=True, timeout=600, env=environ)
     return next(folder.glob("asyncrl-*.whl"))
 
 
@@ -81,13 +84,38 @@ def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return venv
 
 
-def install(venv: Path, *what: str) -> None:
-    """Make a venv, and install into it with the pip of these tests."""
+@contextlib.contextmanager
+def serving(wheel: Path, folder: Path) -> Iterator[str]:
+    """Serve a package index that has only this wheel; yield its address."""
+    project = folder / "index/asyncrl"
+    project.mkdir(parents=True)
+    shutil.copy(wheel, project)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(project.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
+def install(venv: Path, *what: str, shares_packages: bool = False) -> None:
+    """Make a venv, and install into it with the pip of these tests. `shares_packages`:
+    it also has the packages of these tests, except asyncrl.
+    """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(venv)],
         check=True,
         timeout=240,
     )
+    if shares_packages:
+        shared = venv / "shared"
+        shared.mkdir()
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if "asyncrl" not in path.name:
+                (shared / path.name).symlink_to(path)
+        (packages,) = venv.glob("lib/python3*/site-packages")
+        (packages / "shared.pth").write_text(str(shared))
     pip = [
         sys.executable,
         "-m",
@@ -99,7 +127,8 @@ def install(venv: Path, *what: str) -> None:
         *what,
     ]
     # without PYTHONPATH, which may lead to this checkout: then pip has asyncrl already
-    subprocess.run(pip, check=True, timeout=840, env=os.environ | {"PYTHONPATH": ""})
+    environ = os.environ | {"PYTHONPATH": "", "NO_PROXY": "127.0.0.1"}
+    subprocess.run(pip, check=True, timeout=840, env=environ)
 
 
 def run_python(*arguments: str, **environ: str) -> None:
@@ -151,24 +180,23 @@ def test_base_install_reads_runs_without_torch(
     outcome("init", "quickstart")
     config = tmp_path / "quickstart.yaml"
     assert "buffer.look_ahead" in outcome("keys", "buffer")
-    # the wheel, with the packages of these tests in place of the extra train
     training = tmp_path / "venv"
-    install(training, "--no-deps", str(wheel))
-    (packages,) = training.glob("lib/python3*/site-packages")
-    (packages / "heavy.pth").write_text(sysconfig.get_path("purelib"))
+    with serving(wheel, tmp_path) as index:
+        options = ("--isolated", "--index-url", index)
+        install(training, *options, "asyncrl[train]", shares_packages=True)
     where = [
         training / "bin/python",
         "-E",
         "-c",
         "import asyncrl; print(asyncrl.__file__)",
     ]
-    assert subprocess.check_output(where, cwd=tmp_path, text=True).startswith(
-        str(packages)
-    )
+    found = subprocess.check_output(where, cwd=tmp_path, text=True)
+    assert found.startswith(str(training / "lib"))
+    assert "rollout.deterministic" in outcome("check", config, venv=training)
     outcome(
         "run",
         config,
-        "trainer.num_steps=2",
+        "trainer.num_steps=3",
         "--run-dir",
         tmp_path / "run",
         venv=training,
@@ -177,7 +205,7 @@ def test_base_install_reads_runs_without_torch(
         outcome(words[0], tmp_path / "run", *words[1:])
     assert (tmp_path / "run/report.html").is_file()
     (listed,) = json.loads(outcome("runs", tmp_path, "--json"))
-    assert (listed["state"], listed["steps"]) == ("done", 2)
+    assert (listed["state"], listed["steps"]) == ("done", 3)
 
 
 def test_worker_and_harnesses_import_nothing_of_the_train_extra() -> None:

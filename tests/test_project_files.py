@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import conftest
 import pytest
+import yaml
 
 from asyncrl import __version__
 
@@ -53,6 +57,62 @@ def test_files_of_the_host_name_version_and_commands() -> None:
     assert f"version: {version}\ndate-released: {date}\n" in text_of("CITATION.cff")
     for entry in re.findall("entry: .venv/bin(.*)", text_of(".pre-commit-config.yaml")):
         assert f"$(BIN){entry}" in text_of("Makefile")
+
+
+JOBS = {
+    f"{path.stem} {name}": job
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
+    for name, job in yaml.safe_load(path.read_text())["jobs"].items()
+}
+PUBLISHING = {
+    "release publish-wheel": "pypa/gh-action-pypi-publish",
+    "release publish-image": "docker/build-push-action",
+    "release publish-site": "actions/deploy-pages",
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_workflows_run_commands_and_publish_files_that_exist(name: str) -> None:
+    job = JOBS[name]
+    steps = job.get("steps", [])
+    for line in [line for step in steps for line in step.get("run", "").splitlines()]:
+        program, *words = shlex.split(line)
+        if program == "make":
+            subprocess.run(["make", "-n", *words], cwd=ROOT, check=True)
+        elif program != "sudo":
+            assert os.access(ROOT / program, os.X_OK), line
+    if "uses" in job:
+        assert (ROOT / job["uses"]).is_file()
+    targets = re.findall(r"^FROM \w+ AS (\w+)$", text_of("Dockerfile"), re.M)
+    assert set(job.get("strategy", {}).get("matrix", {}).get("target", [])) <= {
+        *targets
+    }
+    # Only jobs that publish may change anything, and they wait for the tests.
+    can_publish = "permissions" in job
+    assert can_publish == (name in PUBLISHING)
+    if can_publish:
+        assert "ci" in job["needs"]
+        actions = [step["uses"].split("@")[0] for step in steps]
+        assert PUBLISHING[name] in actions
+
+
+def test_release_hands_over_what_it_built_and_names_no_registry() -> None:
+    text = text_of(".github/workflows/release.yml")
+    assert re.findall(r"[\w-]+\.(?:io|com|org|dev)\b", text) == []
+    assert re.findall(r"^ +path: (.*)$", text, re.M) == [
+        "dist/*.whl",  # uploaded, and downloaded for PyPI
+        "build/site",
+        "dist",
+    ]
+    assert "site_dir: build/site\n" in text_of("mkdocs.yml")
+
+
+def test_wheel_of_another_version_than_the_tag_is_refused(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts/wheel.sh"), str(tmp_path)]
+    environ = os.environ | {"TAG": "v0.0.1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, [*tmp_path.iterdir()]) == (2, [])
+    assert f"v0.0.1, and asyncrl/__init__.py has version {__version__}" in done.stderr
 
 
 class Item:

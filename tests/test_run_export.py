@@ -5,9 +5,12 @@ change the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import peft
 import pytest
 import torch
 import yaml
+from fake_hub import TOKEN, FakeHub
 from huggingface_hub import constants
-from job_runs import write_config
+from job_runs import run, write_config
 from safetensors.torch import load_file
 from tiny_model import STACKED, make_tiny_moe
 from trainer_cases import MakeStep, train_versions
@@ -26,8 +30,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from asyncrl.base.errors import CheckpointDamaged, ConfigError
+from asyncrl.base.errors import (
+    AsyncrlError,
+    CheckpointDamaged,
+    ConfigError,
+    find_fatal,
+)
 from asyncrl.config import load_config, run_config_yaml
+from asyncrl.job import checkpoint_callback
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.loop import save_final
 from asyncrl.job.reporter import Reporter
@@ -390,6 +400,128 @@ def test_card_names_what_the_model_was_made_of(
         assert row in card
     assert "/home/me" not in card
     assert SECRET not in card
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with FakeHub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        threading.Thread(target=hub.serve_forever).start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+
+
+# huggingface_hub 2.4 uploads a file with an argument that its HTTP client replaces
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+def test_push_uploads_every_file_of_an_export(
+    made: MadeRun, tmp_path: Path, hub: FakeHub
+) -> None:
+    said = list[str]()
+    for private, repo in ((True, "me/own"), (False, "me/open"), (False, "me/own")):
+        out = tmp_path / f"{private} {repo}"
+        made.export(out, push=repo, private=private, tell=said.append)
+        kept = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert hub.files == kept
+        assert {"README.md", "model.safetensors", "reward.png"} <= kept.keys()
+        assert not any(TOKEN.encode() in data for data in kept.values())
+    assert hub.private == {"me/own": True, "me/open": False}
+    assert TOKEN not in "".join(said)
+
+
+# huggingface_hub 2.4 uploads a file with an argument that its HTTP client replaces
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("token", "hf auth login"),
+        ("rights", "Invalid user token"),
+        ("name", "HFValidationError"),
+        ("network", "correct OWNER/NAME or the network"),
+        ("public", "exists and is public"),
+        ("commit", "hf upload me/own"),
+        ("file", "hf upload me/own"),
+    ],
+)
+def test_refused_push_names_what_to_do_and_no_token(
+    made: MadeRun,
+    tmp_path: Path,
+    hub: FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    words: str,
+) -> None:
+    if fault == "token":
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HF_TOKEN_PATH", tmp_path / "none"
+        )
+    if fault == "rights":
+        monkeypatch.setenv("HF_TOKEN", "hf_other")
+    if fault == "network":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    hub.private["me/own"] = fault != "public"
+    hub.refuses = fault
+    repo = "me/own/x" if fault == "name" else "me/own"
+    out = tmp_path / "out"
+    with pytest.raises(AsyncrlError) as caught:
+        made.export(out, push=repo, private=True)
+    assert words in str(caught.value)
+    assert "hf_" not in str(caught.value)
+    # Refused before an export that takes minutes, or the export is kept.
+    assert out.exists() == (fault in ("commit", "file"))
+    assert hub.files == {}
+
+
+def test_callback_gets_the_export_of_its_checkpoint(
+    make_step: MakeStep,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    section = {"every": 1, "callback": "trackers_for_test:record_export"}
+    step = make_step()
+    made = MadeRun(tmp_path, tiny_model_dir, checkpoint=section)
+    for version in range(2):
+        train_versions(step, version, version + 1)
+        made.checkpoint(step)
+    before = contents(made.path / "checkpoints")
+    for version in (1, 2):
+        expected = made.export(tmp_path / f"export {version}", step=str(version))
+        with contextlib.suppress(SystemExit):  # of version 2
+            checkpoint_callback.main(made.path, version)
+        weights = (made.path / f"seen_{version}").read_bytes()
+        assert weights == (expected / "model.safetensors").read_bytes()
+    # Nothing is left of the exports but what the function has kept.
+    assert contents(made.path / "checkpoints").keys() == before.keys()
+    fatal = find_fatal(capsys.readouterr().err)
+    assert fatal is not None
+    assert "raised ValueError: no to 2 (trackers_for_test.py line " in fatal.error
+
+
+@pytest.mark.slow
+def test_run_calls_back_for_its_checkpoints_and_outlives_failures(
+    tmp_path: Path,
+) -> None:
+    section = {"every": 2, "callback": "trackers_for_test:record_export"}
+    config = write_config(tmp_path, trainer={"num_steps": 2}, checkpoint=section)
+    done = run(config, tmp_path / "run")
+    assert done.returncode == 0
+    final = (tmp_path / "run/final/model.safetensors").read_bytes()
+    assert (tmp_path / "run/seen_2").read_bytes() == final
+    why = "checkpoint.callback of version 2 failed: raised ValueError: no to 2"
+    assert why in done.stdout + done.stderr
+    refused = run(
+        config, tmp_path / "other", "checkpoint.callback=trackers_for_test:no"
+    )
+    assert refused.returncode == 2
+    assert "checkpoint.callback=trackers_for_test:no cannot be loaded" in refused.stderr
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

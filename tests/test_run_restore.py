@@ -496,7 +496,9 @@ class House:
 
         config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
         log = SimpleNamespace(warn=self.told.append)
-        life: Any = SimpleNamespace(spawn=spawn, log=log, config=config_of_run)
+        life: Any = SimpleNamespace(
+            spawn=spawn, log=log, config=config_of_run, run_dir=run_dir
+        )
         trainer: Any = self.trainer
         self.checkpointer = Checkpointer(
             self.checkpoints, trainer, self.journal, controller_state, life
@@ -616,6 +618,57 @@ def test_failed_checkpoint_is_reported_and_costs_no_more(
         assert house.whole == [2, 8], "and the next one is made"
 
     live(story, tmp_path)
+
+
+def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[tuple[str, ...]]()
+    results: list[tuple[int | None, str] | OSError]
+    results = [(0, "hello"), (None, ""), (1, "Killed"), OSError("no process")]
+
+    async def story(house: House) -> None:
+        go, called = asyncio.Event(), asyncio.Event()
+
+        async def run(module: str, arguments: list[str], _: float) -> Any:
+            started.append((module, *arguments))
+            called.set()
+            await go.wait()
+            if isinstance(result := results.pop(0), OSError):
+                raise result
+            return result
+
+        monkeypatch.setattr("asyncrl.job.checkpointer.run_module", run)
+        writing = list[asyncio.Task[None]]()
+        for _ in range(3):
+            await house.step(is_written=False)
+            writing = [
+                task for task in house.tasks if "callback" not in task.get_name()
+            ]
+            await asyncio.wait(writing)
+        go.set()
+        await house.checkpointer.wait_callbacks()
+        while results:
+            await house.step()
+            await house.checkpointer.wait_callbacks()
+        go.clear()
+        await house.step(is_written=False)
+        called.clear()
+        await called.wait()
+        house.tasks[-1].cancel()
+        await asyncio.wait(house.tasks)
+        assert house.checkpointer.num_made == 6
+        assert [text.partition(" of ")[2] for text in house.told] == [
+            "version 2 failed: a newer checkpoint was made before its turn",
+            "version 3 failed: exit code None (limit: 3600 s)",
+            "version 4 failed: Killed",
+            "version 5 failed: no process",
+            "version 6 failed: it was ended with the run",
+        ]
+
+    live(story, tmp_path, every=1, callback="my_hub:push")
+    module = "asyncrl.job.checkpoint_callback"
+    assert started == [(module, str(tmp_path), str(n)) for n in (1, 3, 4, 5, 6)]
 
 
 # ---- a trainer that is started again while a checkpoint is being finished

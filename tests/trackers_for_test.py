@@ -58,3 +58,11 @@ class Hanging(Noting):
         self.note("hangs")
         atexit.register(self.let_go.wait)
         self.let_go.wait()
+
+
+def record_export(folder: Path, policy_version: int) -> None:
+    """Keep the weights in the run directory; refuse version 2."""
+    run_dir = folder.parents[2]
+    (folder / "model.safetensors").rename(run_dir / f"seen_{policy_version}")
+    if policy_version == 2:
+        raise ValueError("no to 2")

@@ -28,6 +28,12 @@ class CheckpointConfig(FrozenConfig):
     evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
     """
 
+    callback: str | None = None
+    """A function `module:name` that is called after each checkpoint, in a process of its
+    own, with a folder of the exported model and the policy_version. The folder is removed
+    after the call. A failure is a warning.
+    """
+
     def conflicts(self) -> Iterator[str]:
         # Only versions that are saved can be kept: with every=50, step 75 does not
         # exist.
@@ -35,3 +41,5 @@ class CheckpointConfig(FrozenConfig):
             self.every is None or self.keep_every % self.every
         ):
             yield f"keep_every={self.keep_every} is not a multiple of every={self.every}"
+        if self.callback is not None and self.every is None:
+            yield f"callback={self.callback} is never called with every=none"

@@ -40,6 +40,7 @@ from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
+from asyncrl.job.checkpoint_callback import load_callback
 from asyncrl.job.config_warnings import digests_of, find_warnings, tried_prompts
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers, reach_servers
@@ -130,7 +131,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     fetch_architectures(config.model, *own)
     is_here = nodes[0].machine.is_here
     found = validate(config, needs_weights=is_here)
-    check_trackers(config.observe)
+    check_reports(config)
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
@@ -164,6 +165,13 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     refuse_over_capacity(plan, config)
 
 
+def check_reports(config: RunConfig | SftConfig) -> None:
+    """Load the user code that a run reports to."""
+    check_trackers(config.observe)
+    if config.checkpoint.callback is not None:
+        load_callback(config.checkpoint.callback)
+
+
 def _disk_bytes(nodes: Sequence[Node]) -> int | None:
     """Return the free space where run directories are by default, if it is this machine."""
     return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
@@ -172,7 +180,7 @@ def _disk_bytes(nodes: Sequence[Node]) -> int | None:
 def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
     run, resolved = resolve_auto(config.as_run(), nodes)
     fetch_architectures(config.model)
-    check_trackers(config.observe)
+    check_reports(config)
     found = Found()
     _check_support(run, found)
     tokenizer = _check_model(run, found, needs_weights=nodes[0].machine.is_here)

@@ -8,14 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.base.errors import CheckpointError, TrainerLost
+from asyncrl.base.errors import CheckpointError, TrainerLost, find_fatal
 from asyncrl.base.waits import note_span, waiting
+from asyncrl.job import checkpoint_callback
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints
 from asyncrl.journal.journal import Journal
+from asyncrl.launch.processes import run_module
 
 logger = logging.getLogger("asyncrl.job.checkpointer")
+
+CALLBACK_TIMEOUT_S = 3600.0
+"""Limit of one export with its call."""
 
 
 @dataclass(eq=False)
@@ -38,6 +43,8 @@ class Checkpointer:
     num_made: int = field(default=0, init=False)
     num_failed: int = field(default=0, init=False)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _callback: asyncio.Task[None] | None = field(default=None, init=False)
+    """The call for the newest checkpoint, after all others."""
 
     def gauges(self) -> dict[str, float]:
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
@@ -86,6 +93,44 @@ class Checkpointer:
         if version not in self.checkpoints.versions():
             await self._make(asyncio.Event())
 
+    async def wait_callbacks(self) -> None:
+        if self._callback is not None:
+            with waiting("checkpoint.callback to end", on="checkpoint.callback"):
+                await asyncio.wait({self._callback})
+
+    async def _call_back(
+        self, version: int, previous: asyncio.Task[None] | None
+    ) -> None:
+        """Export a checkpoint and call checkpoint.callback, in another process. A failure
+        is a warning.
+
+        Example: if checkpoints 10 and 15 are made during the call for 5, the next call is
+        for 15, and 10 is skipped with a warning.
+        """
+        code: int | None = 1
+        output = "it was ended with the run"
+        try:
+            if previous is not None:
+                await asyncio.wait({previous})
+            output = "a newer checkpoint was made before its turn"
+            if version == max(self.checkpoints.versions()):
+                output = "it was ended with the run"
+                arguments = [str(self.lifecycle.run_dir), str(version)]
+                code, output = await run_module(
+                    checkpoint_callback.__name__, arguments, CALLBACK_TIMEOUT_S
+                )
+        except OSError as error:  # no process can be started
+            output = str(error)
+        finally:
+            logger.info("checkpoint.callback of version %d:\n%s", version, output)
+            if code != 0:
+                fatal = find_fatal(output)
+                why = fatal.error if fatal else output[-500:]
+                # run_module returns no output of a process that took too long
+                why = why or f"exit code {code} (limit: {CALLBACK_TIMEOUT_S:g} s)"
+                text = f"checkpoint.callback of version {version} failed: {why}"
+                self.lifecycle.log.warn(text)
+
     async def _make(self, begun: asyncio.Event) -> None:
         """Set `begun` once the copy has begun, or failed. A failure is a warning."""
         pending: Path | None = None
@@ -108,6 +153,11 @@ class Checkpointer:
                         self.checkpoints.finish, pending, version, controller
                     )
                 self.num_made += 1
+                if self.checkpoints.config.callback is not None:
+                    self._callback = self.lifecycle.spawn(
+                        self._call_back(version, self._callback),
+                        name=f"checkpoint callback {version}",
+                    )
                 note_span(
                     "checkpoints",
                     "checkpoint",

@@ -38,6 +38,7 @@ from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import run_in_thread, span
 from asyncrl.config import RunConfig, SftConfig, run_config_yaml
 from asyncrl.job.build import build
+from asyncrl.job.check import check_reports
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
     Lifecycle,
@@ -69,7 +70,7 @@ from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import TRAINING, logging_to
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import LOG_FILE, SUMMARY_FILE
-from asyncrl.observe.trackers import Callbacks, check_trackers
+from asyncrl.observe.trackers import Callbacks
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import CODE_PIN, DATA_PIN, record_code
@@ -100,7 +101,7 @@ def run_job(
     """
     if config.harnesses:
         hide_memory()  # protect keys and answers
-    check_trackers(config.observe)  # refuse before creating anything
+    check_reports(config)  # refuse before creating anything
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         extra = extra_servers(config)
@@ -414,6 +415,7 @@ class Job:
                     run.trainer.policy_version, is_for_evaluation=True
                 )
             await run.evaluation.wait_last()
+        await run.checkpointer.wait_callbacks()
         if run.agents is not None:
             # Remote workers exit with code 0 when they read this. Otherwise they wait
             # for the run to resume.

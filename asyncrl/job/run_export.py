@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl import __version__
-from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError
+from asyncrl.base.errors import (
+    AsyncrlError,
+    CheckpointDamaged,
+    CheckpointError,
+    ConfigError,
+)
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
@@ -32,6 +39,9 @@ from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.trainer.model_folder import ModelPin, find_model
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FINAL = "final"
 
@@ -42,20 +52,27 @@ def export_run(
     *,
     step: str = "last",
     adapter: bool = False,
+    push: str | None = None,
+    private: bool = False,
     tell: Callable[[str], None] = print,
+    is_inside: bool = False,
 ) -> dict[str, object]:
-    """Export weights to `out`, and return the facts of the export. Raises ConfigError or
-    CheckpointError.
+    """Export weights to `out`, upload them to the repository `push`, and return the facts
+    of the export. `is_inside`: `out` may be in the run directory. Raises ConfigError,
+    CheckpointError or AsyncrlError.
     """
     config = read_config(run_dir)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
         raise ConfigError(what, way_out="omit --adapter.")
-    check_new_folder(out, run_dir)
+    if not is_inside:
+        check_new_folder(out, run_dir)
     folder = Path(config.model.path or run_dir / "model").expanduser()
     base = str(folder.resolve()) if folder.is_dir() else str(config.model.path)
     version, folder = find_weights(run_dir, config, step, has_final=not adapter)
+    if push is not None:
+        _make_repository(push, is_private=private)
     with whole_folder(out) as unfinished:
         tell(f"exporting {folder}")
         if folder.name == FINAL:
@@ -72,13 +89,55 @@ def export_run(
         _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
-    tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
+    name = f"{kind} of policy_version {version}"
+    tell(f"{name}, {num_bytes / 1e6:,.1f} MB: {out}")
+    if push is not None:
+        tell(f"uploading to {push}")
+        command = shlex.join(["hf", "upload", push, str(out)])
+        with _reaching_hub(push, f"the export is whole: `{command}`.") as hub:
+            hub.upload_folder(repo_id=push, folder_path=out, commit_message=name)
     return {
         "kind": kind,
         "policy_version": version,
         "num_bytes": num_bytes,
         "out": str(out),
     }
+
+
+@contextlib.contextmanager
+def _reaching_hub(repo: str, way_out: str) -> Iterator[HfApi]:
+    """Yield the hub; its errors become an AsyncrlError."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        yield HfApi()
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        errors.HTTPError,  # type: ignore[attr-defined]
+    ) as error:
+        raise AsyncrlError(
+            f"--push {repo}: {type(error).__name__}: {error!s:.500}", way_out=way_out
+        ) from error
+
+
+def _make_repository(repo: str, *, is_private: bool) -> None:
+    """Make the repository if it does not exist, before an export that may take long."""
+    way_out = (
+        "log in with `hf auth login` or HF_TOKEN, or correct OWNER/NAME or the network."
+    )
+    with _reaching_hub(repo, way_out) as hub:
+        hub.whoami()  # raises without a token, and names the ways to give one
+        # Not False: an organisation may make repositories private by default.
+        hub.create_repo(repo, private=is_private or None, exist_ok=True)
+        is_public = not hub.model_info(repo).private
+    if is_private and is_public:
+        raise ConfigError(
+            f"--private: {repo} exists and is public",
+            rule="an export does not change who can read a repository",
+            way_out="choose another name, or make it private on the hub.",
+        )
 
 
 def check_new_folder(out: Path, run_dir: Path) -> None:

@@ -25,7 +25,7 @@ from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import span
 from asyncrl.config import SftConfig, run_config_yaml
 from asyncrl.job.build import prepare_model
-from asyncrl.job.check import positions_of
+from asyncrl.job.check import check_reports, positions_of
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.lifecycle import Lifecycle, new_run_dir, rare_collections
 from asyncrl.job.loop import (
@@ -59,7 +59,6 @@ from asyncrl.observe.run_dir import (
     read_evaluations,
     read_object,
 )
-from asyncrl.observe.trackers import check_trackers
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.demonstrations import (
     DemonstrationFeed,
@@ -85,7 +84,7 @@ def run_sft(
     """Train on demonstrations, or resume; return 0, or 130 or 143 after SIGINT or
     SIGTERM. Raises AsyncrlError, leaving no child process and no shared memory.
     """
-    check_trackers(config.observe)  # refuse before creating anything
+    check_reports(config)  # refuse before creating anything
     with opened(config.launcher) as launcher:
         fetch_architectures(config.model)
         run, resolved = resolve_auto(config.as_run(), launcher.nodes)
@@ -324,6 +323,7 @@ class SftJob:
         if is_interrupted:
             return
         await save_final(self.lifecycle, trainer)
+        await checkpointer.wait_callbacks()
 
     async def _report_status(self, trainer: SupervisedTrainer) -> None:
         log_path = self.lifecycle.run_dir / LOG_FILE
