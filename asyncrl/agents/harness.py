@@ -39,7 +39,7 @@ GRACE_S = 30.0
 """Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
 """The gateway samples a repeated call only once."""
-REQUEST_LOGGERS = (
+REQUEST_LOGGERS: tuple[str, ...] = (
     "aiohttp.access",
     "anthropic",
     "httpcore",
