@@ -15,7 +15,7 @@ FIXED = {
 
 
 class FakeHub(ThreadingHTTPServer):
-    """`private`: repositories by name; `files`: what the last commit has."""
+    """`private`: repositories by name; `files`: the files of the last commit."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -24,7 +24,7 @@ class FakeHub(ThreadingHTTPServer):
         self.blobs = dict[str, bytes]()
         self.files = dict[str, bytes]()
         self.refuses = ""
-        """What it has no space for: a commit or a file."""
+        """A commit or a file is refused for lack of space."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -115,6 +115,8 @@ def test_options_of_samples_come_together(run_dir: Path) -> None:
         [*good, "--step", "best"],
         [*good, "--adapter"],
         [*good, "--traces"],
+        [*good, "--push", "me/good"],
+        ["--private"],
     ):
         arguments = ["export", str(run_dir), "out.jsonl", *option]
         assert CliRunner().invoke(app, arguments).exit_code == 2

@@ -1,4 +1,4 @@
-"""A skill's text is enough: its files and commands do in an empty folder what it says."""
+"""The files and commands of each skill work in an empty folder."""
 
 from __future__ import annotations
 
