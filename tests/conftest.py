@@ -54,6 +54,7 @@ IN_EACH_QUARTER = ["test_job_resume.py", "test_job_faults.py", "test_pairs.py"]
 tests the commit draws.
 """
 LONGEST = [
+    "test_pairs.py",
     "test_tutorial.py",
     "test_several_hosts.py",
     "test_job_resume.py",
