@@ -564,7 +564,7 @@ def work(
         Text, Option(metavar="ID", help="Agent: a verifiers environment.")
     ] = None,
     openenv: Annotated[
-        Text, Option(metavar="URL|PACKAGE", help="Agent: an OpenEnv environment.")
+        Text, Option(metavar="URL", help="Agent: an OpenEnv environment.")
     ] = None,
     key_file: Annotated[
         File,

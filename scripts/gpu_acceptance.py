@@ -8,7 +8,7 @@
     2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU
     3  longer sequences; deterministic steps; TRL on the same batch
     4  handovers by files, the agent, more weight pushes
-    5  one device: async runs with and without MPS against colocated ones; fused decode steps; vLLM: decode,
+    5  one device: async runs against colocated ones; fused decode steps; vLLM: decode,
        pushes in all interrupt modes, sleep, a kill, runs, the agent, batch invariance. Two devices: nccl,
        tensor parallel
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -58,8 +57,6 @@ class Counting(Environment):
             time.sleep(30)
         if word == "broken":
             raise ValueError("the environment is broken")
-        if word == "hang":
-            os.kill(os.getpid(), signal.SIGSTOP)
         self._seed = seed
         self._heard = []
         return Heard(said=f"{word} {seed}", left=3)
@@ -140,12 +137,7 @@ class Sums(MCPEnvironment):
         return State(step_count=self._num_steps)
 
 
-app = create_app(Counting, Say, Heard, max_concurrent_envs=8)
-one_place = create_app(Counting, Say, Heard, max_concurrent_envs=1)
-tools = create_app(Sums, CallToolAction, CallToolObservation, max_concurrent_envs=8)
-
-
-def main(kind: str, port: str, num_places: str) -> None:
+def main(kind: str, num_places: str, port: str) -> None:
     if kind == "text":
         app = create_app(Counting, Say, Heard, max_concurrent_envs=int(num_places))
     else:
@@ -159,4 +151,4 @@ def main(kind: str, port: str, num_places: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], port=sys.argv[4])

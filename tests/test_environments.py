@@ -18,6 +18,7 @@ import pytest
 import yaml
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import environment, read_lines
+from test_harness_openenv import Server
 from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.agents import Outcome, Session, Task
@@ -169,17 +170,25 @@ def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
 @pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.timeout(600)
-def test_run_serves_the_package_of_its_config(tmp_path: Path) -> None:
+def test_run_plays_episodes_of_the_server_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs/openenv.md").read_text(encoding="utf-8")
+    (app,) = re.findall(r"^uvicorn (examples\S+) --port 8000", page, re.M)
+    server = Server(program=[sys.executable, "-m", "uvicorn", app])
     command = [sys.executable, "-m", "asyncrl", "run", "examples/openenv/learn.yaml"]
     few = ["trainer.num_steps=2", "observe.trackers=[]", "generator.workers=1"]
-    ended = subprocess.run(
-        [*command, *few, "--run-dir", str(tmp_path / "run")],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    place = [f"generator.openenv={server.url}", "--run-dir", str(tmp_path / "run")]
+    try:
+        server.wait_ready()
+        ended = subprocess.run(
+            [*command, *few, *place],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        server.kill()
     assert ended.returncode == 0, ended.stderr
     last = read_lines(tmp_path / "run/metrics.jsonl")[-1]
     assert last["task/done"] == 1.0

@@ -12,13 +12,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 import pydantic
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world
@@ -30,21 +29,12 @@ from asyncrl.agents.harness import build_harness
 from asyncrl.agents.openenv import OpenEnvHarness, Shape
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind
-from asyncrl.base.signals import STOPS
 from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
 SERVER = Path(__file__).with_name("openenv_server_for_test.py")
-APP_MODULE = "asyncrl.agents.openenv_server"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
-
-
-@pytest.fixture(autouse=True)
-def servers_find_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that a worker starts import openenv_server_for_test from here."""
-    others = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SERVER.parent), others]))
 
 
 def openenv_010() -> Path:
@@ -65,22 +55,24 @@ def framework(name: str) -> Path:
 class Server:
     """A server in its own process, which can be killed and started again."""
 
-    def __init__(self, kind: str, num_places: int = 8) -> None:
+    def __init__(
+        self,
+        kind: str = "text",
+        num_places: int = 8,
+        *,
+        program: Sequence[str] | None = None,
+    ) -> None:
+        """`program` gets the option --port."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [
-            sys.executable,
-            str(SERVER),
-            kind,
-            str(self.port),
-            str(num_places),
-        ]
+        program = program or [sys.executable, str(SERVER), kind, str(num_places)]
+        self._command = [*program, "--port", str(self.port)]
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command)
+        self.process = subprocess.Popen(self._command, cwd=ROOT)
 
     def wait_ready(self) -> Server:
         for _ in range(5000):  # a server imports for seconds of CPU time
@@ -125,11 +117,7 @@ def play(
     and the prompts that the engine saw.
     """
     harness = build_harness(GeneratorConfig(openenv=url, args=args))
-    assert isinstance(harness, OpenEnvHarness)
-    try:
-        return play_with(harness, answer, task, num_rollouts, gateway, seen)
-    finally:
-        harness.close()
+    return play_with(harness, answer, task, num_rollouts, gateway, seen)
 
 
 def play_with(
@@ -411,9 +399,8 @@ def test_fields_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("url", "args", "says"),
     [
-        ("localhost:8000", {}, "is not an address, package or MODULE:APP"),
-        ("no_such_env", {}, "there is no module no_such_env.server.app"),
-        ("job_runs", {}, "there is no module job_runs.server.app"),
+        ("localhost:8000", {}, "is not the address of a server"),
+        ("echo_env", {}, "does not start the servers .* start the server"),
         ("http://localhost:8000", {"max_turns": 0}, "max_turns .*greater than"),
         ("http://localhost:8000", {"turns": 3}, "its keys are action, observation"),
     ],
@@ -425,110 +412,6 @@ def test_wrong_settings_are_refused_at_the_start(
         build_harness(GeneratorConfig(openenv=url, args=args))
     error = refused.value
     assert re.search(says, f"{error.what} {error.rule} {error.way_out}")
-
-
-# ---- servers that a worker starts
-
-
-@pytest.fixture
-def package() -> Iterator[Callable[..., OpenEnvHarness]]:
-    """Make harnesses of apps of openenv_server_for_test."""
-    made = list[OpenEnvHarness]()
-
-    def make(app: str = "app", **args: Any) -> OpenEnvHarness:
-        config = GeneratorConfig(openenv=f"openenv_server_for_test:{app}", args=args)
-        made.append(OpenEnvHarness(config))
-        return made[-1]
-
-    yield make
-    for harness in made:
-        harness.close()
-    assert not own_servers()
-
-
-def own_servers() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if APP_MODULE in child.cmdline()]
-
-
-def test_worker_serves_a_package_and_starts_it_again(
-    package: Callable[..., OpenEnvHarness], capfd: pytest.CaptureFixture[str]
-) -> None:
-    harness = package(connect_s=120)
-    ((outcome, _),) = play_with(harness, longer)
-    assert outcome.reward == 10.0
-    (first,) = own_servers()
-    for number in STOPS:  # as schedulers send them to all processes of a run
-        first.send_signal(number)
-    ((outcome, _),) = play_with(harness, longer)
-    assert (outcome.reward, own_servers()) == (10.0, [first])
-    with pytest.raises(RolloutFailure, match="step failed: ConnectionClosed"):
-        play_with(harness, lambda _: "exit")
-    played = play_with(harness, longer, num_rollouts=4)
-    assert [outcome.reward for outcome, _ in played] == [10.0] * 4
-    (second,) = own_servers()
-    assert first.pid != second.pid
-    assert "Traceback" not in capfd.readouterr().err, "at the end of each episode"
-
-
-def test_server_that_hangs_is_ended_and_started_again(
-    package: Callable[..., OpenEnvHarness],
-) -> None:
-    harness = package(connect_s=120, step_s=10)
-    hangs = Task("0/7", TASK.messages, info={"reset": {"word": "hang"}})
-    with pytest.raises(RolloutFailure, match="reset failed: no answer in step_s=10 s"):
-        play_with(harness, longer, hangs)
-    assert not own_servers()
-    ((outcome, _),) = play_with(harness, longer)
-    assert outcome.reward == 10.0
-
-
-def test_episodes_spread_over_servers_with_one_place(
-    package: Callable[..., OpenEnvHarness],
-) -> None:
-    harness = package("one_place", servers=2, connect_s=120)
-    played = play_with(harness, longer, num_rollouts=3)
-    assert [outcome.reward for outcome, _ in played] == [10.0] * 3
-    assert len(own_servers()) == 2
-
-
-def test_server_that_cannot_start_fails_the_rollout(
-    package: Callable[..., OpenEnvHarness], capfd: pytest.CaptureFixture[str]
-) -> None:
-    for app, limit_s, said in (
-        ("missing", 500, "its server ended as it started"),
-        ("app", 0.01, "its server did not start within connect_s=0.01 s"),
-    ):
-        with pytest.raises(RolloutFailure, match=said) as no:
-            play_with(package(app, connect_s=limit_s), longer)
-        assert no.value.kind == FailureKind.ENVIRONMENT
-    assert "has no attribute 'missing'" in capfd.readouterr().err
-    assert package(connect_s=600).check_server() == (
-        "openenv=openenv_server_for_test:app takes texts, as text"
-    )
-
-
-def test_server_ends_with_its_worker() -> None:
-    story = """
-import asyncio, sys
-from asyncrl.agents.openenv_server import EnvironmentServer
-server = EnvironmentServer("openenv_server_for_test:app")
-asyncio.run(server.ready(120))
-print(server._process.pid, flush=True)
-sys.stdin.read()
-"""
-    worker = subprocess.Popen(
-        [sys.executable, "-c", story],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with worker:
-        assert worker.stdout is not None
-        server = psutil.Process(int(worker.stdout.readline()))
-        assert APP_MODULE in server.cmdline()
-        worker.kill()
-    server.wait(timeout=30)
 
 
 def test_openenvs_own_harness_samples_from_the_endpoint(

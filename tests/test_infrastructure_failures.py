@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import errno
-import os
 import shutil
 import socketserver
 import ssl
@@ -366,12 +365,12 @@ def harness_of(planted: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def openenv_url() -> Iterator[str]:
+def openenv_server() -> Iterator[Any]:
     from test_harness_openenv import Server
 
     server = Server("text")
     try:
-        yield server.wait_ready().url
+        yield server
     finally:
         server.kill()
 
@@ -382,19 +381,17 @@ def openenv_url() -> Iterator[str]:
     "planted", PLANTED, ids=lambda each: f"{each['what']}, {harness_of(each)}"
 )
 def test_planted_failure_has_its_name_and_is_never_a_reward(
-    planted: dict[str, Any],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    planted: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     config, prompt = GeneratorConfig(**planted["config"]), PROMPT
     if config.command:
         *shell, script = config.command
         config = GeneratorConfig(command=[*shell, script.replace("CALL", CALL)])
     if config.openenv:
-        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    if config.openenv == "SERVER":
-        url = request.getfixturevalue("openenv_url")
-        config = config.model_copy(update={"openenv": url})
+        server = request.getfixturevalue("openenv_server")
+        if server.process.poll() is not None:  # another failure has ended it
+            server.start()
+        config = config.model_copy(update={"openenv": server.wait_ready().url})
     if config.verifiers:
         from test_harness_verifiers import task_of
 
@@ -408,10 +405,7 @@ def test_planted_failure_has_its_name_and_is_never_a_reward(
             limit_s = planted.get("timeout_s", 500.0)
             return await run(gateway, prompt=prompt, timeout_s=limit_s)
 
-    try:
-        assert kind_of(asyncio.run(story())) == planted["kind"]
-    finally:
-        getattr(harness, "close", lambda: None)()
+    assert kind_of(asyncio.run(story())) == planted["kind"]
 
 
 def test_page_has_the_table_of_planted_failures() -> None:

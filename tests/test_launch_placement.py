@@ -274,13 +274,11 @@ def test_accepted_placement_keeps_the_rules(
 
 # ---- the devices of a machine
 
-SMI = """0, GPU-aaaa, 80000, 81559, Default, Disabled, Tesla T4
-1, GPU-bbbb, 40000, 40960, Exclusive_Process, [N/A], NVIDIA A100-SXM4-40GB
+SMI = """0, GPU-aaaa, 80000, 81559, Tesla T4
+1, GPU-bbbb, 40000, 40960, NVIDIA A100-SXM4-40GB
 """
-A = CudaDevice(
-    "0", 80000 * 2**20, 81559 * 2**20, "GPU-aaaa", "Default", has_bfloat16=False
-)
-B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20, "GPU-bbbb", "Exclusive_Process")
+A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20, has_bfloat16=False)
+B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20)
 NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
 
 
@@ -308,7 +306,7 @@ def test_each_launcher_asks_for_the_free_memory(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     for free in (80000, 20000):
-        line = f"0, GPU-aaaa, {free}, 81559, Default, Disabled, NVIDIA H100"
+        line = f"0, GPU-aaaa, {free}, 81559, NVIDIA H100"
         asked.write_text(f"#!/bin/sh\necho '{line}'\n")
         asked.chmod(0o755)
         (node,) = LocalLauncher().nodes

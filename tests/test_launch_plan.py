@@ -357,6 +357,14 @@ TWO_EACH_NODE = [
 ]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_plan_says_that_sides_with_a_share_stay(staleness: int) -> None:
+    settings = ["placement={trainer: 0, rollout: 0, share: 0.4}"]
+    settings += [f"buffer.max_staleness={staleness}"]
+    _, messages = plan_run(load(*settings), nodes(1))
+    assert messages[0] == "placement.share=0.4: both sides stay"
+
+
 def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
     fused = "rollout.fused_decode=true"
     whole, bounded = (

@@ -22,7 +22,6 @@ from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
-from asyncrl.launch.mps import Mps
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl_servers.vllm.arguments import VllmSpec
@@ -131,40 +130,6 @@ def test_processes_share_a_device(tmp_path: Path, kind: str, staleness: int) -> 
         else:
             assert spec["share"] == pytest.approx(0.2 - own)
             assert spec.get("stays", False) == (staleness == 0)
-
-
-def test_only_processes_of_the_shared_device_use_mps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = (
-        CudaDevice("0", None, 2**36, "GPU-a", "Default"),
-        CudaDevice("1", None, 2**36, "GPU-b", "Default"),
-    )
-    settings = [
-        "placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}",
-        "buffer.max_staleness=2",
-    ]
-    settings += [
-        "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 4, engine: own}"
-    ]
-    launch = maker(tmp_path, *settings, cuda=cuda)
-    device = launch.placement.extra[EVAL_ENGINE]
-
-    def environs() -> list[Any]:
-        engines = [*launch.engines(), launch.make(ROLES[EVAL_ENGINE], [device])]
-        servers = [
-            *launch.trainers(tmp_path / "staging"),
-            *(engine.server for engine in engines),
-        ]
-        children: list[Any] = [server.child for server in servers]
-        return [dict(child.spec.env) for child in children]
-
-    assert environs() == [{}, {}, {}], "time slices"
-    launch.mps = Mps(launch.placement.shared_at_once.values(), tmp_path / "logs")
-    client = launch.mps.environ([cuda[0]])
-    assert environs() == [client, client, {}]
-    assert client["CUDA_VISIBLE_DEVICES"] == "GPU-a"
-    Path(client["CUDA_MPS_PIPE_DIRECTORY"]).rmdir()
 
 
 TWO_NODES = (

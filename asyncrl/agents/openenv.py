@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -20,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session, first_fault
-from asyncrl.agents.openenv_server import EnvironmentServer, read_local
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig
@@ -70,9 +70,6 @@ class OpenEnvArgs(FrozenConfig):
     """Time for a server to come back, or to have a free place, before a rollout fails."""
     step_s: float = Field(default=60.0, gt=0)
     """Time limit of each reset and step."""
-    servers: int = Field(default=1, ge=1)
-    """Processes that each worker starts of a package, for environments with one place.
-    """
 
 
 class Shape(NamedTuple):
@@ -121,8 +118,14 @@ class OpenEnvHarness:
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        name = (config.openenv or "").rstrip("/")
-        self._said = f"generator.openenv={name}"
+        self._url = (config.openenv or "").rstrip("/")
+        self._said = f"generator.openenv={self._url}"
+        if not self._url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{self._said} is not the address of a server",
+                rule="a run does not start the servers of its environments",
+                way_out="start the server, as docs/openenv.md shows, and write http://HOST:PORT.",
+            )
         try:
             self._args = OpenEnvArgs.model_validate(config.args)
         except ValidationError as error:
@@ -132,10 +135,6 @@ class OpenEnvHarness:
                 rule=f"its keys are {known}",
             ) from error
         self._client_class = _client_class(self._said)
-        self._url = name if name.startswith(("http://", "https://")) else None
-        self._servers = list[EnvironmentServer]()
-        if self._url is None:
-            self._servers = [EnvironmentServer(name) for _ in range(self._args.servers)]
         self._found: Shape | None = None
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
@@ -143,9 +142,8 @@ class OpenEnvHarness:
         given: list[tuple[str, float | None]] = []
         states: dict[str, str] = {}
         is_done = False
-        async with self._place() as server, self._started(task, server) as start:
-            client, first = start
-            shape = await self._shape(server)
+        async with self._started(task) as (client, first):
+            shape = await self._shape()
             options: dict[str, Any] = {}
             if shape.action is None:
                 options["tools"] = await self._tools(client)
@@ -199,38 +197,8 @@ class OpenEnvHarness:
 
     # ---- the server
 
-    def close(self) -> None:
-        """End the servers that this process has started."""
-        for server in self._servers:
-            server.close()
-
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[EnvironmentServer | None]:
-        """Yield the server with the fewest episodes; None: it is not ours."""
-        if not self._servers:
-            yield None
-            return
-        server = min(self._servers, key=lambda each: each.num_open)
-        server.num_open += 1
-        try:
-            yield server
-        except RolloutFailure as failure:
-            if isinstance(failure.__cause__, TimeoutError):
-                await server.kill_if_hung()
-            raise
-        finally:
-            server.num_open -= 1
-
-    async def _address(self, server: EnvironmentServer | None) -> str:
-        if server is not None:
-            return await server.ready(self._args.connect_s)
-        assert self._url is not None
-        return self._url
-
-    @asynccontextmanager
-    async def _started(
-        self, task: AnyTask, server: EnvironmentServer | None
-    ) -> AsyncIterator[tuple[Any, Any]]:
+    async def _started(self, task: AnyTask) -> AsyncIterator[tuple[Any, Any]]:
         """Connect and reset; yield the client and the first result."""
         # Not task.seed, which differs between the rollouts of a group: they are compared
         # with each other, so they begin alike. Not the id alone, which training and an
@@ -247,7 +215,7 @@ class OpenEnvHarness:
         until_s = time.monotonic() + self._args.connect_s
         while True:
             client = self._client_class(
-                await self._address(server),
+                self._url,
                 connect_timeout_s=self._args.step_s,
                 message_timeout_s=self._args.step_s,
             )
@@ -288,36 +256,31 @@ class OpenEnvHarness:
             kind=kind,
         )
 
-    async def _shape(self, server: EnvironmentServer | None) -> Shape:
+    async def _shape(self) -> Shape:
         """Return how actions look, read once. Raises ConfigError if no field fits."""
         if self._found is None:
-            url = await self._address(server)
             try:
-                self._found = await asyncio.to_thread(self._read_shape, url)
+                self._found = await asyncio.to_thread(self._read_shape)
             except UNREAD as error:
                 raise self._failure("GET /schema", error) from error
         return self._found
 
     def check_server(self) -> str:
-        """Read how actions look, and say it; a server of ours is started and ended.
-        Blocks. Raises ConfigError.
-        """
+        """Read how actions look, and say it. Blocks. Raises ConfigError."""
         try:
-            url = asyncio.run(self._address(next(iter(self._servers), None)))
-            shape = self._read_shape(url)
-        except (RolloutFailure, *UNREAD) as error:
+            shape = self._read_shape()
+        except UNREAD as error:
             raise ConfigError(
                 f"{self._said} does not answer GET /schema: {error}",
-                rule="the environment's server is up before the run starts, or each worker can start it",
-                way_out="start it, or correct the address or the package.",
+                rule="the environment's server is up before the run starts",
+                way_out="start it, or correct the address.",
             ) from error
-        finally:
-            self.close()
         kind = f"texts, as {shape.action}" if shape.action else "calls of tools"
         return f"{self._said.removeprefix('generator.')} takes {kind}"
 
-    def _read_shape(self, url: str) -> Shape:
-        schema = json.loads(read_local(f"{url}/schema", self._args.step_s))["action"]
+    def _read_shape(self) -> Shape:
+        answer = _read_direct(f"{self._url}/schema", self._args.step_s)
+        schema = json.loads(answer)["action"]
         return Shape(self._field_of(schema, schema["properties"]), schema)
 
     def _field_of(
@@ -439,6 +402,14 @@ class OpenEnvHarness:
             if name not in ALWAYS_THERE and value is not None
         }
         return _as_text(next(iter(seen.values())) if len(seen) == 1 else seen or "")
+
+
+def _read_direct(url: str, timeout_s: float) -> bytes:
+    """Return the answer of an environment's server, past any proxy. Raises OSError."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=timeout_s) as answer:
+        content: bytes = answer.read()
+    return content
 
 
 def _is_scalar(field: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

@@ -42,7 +42,7 @@ HARNESSES: Mapping[str, HarnessKind] = {
     "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
     "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
-    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL|PACKAGE"),
+    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL"),
 }
 
 
@@ -73,9 +73,7 @@ class GeneratorConfig(FrozenConfig):
     (task.verifiers).
     """
     openenv: str | None = None
-    """Address of an OpenEnv server, or a package or `module:app` that each worker serves
-    itself: each rollout is an episode, with `args`.
-    """
+    """Address of an OpenEnv server that is up: each rollout is an episode, with `args`."""
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, object] = {}

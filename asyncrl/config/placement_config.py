@@ -55,7 +55,7 @@ the server.
 """
 
 DEVICE_WORDS = ("auto", "cpu", "all")
-SETTINGS = ("share", "mps")
+SETTINGS = ("share",)
 """Keys of the section that are not a component."""
 MAX_DEVICES = 1024
 """Devices in a range: more are a mistake in writing."""
@@ -132,10 +132,6 @@ class PlacementConfig(FrozenConfig):
     """Fraction of a shared CUDA device's memory for the engines. When colocated with
     auto, both sides stay in memory if they fit; else, and with none, each is offloaded
     during the other's time slice.
-    """
-    mps: Literal["auto", "never"] = "auto"
-    """auto = start CUDA MPS for trainer and engines that work at once on a CUDA device,
-    if it can; without it they take time slices (never).
     """
 
     @model_validator(mode="before")

@@ -37,7 +37,7 @@ from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
-from asyncrl.job.servers import Fleet, ServerFactory, start_mps
+from asyncrl.job.servers import Fleet, ServerFactory
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import is_counted
@@ -100,7 +100,6 @@ async def build(
     data_pin = DataPin(lifecycle.run_dir, digests, is_free=point.may_change_data)
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
-    mps = await start_mps(lifecycle, placement)
     factory = ServerFactory(
         config,
         placement,
@@ -109,7 +108,6 @@ async def build(
         lifecycle.run_dir,
         lifecycle.launcher,
         role_models=role_models,
-        mps=mps,
     )
     # Before the fleet, whose specs contain the addresses that this reserves.
     await factory.hold(staging_dir)

@@ -47,7 +47,6 @@ from asyncrl.job.trainer_recovery import (
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
-from asyncrl.launch.mps import Mps, why_time_slices
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
@@ -141,8 +140,6 @@ class ServerFactory:
     launcher: Launcher
     role_models: Mapping[str, Path] = field(default_factory=dict)
     """Folders of the roles that do not serve the trained model."""
-    mps: Mps | None = None
-    """Of the devices that both sides use at once."""
     group: BroadcastGroup | None = field(default=None, init=False)
     """Trainer and rollout engines, for transport nccl."""
     on_lost: Callable[[EngineLost], None] | None = field(default=None, init=False)
@@ -338,12 +335,8 @@ class ServerFactory:
         python: Callable[[], Path] | None = None,
     ) -> Process:
         names = [device.name for device in devices]
-        shared = self.placement.shared_at_once
-        env = dict[str, str]()
-        if self.mps is not None and shared.keys() >= {*devices}:
-            env = self.mps.environ(shared[device] for device in devices)
         process = ProcessSpec(
-            name, module, spec, self.run_dir, self.secret, names, env, python=python
+            name, module, spec, self.run_dir, self.secret, names, python=python
         )
         return self.launcher.process(devices[0].node, process)
 
@@ -411,21 +404,6 @@ class ServerFactory:
             # disk_dir.
             files[str((staging_dir / LOCK).absolute())] = ""
         return files
-
-
-async def start_mps(lifecycle: Lifecycle, placement: Placement) -> Mps | None:
-    """Start MPS if both sides use devices at once and can have it."""
-    devices = placement.shared_at_once.values()
-    if not devices or why_time_slices(lifecycle.config, devices):
-        return None
-    mps = Mps(devices, lifecycle.run_dir / "logs" / "mps")
-    lifecycle.closes("MPS", mps.aclose)
-    if failed := await mps.start():
-        lifecycle.log.warn(
-            f"trainer and engines take time slices of the device: {failed}"
-        )
-        return None
-    return mps
 
 
 def forget_meeting(staging_dir: Path) -> None:

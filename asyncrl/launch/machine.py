@@ -28,7 +28,7 @@ from asyncrl.config import RolloutConfig
 
 LOOPBACK = "127.0.0.1"
 _SIZE = TypeAdapter(ByteSize)
-FIELDS = "index,uuid,memory.free,memory.total,compute_mode,mig.mode.current,name"
+FIELDS = "index,uuid,memory.free,memory.total,name"
 QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 NO_BFLOAT16 = re.compile(
@@ -41,15 +41,11 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown. `mode`: Default, MIG,
-    ...; '' if unknown.
-    """
+    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown."""
 
     name: str
     free_bytes: int | None = None
     total_bytes: int | None = None
-    uuid: str = ""
-    mode: str = ""
     has_bfloat16: bool = True
 
 
@@ -91,12 +87,11 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
     found = dict[str, CudaDevice]()
     for line in ask_nvidia_smi().splitlines():
         cells = map(str.strip, line.split(","))
-        index, uuid, *sizes, compute_mode, mig_mode, model = cells
+        index, uuid, *sizes, model = cells
         free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
-        mode = "MIG" if mig_mode == "Enabled" else compute_mode
         # CUDA_VISIBLE_DEVICES may name devices by number or by UUID.
         found |= {
-            name: CudaDevice(name, free, total, uuid, mode, has_bfloat16(model))
+            name: CudaDevice(name, free, total, has_bfloat16(model))
             for name in (index, uuid)
         }
     visible = os.environ.get(

@@ -28,7 +28,7 @@ from asyncrl.config.placement_config import (
     device_numbers,
 )
 from asyncrl.config.transports import refuse_transport
-from asyncrl.launch.machine import CudaDevice, Node
+from asyncrl.launch.machine import Node
 
 NO_DEVICE = "none"
 """Device of simulated and external engines."""
@@ -131,20 +131,6 @@ class Placement:
         return tuple(
             dict.fromkeys(device for devices in self.engines for device in devices)
         )
-
-    @property
-    def shared_at_once(self) -> dict[NodeDevice, CudaDevice]:
-        """Return the CUDA devices on which both sides work at the same time."""
-        is_apart = self.is_on_cuda and not self.is_colocated
-        used = [
-            device
-            for device in self.engine_devices
-            if is_apart and device in self.trainer
-        ]
-        return {
-            device: self.nodes[device.node].machine.cuda[device.number]
-            for device in used
-        }
 
     @property
     def num_nodes(self) -> int:

@@ -39,7 +39,6 @@ from asyncrl.config.trainer_config import (
 )
 from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
-from asyncrl.launch.mps import why_time_slices
 from asyncrl.launch.placement import (
     NO_DEVICE,
     ExtraServer,
@@ -731,15 +730,7 @@ def plan_run(
     plan = make_plan(config, nodes, extra)
     share = config.placement.share
     messages = list[str]()
-    if shared := plan.placement.shared_at_once:
-        why = why_time_slices(config, shared.values())
-        how = (
-            f"take time slices: {why}"
-            if why
-            else "compute at the same time, by CUDA MPS"
-        )
-        messages.append(f"placement.share={share}: both sides stay, and {how}")
-    elif isinstance(share, float):
+    if isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
     elif plan.placement.is_colocated:
         plan = _with_resident_sides(plan, config)

@@ -4,9 +4,9 @@ file (ChunkFile).
 Colocated, the trainer writes each chunk over the previous one (SharedChunk). If both
 sides work at once, it writes each version over the previous one (SharedTransport). The
 engine opens the memory once (TrainerMemory), copies from it and hashes the result. On
-CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens, also
-under CUDA MPS. torch's IPC is unsuitable: memory stays in its caching allocator, and a
-handle serves only one reader. See
+CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens.
+torch's IPC is unsuitable: memory stays in its caching allocator, and a handle serves
+only one reader. See
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 """
 

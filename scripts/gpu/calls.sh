@@ -37,7 +37,7 @@ row() { # LIMIT_S PART NAME
 }
 
 case $name in
-shared) # bundles base, fa3: MPS against time slices, a kill under MPS
+shared) # bundles base, fa3: async and colocated runs of one device, a kill
     row 265 5 one-device
     row 150 5 one-device-kill
     ;;

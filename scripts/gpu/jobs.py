@@ -249,15 +249,14 @@ CASES: dict[str, dict[str, Sections]] = {
     },
     "one-device": {
         name: {
-            "placement": {"trainer": 0, "rollout": rollout, "share": share, "mps": mps},
+            "placement": {"trainer": 0, "rollout": rollout, "share": share},
             "buffer": {"max_staleness": staleness},
             "rollout": ONE_DEVICE | {"engine": "embedded"},
         }
-        for name, rollout, share, staleness, mps in (
-            ("async, MPS", 0, 0.35, 2, "auto"),
-            ("async, time slices", 0, 0.35, 2, "never"),
-            ("colocated, both resident", "trainer", "auto", 0, "never"),
-            ("colocated, offloaded", "trainer", None, 0, "never"),
+        for name, rollout, share, staleness in (
+            ("async", 0, 0.35, 2),
+            ("colocated, both resident", "trainer", "auto", 0),
+            ("colocated, offloaded", "trainer", None, 0),
         )
     },
 }
@@ -354,17 +353,10 @@ def in_cases(bench: Bench, case: str) -> None:
 
 
 def tell_sharing(bench: Bench, name: str, run_dir: Path) -> None:
-    """Print whether both sides compute at the same time, and why not."""
+    """Print how both sides share the device."""
     log = (run_dir / "logs" / "controller.log").read_text(encoding="utf-8")
-    for line in re.findall(
-        r"placement\.share=.*|trainer and engines take time slices.*", log
-    ):
+    for line in re.findall(r"placement\.share=.*", log):
         bench.tell(f"{name}: sharing", line)
-    for path in (run_dir / "logs" / "mps").glob("*.log"):
-        bench.tell(
-            f"{name}: {path.name}",
-            path.read_text(encoding="utf-8", errors="replace")[-500:],
-        )
 
 
 def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:
