@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping
@@ -95,8 +94,7 @@ class Session:
     client, or `client`.
 
     `agent`: path of a sub-agent, from child(). Other clients than `client` send it as
-    X-Session-ID. `limits`: of this agent and of those above it, by path. After the
-    attempt, every call gets 401.
+    X-Session-ID, with a leading slash. After the attempt, every call gets 401.
     """
 
     base_url: str
@@ -105,16 +103,10 @@ class Session:
     outcome_key: str | None = None
     http_client: Callable[[], AsyncClient | None] = lambda: None
     agent: str = ""
-    limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def child(
-        self, role: str, *, max_calls: int | None = None, max_tokens: int | None = None
-    ) -> Session:
+    def child(self, role: str) -> Session:
         """Return the session of a sub-agent. Its tokens belong to this rollout, with its
         reward or one of their own: Outcome(turn_rewards={"main": 1, "ROLE": 0}).
-
-        `max_calls`, `max_tokens` (sampled): of it and its own sub-agents together, in
-        this attempt. Then its calls get 429.
 
         Example: session.child("searcher").child("reader") is the agent searcher/reader.
         """
@@ -126,23 +118,15 @@ class Session:
                 rule="a role is printable ASCII without / and without spaces at its ends",
                 way_out='name it, such as session.child("searcher").',
             )
-        given = {"max_calls": max_calls, "max_tokens": max_tokens}
-        own = {name: limit for name, limit in given.items() if limit is not None}
-        if any(limit < 1 for limit in own.values()):
-            raise ConfigError(
-                f"session.child({role!r}) has the limits {own}",
-                rule="a limit is 1 or more",
-                way_out="leave out the limit, or do not open the session.",
-            )
-        agent = f"{self.agent}/{role}".lstrip("/")
-        return replace(self, agent=agent, limits={**self.limits, agent: own})
+        return replace(self, agent=f"{self.agent}/{role}".lstrip("/"))
 
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of the calls of a sub-agent, for other clients."""
         if not self.agent:
             return {}
-        return {"X-Session-ID": self.agent, "X-Session-Limits": json.dumps(self.limits)}
+        # The slash says that the name is the same in each run: see agent_of().
+        return {"X-Session-ID": f"/{self.agent}"}
 
     @cached_property
     def client(self) -> AsyncOpenAI:

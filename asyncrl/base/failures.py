@@ -117,7 +117,7 @@ StatusCode\.(?:UNAVAILABLE|DEADLINE_EXCEEDED)|UNEXPECTED_EOF_WHILE_READING|error
 \b5\d\d (?:Server Error|Internal Server|Service Unavail|Bad Gateway|Gateway Time)|\b5\d\d, message=
 """
 """A line a group of words: of Python's HTTP clients, Node, Go, Rust, Java, gRPC and curl."""
-_LIMIT = re.compile(r"(?:gateway|agent)\.max_\w+=|context_length_exceeded")
+_LIMIT = re.compile(r"gateway\.max_\w+=|context_length_exceeded")
 """In the endpoint's own refusals, which the policy has caused."""
 # The words of programs that report only text. The first match counts: a missing image is
 # also an error of the runtime.

@@ -160,11 +160,10 @@ class EngineRoute:
         """Return a call that is ready to sample: its prompt, grammar and seed, and how
         its answer is read. Raises ApiError.
         """
-        session.check_limits(agent)
+        session.check_limits()
         # Counted before the first await, so that parallel calls cannot pass the limit
         # together.
         session.num_calls += 1  # refusals from here on cost work
-        session.budgets.count_call_nowait(agent)
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
         # Before take_number: a refused grammar must not use up a number. Only an
@@ -173,10 +172,7 @@ class EngineRoute:
         rules = self.rules
         most = session.rules.max_tokens or rules.max_tokens
         room = rules.max_length - planned.whole.length
-        # It may wait, so it comes before take_number, too. withdraw_nowait() releases.
-        max_tokens = await session.hold_tokens(
-            agent, min(asked.max_tokens or most, most, room)
-        )
+        max_tokens = min(asked.max_tokens or most, most, room)
         if session.user_key and session.opening is None:
             session.opening = asked.messages
         # A seed follows from the ids of the prompt and the number among equal prompts,

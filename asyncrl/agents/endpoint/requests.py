@@ -409,49 +409,21 @@ LOWEST_TEMPERATURE = 0.01
 IGNORED = frozenset(
     (
         "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-        "prediction truncation truncation_side verbosity max_tool_calls stream_options stream_interval "
-        "prompt_cache_options client_metadata inference_geo speed cache_control cache_salt diagnostics betas "
-        "context_management user_profile_id workspace_id billing_policy fallback_credit_token request_id "
-        "session_id priority spaces_between_special_tokens return_token_offsets return_mm_kwargs mm_payload "
-        "routed_experts_prompt_start enable_response_messages access_programs"
+        "truncation verbosity max_tool_calls stream_options client_metadata cache_control diagnostics betas "
+        "context_management cache_salt priority request_id session_id spaces_between_special_tokens"
     ).split()
 )
-"""Parameters without an effect on sampling."""
+"""Parameters without an effect on sampling, as agents and frameworks send them."""
 
-_DISTRIBUTION = "it changes the sampled distribution, which training would not know"
-_REFUSED = {
-    _DISTRIBUTION: """
-        bad_words=[] typical_p=1 allowed_token_ids logits_processors=[] min_tokens=0
-        ignore_eos=false watermarking=false thinking_token_budget repetition_detection vllm_xargs={}""",
-    "a call has one answer": "n=1 best_of=1 use_beam_search=false length_penalty=1 fallbacks=[]",
-    "an answer has only sampled text and tokens": """
-        echo=false prompt_logprobs logprob_token_ids=[] return_token_ids=false return_prompt_text=false
-        return_tokens_as_token_ids=false include_stop_str_in_output=false include_reasoning=true""",
-    "this model reads and writes text": """
-        modalities=["text"] audio image={} suffix="" web_search_options prompt_embeds mm_processor_kwargs={}
-        media_io_kwargs={}""",
-    "send it in `chat_template_kwargs`": "enable_thinking thinking",
-    "the chat template is the run's, and an answer follows the last message": """
-        chat_template documents=[] add_generation_prompt=true continue_final_message=false
-        add_special_tokens=false truncate_prompt_tokens""",
-    "use `tools`": 'functions=[] function_call="none","auto"',
-    "use `stop`": "stop_token_ids=[]",
-    "use `response_format`": """
-        structured_outputs={} guided_json guided_regex guided_choice guided_grammar
-        guided_decoding_backend""",
-    "use /v1/chat/completions": "logprobs top_logprobs=0 response_format stop=[] chat_template_kwargs={}",
-    "this server has no such service": """
-        mcp_servers=[] container background=false background_options={} conversation moderation prompt
-        compaction kv_transfer_params ec_transfer_params previous_input_messages=[]""",
-}
-"""Refused parameters by reason, with the JSON values that have no effect."""
-
-REFUSED: Mapping[str, tuple[str, list[object]]] = {
-    name: (why, from_json(f"[{off}]"))
-    for why, names in _REFUSED.items()
-    for name, _, off in (each.partition("=") for each in names.split())
-}
-"""(reason, values without an effect) by parameter."""
+NEUTRAL: Mapping[str, object] = from_json("""{
+    "n": 1, "best_of": 1, "min_tokens": 0, "length_penalty": 1, "ignore_eos": false,
+    "use_beam_search": false, "echo": false, "include_stop_str_in_output": false,
+    "include_reasoning": true, "add_generation_prompt": true, "background": false,
+    "continue_final_message": false, "add_special_tokens": false, "bad_words": [],
+    "stop_token_ids": [], "modalities": ["text"], "function_call": "auto",
+    "mcp_servers": []
+}""")
+"""Values without an effect that clients send, by parameter. Other values are refused."""
 
 
 KNOWN_KEYS = tomllib.loads(
@@ -793,19 +765,23 @@ class RequestReader:
         """Raise ApiError for a parameter with an effect. A falsy value can have one,
         too. `where`: the object that contains it.
         """
-        code = "unknown_parameter"
         param = f"{where}.{name}".lstrip(".")[:200]
-        if name in REFUSED and not where:
-            why, off = REFUSED[name]
-            code = "unsupported_parameter"
-            if value in off:
-                return
         if name in ignored:
             self.log_once(name, f"calls give `{name}`, which has no effect")
-        else:
-            raise invalid(
-                f"{param}={shown(value)} is refused: {why}.", param, code=code
-            )
+            return
+        if name in NEUTRAL and not where:
+            if value == NEUTRAL[name]:
+                return
+            why = f"only {name}={shown(NEUTRAL[name])} is possible here"
+        elif name in self.variables and not where:
+            why = "send it in `chat_template_kwargs`"
+        elif name in ChatRequest.model_fields and not where:
+            why = "use /v1/chat/completions"
+        raise invalid(
+            f"{param}={shown(value)} is refused: {why}.",
+            param,
+            code="unknown_parameter",
+        )
 
     def check_nested(self, dialect: str, body: Mapping[str, object]) -> None:
         """Raise ApiError for an unknown key in an object of the body."""

@@ -16,7 +16,6 @@ from asyncrl.agents.endpoint.calls import ChatsByAnswer, GatewayCall, StoredChat
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
-from asyncrl.agents.endpoint.sub_agents import Agent, AgentBudgets
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.waits import within
@@ -183,7 +182,6 @@ class GatewaySession:
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.chats = ChatsByAnswer(self.limits.max_calls)
         self.retries = Retries()
-        self.budgets = AgentBudgets()
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
         """The engine of the last call has the cache."""
@@ -258,13 +256,9 @@ class GatewaySession:
         return number
 
     def withdraw_nowait(self, call: GatewayCall) -> None:
-        """Release what a call held, and forget it if it was not delivered: the next
-        equal call reuses its seed.
-        """
-        self.budgets.release_nowait(call.agent, call.request.max_tokens)
-        if call.is_delivered:
-            return
-        self._numbers[call.key].discard(call.number)
+        """Forget a call that was not delivered: the next equal call reuses its seed."""
+        if not call.is_delivered:
+            self._numbers[call.key].discard(call.number)
 
     def deliver_nowait(self, call: GatewayCall, continues: StoredChat | None) -> None:
         """Record an answer just before it is written. Raises ApiError if the session
@@ -285,7 +279,6 @@ class GatewaySession:
             agent=call.agent.name,
         )
         call.is_delivered = True
-        self.budgets.count_tokens_nowait(call.agent, call.answer.num_tokens)
         if continues is not None:
             self.chats[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -295,8 +288,8 @@ class GatewaySession:
         if call.order > self._overflow_order:
             self.overflow = None
 
-    def check_limits(self, agent: Agent) -> None:
-        """Raise ApiError (429) at a limit of the rollout or of the agent."""
+    def check_limits(self) -> None:
+        """Raise ApiError (429) at a limit of the rollout."""
         for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
             (
@@ -309,24 +302,14 @@ class GatewaySession:
             # The users of `asyncrl serve gateway` have their own keys, and no limits.
             if limit is not None and number >= limit and not self.user_key:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
-                raise self._at_limit(why)
-        if (why_agent := self.budgets.exhausted(agent)) is not None:
-            raise self._at_limit(why_agent)
-
-    async def hold_tokens(self, agent: Agent, most: int) -> int:
-        """Return how many tokens a call may sample, `most` or what its agent has left.
-        Raises ApiError (429) if running calls have used all of them.
-        """
-        await self.budgets.wait_room(agent, most)
-        if (why := self.budgets.out_of_tokens(agent)) is not None:
-            raise self._at_limit(why)
-        return self.budgets.hold_nowait(agent, most)
-
-    def _at_limit(self, why: str) -> ApiError:
-        self._note_overflow_nowait(why)
-        return ApiError(
-            429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY
-        )
+                self._note_overflow_nowait(why)
+                raise ApiError(
+                    429,
+                    why,
+                    type="requests",
+                    code="rate_limit_exceeded",
+                    headers=NO_RETRY,
+                )
 
     def _note_overflow_nowait(self, why: str) -> None:
         self.overflow = why
