@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
@@ -165,116 +164,57 @@ def load_of(
     return (AdapterLoad if manifest.kind == "lora" else Load)(process, manifest)
 
 
-class CanaryGaps(NamedTuple):
-    """Differences between vLLM's logprobs and the trainer's, in nats, and the labels
-    under which vLLM computed.
-    """
-
-    labels: list[str]
-    next_token: float
-    mean: float
-    median: float
-
-
 async def check_canary(load: Load, limit: float | None) -> None:
-    """Raise CanaryError if vLLM's logprobs are not the trainer's."""
+    """Raise CanaryError if vLLM's logprobs are not the trainer's.
+
+    The first probe uses the prefix cache; the second recomputes the prompt.
+    """
     canary = load.manifest.canary
     if canary is None:
         return
-    label = load.process.label_of(load.version)
-    gaps, noise = await _canary_gaps(load, canary), canary.noise
-    is_sound = gaps.labels == [label, label]
-    if is_sound and not _is_within(gaps, noise, limit):
-        # vLLM may round more than the trainer, as states in bfloat16 do.
-        noise = max(noise, await _own_noise(load, canary.token_ids))
-    if is_sound and _is_within(gaps, noise, limit):
-        return
-    what = f"does not compute with policy_version {load.version}: labels {gaps.labels}, not {label}; "
-    what += (
-        f"the next token's logprob differs by {gaps.next_token:.6f}, the prompt's by "
-    )
-    what += f"{gaps.mean:.6f} on average"
-    most, median_most = canary_limits(noise, limit)
-    rule = f"the limit is {most:.6f} nats, and {median_most:.6f} for the median, which is {gaps.median:.6f} "
-    rule += f"(weight_sync.canary_limit={limit or 'auto'}; rounding alone: {noise:.6f})"
-    way_out = "if model.dtype rounds so much, raise weight_sync.canary_limit; else start again."
-    raise CanaryError(load.process.name, what, rule=rule, way_out=way_out)
-
-
-async def _canary_gaps(load: Load, canary: Canary) -> CanaryGaps:
-    """Read the canary twice. The first probe uses the prefix cache; the second
-    recomputes the prompt.
-    """
+    process, version = load.process, load.version
+    label = process.label_of(version)
     # One after the other: the second would fill the prefix cache for the first.
-    once = {"max_tokens": 1, "temperature": 0.0}
-    sampled = await _probe(load, "next", canary.token_ids, **once)
-    read = await _probe(load, "prompt", canary.token_ids, prompt_logprobs=0, **once)
-    spans = [
-        span
-        for answer in (sampled, read)
-        for span in answer.choices[0].weight_versions or []
+    choices = []
+    for name, probe in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
+        sampling = {"max_tokens": 1, "temperature": 0.0} | probe
+        body = vllm_request(
+            canary.token_ids, f"canary-{label}-{name}", label, load.model, **sampling
+        )
+        answer = await process.post(GENERATE, body, Generated)
+        choices += answer.choices
+    labels = [
+        span.version for choice in choices for span in choice.weight_versions or []
     ]
-    [highest] = _sampled_logprobs(sampled)
-    gaps = np.abs(
-        np.subtract(_prompt_logprobs(read, canary.token_ids), canary.logprobs)
-    )
-    return CanaryGaps(
-        labels=[span.version for span in spans],
-        next_token=abs(highest - canary.next_logprob),
-        mean=float(gaps.mean()),
-        median=float(np.median(gaps)),
-    )
+    sampled = choices[0].logprobs
+    assert sampled is not None, "requested with logprobs"
+    assert sampled.content, "one token was requested"
+    next_gap = abs(sampled.content[0].logprob - canary.next_logprob)
+    # `answer` is the last probe's, which asked for prompt logprobs. The first token has
+    # no entry, because nothing predicts it.
+    scored = zip(answer.prompt_logprobs or [], canary.token_ids, strict=True)
+    prompt = [entry[token].logprob for entry, token in scored if entry is not None]
+    gaps = np.abs(np.subtract(prompt, canary.logprobs))
+    prompt_gap, median = float(gaps.mean()), float(np.median(gaps))
+    most, median_most = canary_limits(canary, limit)
+    is_near = next_gap <= most and prompt_gap <= most and median <= median_most
+    # `not` a comparison with <=: NaN agrees with nothing.
+    if labels != [label, label] or not is_near:
+        what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
+        what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
+        what += f"{prompt_gap:.6f} on average"
+        rule = f"the limit is {most:.6f} nats, and {median_most:.6f} for the median, which is {median:.6f} "
+        rule += f"(weight_sync.canary_limit={limit or 'auto'}; rounding alone: {canary.noise:.6f})"
+        way_out = "if model.dtype rounds so much, raise weight_sync.canary_limit; else start again."
+        raise CanaryError(process.name, what, rule=rule, way_out=way_out)
 
 
-async def _own_noise(load: Load, token_ids: list[int]) -> float:
-    """Return the median difference of two computations of vLLM that should agree: of
-    tokens as they are sampled, and as they are read in a prompt.
-    """
-    half = len(token_ids) // 2
-    sampling = {"max_tokens": half, "temperature": 1.0, "seed": 0}
-    sampled = await _probe(load, "sampled", token_ids[:half], **sampling)
-    text = token_ids[:half] + (sampled.choices[0].token_ids or [])
-    once = {"max_tokens": 1, "temperature": 0.0}
-    read = await _probe(load, "read", text, prompt_logprobs=0, **once)
-    again = _prompt_logprobs(read, text)[half - 1 :]
-    return float(np.median(np.abs(np.subtract(again, _sampled_logprobs(sampled)))))
-
-
-async def _probe(
-    load: Load, name: str, token_ids: list[int], **sampling: float
-) -> Generated:
-    label = load.process.label_of(load.version)
-    request_id = f"canary-{label}-{name}"
-    body = vllm_request(token_ids, request_id, label, load.model, **sampling)
-    return await load.process.post(GENERATE, body, Generated)
-
-
-def _sampled_logprobs(answer: Generated) -> list[float]:
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None, "requested with logprobs"
-    assert logprobs.content, "at least one token was requested"
-    return [token.logprob for token in logprobs.content]
-
-
-def _prompt_logprobs(answer: Generated, token_ids: list[int]) -> list[float]:
-    """Return the logprobs [T - 1]. Nothing predicts the first token."""
-    scored = zip(answer.prompt_logprobs or [], token_ids, strict=True)
-    return [entry[token].logprob for entry, token in scored if entry is not None]
-
-
-def _is_within(gaps: CanaryGaps, noise: float, limit: float | None) -> bool:
-    # NaN is within no limit.
-    most, median_most = canary_limits(noise, limit)
-    is_near = gaps.next_token <= most and gaps.mean <= most
-    return is_near and gaps.median <= median_most
-
-
-def canary_limits(noise: float, limit: float | None) -> list[float]:
+def canary_limits(canary: Canary, limit: float | None) -> list[float]:
     """Return the limits of the mean and the next token, and of the median, in nats.
     `limit`: of the user, for all.
     """
     factors = OUTLIER_FACTOR, NOISE_FACTOR
-    return [limit or max(LEAST_LIMIT, factor * noise) for factor in factors]
+    return [limit or max(LEAST_LIMIT, factor * canary.noise) for factor in factors]
 
 
 class VllmServer(EngineClient):
