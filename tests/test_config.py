@@ -240,8 +240,6 @@ model.path=none -> give one of model.path
 model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
 generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, openenv, remote
 generator.python=a:b generator.stop=[x] -> stop is for a single turn, not for python; remove it
-rollout.cache_tokens=640 -> fused_decode is false; set fused_decode: true, or cache_tokens: 0
-rollout.fused_decode=true rollout.cache_tokens=8 -> cache_tokens=8 is below max_prompt_tokens + max_tokens
 task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
 TWO task.size=3 -> say which one, and its key: 0, 1, c
 TWO task.0.share=2 -> task.share is given for 1 of 2 tasks

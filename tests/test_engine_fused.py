@@ -134,40 +134,21 @@ def test_fused_logprobs_equal_transformers(tmp_path: Path, model_type: str) -> N
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("cache_tokens", [0, 320, 640])
 @pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])
 def test_fused_steps_draw_the_same_across_a_publish(
     folder: Path,
     other_folder: Path,
     tmp_path: Path,
     keeps_place: bool,
-    cache_tokens: int,
 ) -> None:
     plain = build_engine(make_spec(folder, slots=10, num_kept=4, deterministic=False))
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
-    engine = build_fused(folder, slots=10, num_kept=4, cache_tokens=cache_tokens)
+    engine = build_fused(folder, slots=10, num_kept=4)
     engine.weights.keeps_place = keeps_place
-    free = engine.runner.cache.num_free
     halfway = publish_halfway(engine, other_folder, tmp_path)
-    if cache_tokens == 0:
-        check_same(answers(engine, halfway), expected)
-    else:  # requests start later, so others are halfway
-        answers(engine, halfway)
+    check_same(answers(engine, halfway), expected)
     assert engine.weights.digest == plain.weights.digest
     check_same(answers(engine), answers(plain))
-    engine._scheduler.forget_kept()
-    assert engine.runner.cache.num_free == free
-
-
-def test_a_bounded_cache_delays_requests_but_changes_no_token(folder: Path) -> None:
-    expected = answers(build_engine(make_spec(folder, slots=10, deterministic=False)))
-    engine = build_fused(folder, slots=10, cache_tokens=320)
-    num_running = list[int]()
-    check_same(
-        answers(engine, lambda: num_running.append(engine.health().num_running)),
-        expected,
-    )
-    assert 0 < num_running[0] < 10
 
 
 SAMPLING: list[tuple[dict[str, Any], bool]] = [
@@ -248,7 +229,7 @@ def test_replayed_fused_steps_read_changed_inputs(
 def test_one_compilation_serves_all_layers_and_numbers_of_rows(
     folder: Path, moves: bool
 ) -> None:
-    engine = build_fused(folder, slots=10, cache_tokens=640, moves=moves)
+    engine = build_fused(folder, slots=10, moves=moves)
     steps = engine.runner.graphs
     assert isinstance(steps, FusedSteps)
     torch._dynamo.reset()
@@ -270,7 +251,7 @@ def after(engine: Engine, asked: Future[Any]) -> Any:
 def test_fused_steps_sleep_and_wake_to_other_weights(
     folder: Path, other_folder: Path, tmp_path: Path, stays: bool
 ) -> None:
-    engine = build_fused(folder, slots=10, num_kept=4, stays=stays, cache_tokens=640)
+    engine = build_fused(folder, slots=10, num_kept=4, stays=stays)
     answers(engine)
     slept = after(engine, engine.sleep())
     woken = after(engine, engine.wake(WakeRequest(parts=["weights"])))
@@ -333,17 +314,6 @@ def test_a_model_without_plain_decoder_decodes_as_before(
     engine = build_engine(make_spec(folder, fused_decode=True))
     assert engine.runner.graphs is None
     assert "not fused: model type qwen3_moe has no plain decoder" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "fields", [{"cache_tokens": 256}, {"cache_tokens": 255, "fused_decode": True}]
-)
-def test_a_cache_that_cannot_serve_ends_the_start(
-    folder: Path, capfd: pytest.CaptureFixture[str], fields: dict[str, Any]
-) -> None:
-    with pytest.raises(SystemExit):
-        build_engine(make_spec(folder, max_length=256, deterministic=False, **fields))
-    assert "cannot serve requests of max_length=256" in capfd.readouterr().err
 
 
 @pytest.mark.gpu

@@ -311,32 +311,3 @@ def test_copies_of_a_step_are_as_if_made_one_by_one(
     cache.settle()
     for slot, tokens in enumerate(expected):
         assert cache.keys[0][slot, 0, : len(tokens), 0].tolist() == tokens
-
-
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    target_lengths=st.lists(st.integers(1, 200), min_size=4, max_size=4),
-)
-def test_copies_of_pages_change_no_other_page(
-    lengths: list[int], target_lengths: list[int]
-) -> None:
-    shape = CacheShape((LayerShape(kv_heads=1, head_dim=1, value_dim=1),))
-    device = torch.device("cpu")
-    cache = SlotCache(shape, 10, 200, torch.float32, device, budget=8192)
-    cache.keys[0].copy_(torch.arange(cache.keys[0].numel()).view_as(cache.keys[0]))
-    before = cache.keys[0].clone()
-    copies = list[tuple[int, int, int]]()
-    for number, length in enumerate(lengths):
-        target_length = max(length, target_lengths[number])
-        cache.reserve(number, length)
-        cache.reserve(4 + number, target_length)
-        copies.append((number, 4 + number, length))
-    cache.copy_slots(copies)
-    written = set[int]()
-    for source, target, length in copies:
-        num_pages = cache.pages_of(length)
-        pages = [cache.table[slot, :num_pages].tolist() for slot in (source, target)]
-        assert torch.equal(cache.keys[0][pages[1]], before[pages[0]])
-        written |= {*pages[1]}
-    others = [page for page in range(len(before)) if page not in written]
-    assert torch.equal(cache.keys[0][others], before[others])

@@ -365,19 +365,6 @@ def test_plan_says_that_sides_with_a_share_stay(staleness: int) -> None:
     assert messages[0] == "placement.share=0.4: both sides stay"
 
 
-def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
-    fused = "rollout.fused_decode=true"
-    whole, bounded = (
-        memory(planned(2, fused, f"rollout.cache_tokens={tokens}"), "engine-0").kv
-        for tokens in (0, 640)
-    )
-    rollout = load().rollout
-    assert (
-        bounded * rollout.slots * rollout.facts.kv_length(rollout.max_length)
-        == whole * 640
-    )
-
-
 def test_graphs_of_fused_steps_stay_beside_the_trainer() -> None:
     large = [ZERO, "rollout.slots=4", "trainer.micro_batch_tokens=1000000"]
     plain, fused = (

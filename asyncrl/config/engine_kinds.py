@@ -70,8 +70,8 @@ class EngineCapabilities:
 
 ENGINES: dict[EngineKind, EngineCapabilities] = {
     "embedded": EngineCapabilities(
-        settings=("fused_decode", "cache_tokens"),
-        free_settings=("fused_decode", "cache_tokens"),
+        settings=("fused_decode",),
+        free_settings=("fused_decode",),
         receives_transfers=True,
         keeps_asleep=True,
         keeps_turns=True,

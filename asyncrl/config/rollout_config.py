@@ -116,11 +116,6 @@ class RolloutConfig(FrozenConfig):
     kernel. A step of 64 rows of a 0.6B model takes 0.7 of the time on an H100, a step
     of 256 rows the same. Its graphs include sampling, and outlive sleeps.
     """
-    cache_tokens: NonNegativeInt = 0
-    """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request
-    waits until the cache has free pages for all its tokens (0 = slots times the longest
-    request).
-    """
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -195,16 +190,6 @@ class RolloutConfig(FrozenConfig):
             yield (
                 f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
                 "set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0"
-            )
-        if self.cache_tokens and not self.fused_decode:
-            yield (
-                f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "
-                "fused_decode is false; set fused_decode: true, or cache_tokens: 0"
-            )
-        if 0 < self.cache_tokens < self.max_length:
-            yield (
-                f"cache_tokens={self.cache_tokens} is below max_prompt_tokens + max_tokens = "
-                f"{self.max_length}, so the longest request would never start; raise it, or set it to 0"
             )
 
     def _conflicts_of_urls(self) -> Iterator[str]:

@@ -114,7 +114,6 @@ def embedded_spec(order: ServerOrder) -> Body:
         "moves": order.moves and order.is_rollout,
         "share": order.share,
         "fused_decode": rollout.fused_decode and order.is_rollout,
-        "cache_tokens": rollout.cache_tokens if order.is_rollout else 0,
         "profile_steps": order.config.trainer.profile_steps if order.is_rollout else (),
         "profile_dir": str(order.run_dir / PROFILE_FOLDER),
         "aside_dir": None if order.serves_policy else str(order.run_dir),

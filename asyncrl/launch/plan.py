@@ -265,10 +265,7 @@ def lay_out(
     for number, devices in enumerate(placement.engines):
         stages = not placement.is_colocated
         slots = caches * config.rollout.slots
-        limit = config.rollout.cache_tokens
-        memory = engine_memory(
-            config, shape, engine, slots, devices, stages=stages, cache_tokens=limit
-        )
+        memory = engine_memory(config, shape, engine, slots, devices, stages=stages)
         graphs = graph_bytes(config, shape, devices[0].name)
         memory = replace(memory, micro_batch=memory.micro_batch + graphs)
         add(f"engine-{number}", "engine", devices, memory, graphs)
@@ -607,11 +604,8 @@ def engine_memory(
     devices: Side,
     *,
     stages: bool,
-    cache_tokens: int = 0,
 ) -> Memory:
-    """Per device. `stages`: new weights arrive during generation. `cache_tokens`: limit
-    of the KV cache.
-    """
+    """Per device. `stages`: new weights arrive during generation."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -621,7 +615,7 @@ def engine_memory(
     # pages each slot holds its full length from the start.
     sequences = 1 if engine.pages_kv and device != "cpu" else slots
     tokens = min(engine.forward_tokens, slots * length)
-    cached = cache_tokens or sequences * engine.kv_length(length)
+    cached = sequences * engine.kv_length(length)
     weights = shape.num_parameters * item
     whole = Memory(
         parameters=weights,

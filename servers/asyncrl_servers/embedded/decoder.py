@@ -82,10 +82,6 @@ class EmbeddedSpec(EngineSpec):
     """Decode with compiled layers, merged weights and a Triton kernel; not in exact
     mode.
     """
-    cache_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of the KV cache, with fused_decode: requests wait until it can
-    hold all their tokens (0 = slots x max_length).
-    """
     profile_steps: tuple[int, ...] = ()
     """Trainer steps during which its own work is profiled."""
     profile_dir: Path = Path("profile")

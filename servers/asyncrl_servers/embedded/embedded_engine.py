@@ -23,7 +23,6 @@ from asyncrl.models.profiling import StepProfiler
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
-from asyncrl_servers.embedded.kv_attention import PAGE
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, Scorer
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
@@ -308,7 +307,6 @@ def build_engine(
         spec.slots + spec.num_kept,
         spec.max_length,
         is_exact=loaded.is_exact,
-        cache_tokens=spec.cache_tokens,
     )
     # Before the checks, so that they check the steps that will serve.
     is_fused = use_fused(runner, spec)
@@ -338,13 +336,6 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
     Weights are merged before Weights keeps the initial ones, so that they exist once.
     """
     reason = why_not_fused(runner) if spec.fused_decode else "fused_decode is false"
-    num_pages = runner.cache.pages_of(spec.max_length)
-    if num_pages and (reason or num_pages > runner.cache.num_free):
-        what = f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of "
-        what += f"max_length={spec.max_length}"
-        rule = f"fused steps read pages of {PAGE} tokens, and the longest request fits into the cache"
-        way_out = "raise rollout.cache_tokens, or set it to 0."
-        fail(f"{what}{reason and ': '}{reason}", rule=rule, way_out=way_out)
     if reason:
         if spec.fused_decode:
             log.warning("%s: decode steps are not fused: %s", spec.name, reason)
@@ -385,14 +376,12 @@ def check_same_model(runner: Runner) -> None:
     ends = sorted({max(1, num_prefilled // 2), num_prefilled})
     # Two parts of the prompt and two decoded tokens, so that all paths are compared: a
     # fresh prefill, a continued one and decoding.
-    runner.cache.reserve(0, len(ids))
     ours = [
         runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])
     ]
     ours += [
         _decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))
     ]
-    runner.cache.release(0)
     lasts = torch.tensor([*ends, *range(num_prefilled + 1, len(ids) + 1)]) - 1
     difference = (torch.stack(ours).float() - reference_TV[lasts]).abs().max().item()
     limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())

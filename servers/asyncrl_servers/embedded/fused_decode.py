@@ -219,7 +219,6 @@ class FusedSteps(DecodeGraphs):
         num_drawn = self._sampling.shape[1]
         inputs[2:, :num_drawn] = self._sampling.view(np.int64)
         self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
-        self._runner.cache.table_on_device()  # outside of the graph
         # Powers of two: a graph for each of a few numbers of rows.
         return min(max(2, 1 << (num - 1).bit_length()), self._most_rows), ()
 
@@ -232,7 +231,7 @@ class FusedSteps(DecodeGraphs):
         for one in (hidden_RH, added_RH, *rotation, int_lengths_R):
             # The number of rows, so that one compilation serves all of them.
             torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001
-        read = cache.table_on_device(), int_lengths_R, decoder.scaling
+        read = cache.table, int_lengths_R, decoder.scaling
         for layer, keys, values in zip(
             self._layers, cache.keys, cache.values, strict=True
         ):

@@ -35,8 +35,6 @@ LENGTH_STEP = 32
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
-PAGE = 64
-"""Positions of a page of a bounded cache."""
 SPLITS = 8
 """Parts of a row's positions that a decoding kernel reads at once."""
 CHUNK = 8
@@ -103,16 +101,9 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values [pages, kv_heads, positions, head_dim] of each attention call;
+    """Keys and values [slots, kv_heads, positions, head_dim] of each attention call;
     `routing`: ROUTED_TYPE [slots, positions, experts]; `states`: what recurrent layers
     keep.
-
-    Without a budget, page i is slot i and holds max_length tokens. A budget of tokens
-    is cut into pages of PAGE positions. A slot owns the pages that it reserved: `table`
-    names them, in the order of positions.
-
-    Example: a slot that reserved 200 tokens owns 4 pages, such as table[slot] = [7, 2,
-    9, 4, 0, ..]. Position 130 is position 2 of page 9.
     """
 
     @torch.inference_mode(False)
@@ -124,15 +115,10 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        budget: int = 0,
         memory: FixedMemory | None = None,
     ) -> None:
         """`memory`: of keys and values (None: torch's)."""
-        self.is_paged = budget > 0
         longest = padded_length(max_length)
-        self.page = PAGE if self.is_paged else longest
-        num_pages = budget // PAGE if self.is_paged else slots
-        pages = num_pages if slots else 0
         # Unwritten values must be finite: they are multiplied by 0.
         zeros = (
             partial(torch.zeros, dtype=dtype, device=device)
@@ -140,21 +126,16 @@ class SlotCache:
             else partial(memory.zeros, dtype=dtype)
         )
         self.keys = [
-            zeros(pages, one.kv_heads, self.page, one.head_dim) for one in shape.layers
+            zeros(slots, one.kv_heads, longest, one.head_dim) for one in shape.layers
         ]
         self.values = [
-            zeros(pages, one.kv_heads, self.page, one.value_dim) for one in shape.layers
+            zeros(slots, one.kv_heads, longest, one.value_dim) for one in shape.layers
         ]
         self.states = SlotStates(shape.state, slots)
         routed = (slots, longest, shape.num_routed)
         self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
-        self.table = np.zeros((slots, -(-longest // self.page)), np.int64)
-        self._num_owned = np.zeros(slots, np.int64)
-        self._free = list(range(num_pages))
-        if not self.is_paged:
-            self.table[:, 0] = np.arange(slots)
-        self._table_on_device = torch.from_numpy(self.table.astype(np.int32)).to(device)
-        self._is_current = True
+        self.table = torch.arange(slots, dtype=torch.int32, device=device)[:, None]
+        """Each slot's place in keys and values, for decode_attention."""
         self._position_bytes = dtype.itemsize * max(
             (one.kv_heads * max(one.head_dim, one.value_dim) for one in shape.layers),
             default=0,
@@ -167,56 +148,15 @@ class SlotCache:
         tensors = (*self.keys, *self.values, self.routing, *self.states.tensors)
         return sum(one.nbytes for one in tensors)
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def pages_of(self, length: int) -> int:
-        """Return the number of pages that `length` tokens need from the budget."""
-        return -(-length // self.page) if self.is_paged else 0
-
-    def reserve(self, slot: int, length: int) -> None:
-        """Give an empty slot pages for `length` tokens, which must be free."""
-        num_pages = self.pages_of(length)
-        self._num_owned[slot] = num_pages
-        for place in range(num_pages):
-            self.table[slot, place] = self._free.pop()
-            self._is_current = False
-
-    def release(self, slot: int) -> None:
-        # The table keeps the old pages. That is harmless, because no row reads a slot
-        # that owns none.
-        self._free += self.table[slot, : self._num_owned[slot]].tolist()
-        self._num_owned[slot] = 0
-
-    def table_on_device(self) -> Tensor:
-        """Return int32 [slots, pages of a slot], always at the same address."""
-        if not self._is_current:
-            self._table_on_device.copy_(torch.from_numpy(self.table))
-            self._is_current = True
-        return self._table_on_device
-
-    def places_of(self, slots: Ints, positions: Ints) -> Ints:
-        """Return pages [N] and positions in them [N]."""
-        return np.concatenate(
-            (self.table[slots, positions // self.page], positions % self.page)
-        )
-
     def read(self, layer: int, start: int, end: int, length: int) -> list[Tensor]:
         """Return keys and values [slots * kv_heads, length, head_dim] of slots `start`
         to `end`.
         """
         both = [self.keys[layer], self.values[layer]]
-        if self.is_paged:
-            pages = self.table_on_device()[start:end, : self.pages_of(length)]
-            slots = [one[pages].transpose(1, 2).flatten(2, 3) for one in both]
-        else:
-            slots = [one[start:end] for one in both]
-        return [one.flatten(0, 1)[:, :length] for one in slots]
+        return [one[start:end].flatten(0, 1)[:, :length] for one in both]
 
     def copy_slots(self, copies: list[Copy]) -> None:
-        """Copy tokens from slot to slot, one copy after the other. A page is copied
-        whole, and no page of a target is a source.
+        """Copy tokens from slot to slot, one copy after the other.
 
         Example: after 1 -> 0, 2 -> 1, slot 0 has the tokens that were in 1.
         """
@@ -237,35 +177,14 @@ class SlotCache:
         targets, sources = [*origin], [*origin.values()]
         # Positions after a row's own length are masked until they are written.
         longest = max(length for _, _, length in copies)
-        num_positions = longest
-        from_, to = sources, targets
-        if self.is_paged:
-            from_, to = (
-                [
-                    page
-                    for copy in copies
-                    for page in self.table[copy[side], : self.pages_of(copy[2])]
-                ]
-                for side in (0, 1)
-            )
-            num_positions = self.page
         for one in (*self.keys, *self.values):
-            one[to, :, :num_positions] = one[from_, :, :num_positions]
+            one[targets, :, :longest] = one[sources, :, :longest]
         self.states.copy(sources, targets)
         self.routing[targets, :longest] = self.routing[sources, :longest]
 
     def move_slot(self, source: int, target: int, length: int) -> None:
-        """Move tokens, of unpaged slots at the next settle(). The source's are undefined
-        then, and a paged source is empty.
-        """
-        if not self.is_paged:
-            self._moves.append((source, target, length))
-            return
-        self.release(target)
-        self.table[target] = self.table[source]
-        self._num_owned[target] = self._num_owned[source]
-        self._num_owned[source] = 0
-        self._is_current = False
+        """Move tokens at the next settle(). The source's are undefined then."""
+        self._moves.append((source, target, length))
 
     def settle(self) -> None:
         moves, self._moves = self._moves, []
@@ -344,10 +263,10 @@ class Pass:
 
     cache: SlotCache
     stretches: list[Stretch]
-    pages: Tensor
-    """int64: each row's page of the cache."""
+    slots: Tensor
+    """int64: each row's slot of the cache."""
     offsets: Tensor
-    """int64: each row's position in its page."""
+    """int64: each row's position in its slot."""
     is_exact: bool
     source: Tensor | None = None
     """int64: each key's row of the call; None: in order."""
@@ -381,11 +300,11 @@ class Pass:
             new = (
                 # The rows after these are padding of exact mode, which has no place in
                 # the cache.
-                new[: len(self.pages)]
+                new[: len(self.slots)]
                 if self.source is None
                 else new.index_select(0, self.source)
             )
-            cache[place][self.pages, :, self.offsets] = new
+            cache[place][self.slots, :, self.offsets] = new
         queries = (query * scaling).view(
             num_rows, kv_heads, heads // kv_heads, head_dim
         )

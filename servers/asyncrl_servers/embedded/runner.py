@@ -75,11 +75,8 @@ class Runner:
         max_length: int,
         *,
         is_exact: bool,
-        cache_tokens: int = 0,
     ) -> None:
-        """`cache_tokens`: budget of the KV cache (0: max_length for each slot)."""
         self.loaded = loaded
-        self._cache_tokens = cache_tokens
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
@@ -135,7 +132,6 @@ class Runner:
             self.max_length,
             loaded.dtype,
             loaded.device,
-            budget=self._cache_tokens,
             memory=self.memory,
         )
 
@@ -235,15 +231,18 @@ class Runner:
         padded = np.zeros((2, rows), dtype=np.int64)
         padded[:, : len(ids)] = ids, positions
         # One transfer for all four arrays: on CUDA each transfer has a fixed cost.
-        packed = np.concatenate(
-            (padded.reshape(-1), self.cache.places_of(slots, positions))
-        )
+        packed = np.concatenate((padded.reshape(-1), slots, positions))
         sizes = [rows, rows, len(ids), len(ids)]
-        ids_R, positions_R, pages, offsets = to_device(packed, device).split_with_sizes(
-            sizes
-        )
+        ids_R, positions_R, slots_N, offsets_N = to_device(
+            packed, device
+        ).split_with_sizes(sizes)
         pass_ = Pass(
-            self.cache, stretches, pages, offsets, self.is_exact, positions=positions_R
+            self.cache,
+            stretches,
+            slots_N,
+            offsets_N,
+            self.is_exact,
+            positions=positions_R,
         )
         if self.plain is not None:
             return self.plain.forward(pass_, ids_R, positions_R, keep)

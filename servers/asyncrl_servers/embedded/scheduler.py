@@ -4,6 +4,7 @@ interruption.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple, cast
@@ -138,13 +139,8 @@ class Rows:
             # row, so the row counts as used.
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
-    def forget_kept(self, most: int | None = None) -> list[int]:
-        """Forget kept rows, the least recently used first; return at most `most` that
-        had tokens.
-        """
-        forgotten = [row for row in self.kept if self.lengths[row]][:most]
-        self.lengths[forgotten] = 0
-        return forgotten
+    def forget_kept(self) -> None:
+        self.lengths[[*self.kept]] = 0
 
     def are_simple(self) -> bool:
         """Whether each row only draws a token from the model's own distribution."""
@@ -407,8 +403,6 @@ class Scheduler(RunQueue[Sequence]):
             sequence.is_mixed = False
             sequence.forget_routing()
             self.interrupted[sequence] = None
-            # Nothing of the old cache is used again.
-            self._runner.cache.release(row)
         num_interrupted = len(rows)
         rows.sequences.clear()
         return num_interrupted
@@ -438,8 +432,7 @@ class Scheduler(RunQueue[Sequence]):
             runner.step(kept)
 
     def forget_kept(self) -> None:
-        for row in self.rows.forget_kept():
-            self._runner.cache.release(row)
+        self.rows.forget_kept()
 
     def step(self) -> None:
         """Admit sequences, and sample one token for each running one in one model call."""
@@ -493,26 +486,10 @@ class Scheduler(RunQueue[Sequence]):
             self._report(row, "more")
 
     def _take(self) -> list[Sequence]:
-        """Remove sequences from the queue, in order, while the cache has pages for all
-        their tokens. Kept rows are forgotten if their pages are needed.
-        """
-        cache = self._runner.cache
-        taken = list[Sequence]()
-        num_pages = 0
-        while self.queued and len(taken) < self._num_free:
-            sequence = next(iter(self.queued))
-            # Pages for the prompt and its whole budget: a running sequence can then
-            # never run out of cache, so none is ever preempted.
-            num_pages += cache.pages_of(sequence.limit)
-            while num_pages > cache.num_free:
-                forgotten = self.rows.forget_kept(1)
-                # The first in the queue waits for its pages, and all others behind it.
-                # Letting small ones pass could starve it.
-                if not forgotten:
-                    return taken
-                cache.release(forgotten[0])
+        """Remove sequences from the queue, in order, while there are free slots."""
+        taken = list(itertools.islice(self.queued, self._num_free))
+        for sequence in taken:
             del self.queued[sequence]
-            taken.append(sequence)
         return taken
 
     def _admit(self) -> list[Prefill]:
@@ -561,7 +538,6 @@ class Scheduler(RunQueue[Sequence]):
             sequence.marks.append((len(ids), self._weights.version))
             sequence.admitted_ids = key
             rows.add(sequence)
-            self._runner.cache.reserve(row, sequence.limit)
             reads[row] = Prefill(row, ids, source, num_copied)
         self.put_first(later)
         return list(reads.values())
@@ -647,4 +623,3 @@ class Scheduler(RunQueue[Sequence]):
             rows.move(source, target)
             self._runner.cache.move_slot(source, target, int(rows.lengths[target]))
         rows.sequences.pop()
-        self._runner.cache.release(len(rows))
