@@ -23,8 +23,8 @@ sys.exit(_run("run"))
 """
 CHILD = f"""#!{sys.executable}
 import signal
-signal.signal(signal.SIGINT, lambda *_: exit(130))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+signal.signal(signal.SIGTERM, lambda *_: exit(143))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 print("ready", flush=True)
 while True:
     signal.pause()
@@ -87,8 +87,8 @@ def test_a_signal_reaches_the_run(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
 
 
 @pytest.mark.slow
