@@ -40,6 +40,7 @@ _READ_WHEN_ASKED = {
     "PYTHONPATH",
     "OMP_NUM_THREADS",
     "HF_HUB_OFFLINE",
+    "ONEDNN_MAX_CPU_ISA",  # an engine in the test's process sets it; read at the first product
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
     held_task.RUN_DIR,
 }

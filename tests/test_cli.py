@@ -95,7 +95,7 @@ def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
     done = subprocess.run(
         [sys.executable, "-c", RUN_LINES],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
         input=json.dumps(lines),
         capture_output=True,
         text=True,
