@@ -44,6 +44,8 @@ HARMLESS = re.compile(
     r"|differs from the call before, so this call begins a new branch"
     # Of processes that outlive others by some milliseconds as the script kills the run.
     r"|gateway gave no answer to /work/|was killed by SIGKILL"
+    # Of transformers: packages for CUDA are not installed.
+    r"|is falling back to its reference PyTorch implementation"
 )
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
