@@ -26,7 +26,7 @@ def asyncrl(folder: Path, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "asyncrl.cli", *map(str, arguments)],
         cwd=folder,
-        env=environment(),
+        env=environment(COLUMNS="160"),
         capture_output=True,
         text=True,
         timeout=480,
