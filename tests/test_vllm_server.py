@@ -228,8 +228,13 @@ class TestAServer:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_failed_start_names_the_cause_and_a_way_out(tmp_path: Path) -> None:
-    spec = {**SPEC, "model_path": str(make_qwen3(tmp_path / "model"))}
+@pytest.mark.parametrize("threads", [1, 2], ids=["forked", "spawned"])
+def test_failed_start_names_the_cause_and_a_way_out(
+    threads: int, tmp_path: Path
+) -> None:
+    """The engine fails after its worker has started, and must not wait for it."""
+    model = make_qwen3(tmp_path / "model")
+    spec = {**SPEC, "model_path": str(model), "threads": threads}
     with vllm_process(
         {**spec, "args": {"kv-cache-memory-bytes": 2**44}}, tmp_path / "server"
     ) as server:

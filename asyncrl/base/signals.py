@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import popen_fork, resource_tracker
 
 STOPS = (
     signal.SIGINT,
@@ -72,13 +72,23 @@ def block_stops() -> None:
 
 
 def end_by_sigterm() -> None:
-    """Let END unblock and send SIGTERM. A fork or an exec forgets it, but no mask."""
+    """Let END unblock and send SIGTERM. A fork or an exec forgets it, but no mask.
+
+    multiprocessing ends its children by END too. At exit, Python sends them SIGTERM and
+    waits; a child that blocks SIGTERM would keep a failed process forever.
+    """
     signal.signal(END, _terminate)
+    popen_fork.Popen.terminate = _end_child  # type: ignore[assignment, method-assign]
 
 
 def _terminate(*_: object) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_child(child: popen_fork.Popen) -> None:
+    if child.poll() is None:
+        os.kill(child.pid, END)
 
 
 @contextlib.contextmanager
