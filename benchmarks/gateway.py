@@ -184,6 +184,7 @@ class Ours(Side):
         self._used: list[str] = []
         """Sessions with one, which has ended or will."""
         self._ended: list[str] = []
+        self._opening = asyncio.Lock()
 
     async def next_talk(self, talk: Talk | None, wire: Wire) -> Talk:
         self.num_talks += 1
@@ -191,21 +192,27 @@ class Ours(Side):
             self._used.remove(talk.key)
             self._ended.append(talk.key)
         # A run opens sessions without HTTP, so a request of the benchmark opens many.
-        while not self._open:
-            ended, self._ended = self._ended, []
-            self._open += await self._turn(wire, ended, SESSIONS)
-        self._used.append(self._open.pop())
-        return Chat(self._used[-1], self.num_talks)
+        async with self._opening:
+            if not self._open:
+                ended, self._ended = self._ended, []
+                self._open += await self._turn(wire, ended, SESSIONS)
+            key = self._open.pop()
+        self._used.append(key)
+        return Chat(key, self.num_talks)
 
     async def finish(self) -> None:
         wire = Wire(self.port)
-        await self._turn(wire, [*self._open, *self._used, *self._ended], 0)
-        self._open, self._used, self._ended = [], [], []
+        await self._turn(wire, [*self._used, *self._ended], 0)
+        self._used, self._ended = [], []
         wire.close()
 
     async def stats(self) -> dict[str, Any]:
-        """Return what the gateway has counted."""
+        """End the sessions without a conversation, and return what the gateway has
+        counted.
+        """
         wire = Wire(self.port)
+        await self._turn(wire, self._open, 0)
+        self._open = []
         body, _ = await wire.post("/bench/stats", "none", {})
         wire.close()
         stats: dict[str, Any] = from_json(body)

@@ -219,9 +219,9 @@ class Tokens:
             >>> routed(1, 1, 1).read_again(routed(3, 3)).columns[ROUTING].tolist()
             [[3], [3], [1]]
         """
-        columns = context.as_context().columns
-        if not columns:
+        if not context.columns:
             return self
+        columns = context.as_context().columns
         read, rest = self.split([len(context), len(self) - len(context)])
         return Tokens.join([read.with_columns(columns), rest])
 
@@ -234,19 +234,23 @@ class Tokens:
         }
         if len(columns) == len(self.columns):
             return self
-        return replace(self, columns=columns)
+        # Not replace(), which reads the fields of the class for each answer.
+        return Tokens(self.ids, self.spans, columns, self.calls)
 
     def as_context(self) -> Tokens:
         """Return the same tokens as if they had been read only."""
-        whole = self.kept(lambda column: column.covers == "all")
-        return Tokens(self.ids, columns=whole.columns)
+        columns = {
+            name: values
+            for name, values in self.columns.items()
+            if COLUMNS[name].covers == "all"
+        }
+        return Tokens(self.ids, columns=columns)
 
     def sampled_by(self, engine: int) -> Tokens:
         spans = [
             VersionSpan(span.start, span.end, span.version, engine)
             for span in self.spans
         ]
-        # Not replace(), which reads the fields of the class for each answer.
         return Tokens(self.ids, tuple(spans), self.columns, self.calls)
 
     def slice(self, start: int, end: int | None = None) -> Tokens:

@@ -270,14 +270,14 @@ class Capture:
             self._ends.difference_update(node.path())
             self._ends.add(node)
         # Most engines report nothing of the context, and then nothing is cut.
-        read = completion.tokens.as_context().slice(0, num_known)
-        if node.has_loss and read.columns:
+        context = completion.tokens.as_context()
+        if node.has_loss and context.columns:
             # After a push, the next call reads the conversation again under newer
             # weights, with other experts. A branch is trained with the reading of its
             # last call, so older readings are dropped.
             for earlier in node.path()[:-1]:
                 self._read.pop(earlier, None)
-            self._read[node] = read
+            self._read[node] = context.slice(0, num_known)
         self._recorded.add(node, keys)
 
     @property

@@ -38,7 +38,9 @@ class Prefix:
     def then(self, more: str | npt.NDArray[np.int32]) -> Prefix:
         state = self.state.copy()
         state.update(
-            more.encode() if isinstance(more, str) else more.astype("<i4").tobytes()
+            more.encode()
+            if isinstance(more, str)
+            else np.ascontiguousarray(more, dtype="<i4")
         )
         return Prefix(self.length + len(more), state)
 

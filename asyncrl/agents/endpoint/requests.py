@@ -301,8 +301,8 @@ def _tidy(message: object, info: ValidationInfo[Reading]) -> object:
     }
     kept.pop("unjoined_content", None)
     role = kept.get("role")
-    for key in _UNREAD:
-        if kept.get(key) and (key != "tool_calls" or role != "assistant"):
+    for key in filter(kept.__contains__, _UNREAD):
+        if kept[key] and (key != "tool_calls" or role != "assistant"):
             raise wrong(
                 f"{key} of a message of role {shown(role)} is refused: this model reads text "
                 "and begins each answer itself"
@@ -558,9 +558,9 @@ class CallRequest(CallParameters):
 
     param: ClassVar[str]
 
-    stop: Stops = []
+    stop: Stops = Field(default_factory=list)
     max_tokens: Count | None = None
-    stream_options: dict[str, object] = {}
+    stream_options: dict[str, object] = Field(default_factory=dict)
 
     @property
     def sampling(self) -> dict[str, object]:
@@ -576,7 +576,7 @@ class ChatRequest(CallRequest):
     param = "messages"
 
     # Before `messages`, in which tool results may name them.
-    tools: Annotated[list[GivenTool], FailFast()] = []
+    tools: Annotated[list[GivenTool], FailFast()] = Field(default_factory=list)
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tool_choice: Annotated[
         ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)
@@ -585,7 +585,7 @@ class ChatRequest(CallRequest):
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: Settings = {}
+    chat_template_kwargs: Settings = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: NumTops = 0
 
