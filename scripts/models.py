@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [f"{ROOT}/tests", f"{ROOT}/benchmarks"]
+sys.path[:0] = [f"{ROOT}/tests/kit", f"{ROOT}/benchmarks"]
 
 from model_served import forking, measure_vllm  # noqa: E402
 from model_table import write_table  # noqa: E402

@@ -1,5 +1,5 @@
 """Run each pair of values of the settings that change behaviour, in tiny runs that are
-interrupted and killed, and judge each run by tests/pairs_oracle.py.
+interrupted and killed, and judge each run by tests/kit/pairs_oracle.py.
 
 python scripts/pairs.py --rows all|3,17|drawn:COMMIT [--out FILE] [--list]
 
@@ -32,7 +32,7 @@ import psutil
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kit"))
 
 import forked_processes
 import pairs_oracle

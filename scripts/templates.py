@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "kit"))
 
 from template_oracle import END, KINDS, collected, installed, rendered  # noqa: E402
 from template_runs import row, tell  # noqa: E402

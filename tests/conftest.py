@@ -134,7 +134,7 @@ def pytest_runtest_makereport() -> Generator[
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of the tiny Qwen3 (tests/tiny_model.py), seed 0. Read only:
+    """A Hugging Face folder of the tiny Qwen3 (tests/kit/tiny_model.py), seed 0. Read only:
     tests that write make their own.
     """
     from tiny_model import make_tiny_model

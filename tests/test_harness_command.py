@@ -248,7 +248,7 @@ async def test_proxies_of_the_environment_are_not_asked_for_the_endpoint(
             *(sys.executable, "-m", "asyncrl", "work", gateway.url, *agent),
             *("--args", json.dumps({"url": url})),
             env={**os.environ, WORKER_KEY_ENV: WORKER_KEY},
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parent / "kit",
         )
         assert await gateway.run(0) == Outcome()
         worker.terminate()

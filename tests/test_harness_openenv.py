@@ -33,7 +33,7 @@ from asyncrl.config import GeneratorConfig
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
-SERVER = Path(__file__).with_name("openenv_server_for_test.py")
+SERVER = Path(__file__).parent / "kit" / "openenv_server_for_test.py"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
 
 

@@ -246,7 +246,7 @@ async def started(
     spec = WorkerSpec(
         name="worker-0", url=gateway.url, slots=2, harnesses=[harness]
     ).model_dump_json()
-    env = {"PYTHONPATH": str(Path(__file__).parent)} | more
+    env = {"PYTHONPATH": str(Path(__file__).parent / "kit")} | more
     keys = {WORKER_KEY_ENV: WORKER_KEY}
     module = "asyncrl.agents.worker"
     process = ChildProcess(

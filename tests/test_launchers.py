@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)  # all stories, on a machine that is slow
 @pytest.fixture(scope="module")
 def forking() -> Iterator[fork_server.ForkServer]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "kit"))
         with contextlib.closing(fork_server.ForkServer(["launched_child"])) as server:
             yield server
 
@@ -41,7 +41,7 @@ def test_local_launcher_keeps_the_contract(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "kit"))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t0ken")
     monkeypatch.setattr(fork_server, "current", forking if is_forked else None)
     launcher = LocalLauncher()
@@ -51,7 +51,7 @@ def test_local_launcher_keeps_the_contract(
 
 def test_local_child_ends_with_a_killed_controller(tmp_path: Path) -> None:
     paths = os.pathsep.join(
-        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        filter(None, [str(Path(__file__).parent / "kit"), os.environ.get("PYTHONPATH")])
     )
     command = [sys.executable, launcher_contract.__file__, "local", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": paths}

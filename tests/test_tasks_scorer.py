@@ -454,7 +454,7 @@ KILLED_RUN = """
 def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED_RUN)]
     # The test modules are on the path of pytest only.
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "kit")}
     done = subprocess.run(
         command,
         capture_output=True,

@@ -227,7 +227,7 @@ def test_each_part_has_its_planned_memory(tmp_path: Path) -> None:
     """Measured in another process: the allocator of this one has free pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     model_dir = make_tiny_model(tmp_path / "model", **sizes)
-    script = Path(__file__).parent / "offload_bytes.py"
+    script = Path(__file__).parent / "kit" / "offload_bytes.py"
     command = [sys.executable, script, model_dir, tmp_path, "bfloat16"]
     printed = subprocess.run(command, check=True, capture_output=True).stdout
     found = json.loads(printed)

@@ -24,7 +24,7 @@ from asyncrl.agents import Outcome
 from asyncrl.messages.records import Rollout
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
-TESTS = Path(__file__).parent
+KIT = Path(__file__).parent / "kit"
 PAGE = (ROOT / "docs/verifiers.md").read_text(encoding="utf-8")
 PLAYER = {
     "harness": {"id": "guessing_env_for_test"},
@@ -52,10 +52,10 @@ def play(
                 "key": world.session.key,
             }
             others = os.environ.get("PYTHONPATH", "")
-            path = os.pathsep.join([*map(str, packages), str(TESTS), others])
+            path = os.pathsep.join([*map(str, packages), str(KIT), others])
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                str(TESTS / "verifiers_alone.py"),
+                str(KIT / "verifiers_alone.py"),
                 json.dumps(spec),
                 env={**os.environ, "PYTHONPATH": path, **variables},
                 stdout=asyncio.subprocess.PIPE,

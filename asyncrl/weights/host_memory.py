@@ -103,7 +103,7 @@ def return_free_memory() -> None:
     """Give the pages that malloc keeps back to the system.
 
     glibc keeps freed blocks of up to 32 MiB for itself: without this call a process
-    that freed 38 MB of weights kept all of them (`tests/offload_bytes.py`).
+    that freed 38 MB of weights kept all of them (`tests/kit/offload_bytes.py`).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc

@@ -55,7 +55,9 @@ def marked_tests(bench: Bench) -> None:
         if "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")
     ]
     ini = bench.folder / "pytest.ini"
-    imported = [str(REPO / name) for name in ("tests", "benchmarks", "scripts")]
+    imported = [
+        str(REPO / name) for name in ("tests/kit", "tests", "benchmarks", "scripts")
+    ]
     ini.write_text(INI.format(paths=" ".join(imported)))
     command = [
         sys.executable,

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-OURS = Path(__file__).parent / "chat_templates"
+OURS = Path(__file__).parents[1] / "chat_templates"
 TEMPLATES = {
     name.removeprefix("trl."): text for name, text in installed().items()
 } | collected(OURS)

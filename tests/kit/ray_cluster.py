@@ -14,6 +14,7 @@ from job_runs import RUN, roomy
 from network_hosts import Host
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PORT = 6379
 FRUGAL = {
     "RAY_AUTH_MODE": "disabled",
@@ -21,7 +22,7 @@ FRUGAL = {
     "RAY_enable_worker_prestart": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_grpc_client_keepalive_timeout_ms": "30000",
-    "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parent / 'servers'}",
+    "PYTHONPATH": f"{HERE}:{ROOT}:{ROOT / 'servers'}",
     "OMP_NUM_THREADS": "1",
 }
 """Workers are started when they are asked for; a node that is cut off sees it after 30

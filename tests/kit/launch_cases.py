@@ -15,7 +15,7 @@ from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import CudaDevice, Machine, Node
 from asyncrl.launch.placement import Placement, place
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompts: 5}"
 OWN = "eval.engine=own"
 RAY = "launcher=ray"

@@ -35,7 +35,7 @@ from asyncrl.trainer.packing import micro_batches
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import ONE_RANK
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/models.csv"
 COLUMNS = (
     "type",

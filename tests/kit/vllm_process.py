@@ -25,7 +25,7 @@ from engine_processes import SECRET, EngineProcess
 from asyncrl.base.http import SECRET_ENV
 from asyncrl.launch.processes import group_members
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def vllm_python() -> Path:
@@ -146,7 +146,7 @@ def packages_for(folder: Path) -> Path:
     (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
     (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
     (packages / "faulty_vllm_worker.py").symlink_to(
-        ROOT / "tests" / "faulty_vllm_worker.py"
+        ROOT / "tests" / "kit" / "faulty_vllm_worker.py"
     )
     return packages
 

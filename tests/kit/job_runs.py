@@ -22,8 +22,8 @@ from tiny_model import SHAPE
 
 from asyncrl.base.files import shared_memory_root
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
+KIT = Path(__file__).parent
+ROOT = KIT.parents[1]
 RUN = [sys.executable, "-m", "asyncrl.cli", "run"]
 
 CONFIG: dict[str, Any] = {
@@ -79,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a run: the test modules can be imported, one thread."""
     return (
         os.environ
-        | {"PYTHONPATH": f"{TESTS}:{ROOT}:{ROOT}/servers", "OMP_NUM_THREADS": "1"}
+        | {"PYTHONPATH": f"{KIT}:{ROOT}:{ROOT}/servers", "OMP_NUM_THREADS": "1"}
         | more
     )
 
