@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import SMALL, segments_of
 from engine_in_process import make_qwen3, make_request, make_spec
 from engine_replies import ask
 from logit_oracle import ADJUSTED, adjusted_logits
-from test_engine_resumed import SMALL, answers
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.base.http import Refused
@@ -86,12 +86,12 @@ def test_tokens_are_drawn_from_the_adjusted_logits(
         make_request(f"plain {place}", PROMPT, **cut) for place, cut in enumerate(CUTS)
     ]
     requests = [*requests_of(), *plain]
-    together = answers(engine, *requests)
+    together = segments_of(engine, *requests)
     for request, answer in zip(requests, together, strict=True):
         join = SegmentJoin(request)
         join.add(answer)
         check(model, join.completion().tokens, len(PROMPT), request)
-        (alone,) = answers(engine, request)
+        (alone,) = segments_of(engine, request)
         assert alone.token_ids == answer.token_ids
         assert alone.logprobs == answer.logprobs
 
@@ -100,11 +100,11 @@ def test_penalties_count_over_the_segments_of_a_call(
     engine: Engine, model: Qwen3ForCausalLM
 ) -> None:
     for request in requests_of(max_tokens=16):
-        (whole,) = answers(engine, request)
+        (whole,) = segments_of(engine, request)
         join = SegmentJoin(request)
-        (begun,) = answers(engine, replace(request, max_tokens=7))
+        (begun,) = segments_of(engine, replace(request, max_tokens=7))
         join.add(begun._replace(finish_reason="abort"))
-        (rest,) = answers(engine, join.next_request())
+        (rest,) = segments_of(engine, join.next_request())
         join.add(rest)
         completion = join.completion()
         assert completion.token_ids == (*whole.token_ids,)
@@ -117,5 +117,5 @@ def test_bias_of_an_unknown_token_is_refused(engine: Engine, token_id: int) -> N
     with pytest.raises(Refused, match=f"logit_bias has token id {token_id}"):
         ask(engine, [request])
     assert np.isfinite(
-        answers(engine, replace(request, logit_bias={}))[0].logprobs
+        segments_of(engine, replace(request, logit_bias={}))[0].logprobs
     ).all()

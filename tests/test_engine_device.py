@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from engine_cases import Recorded, answers, check_same, publish_halfway
 from engine_in_process import (
     drawn,
     make_qwen3,
-    make_request,
     make_spec,
-    stage_file,
     weights_of,
 )
-from engine_replies import ask
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.engine_api import CommitRequest
-from asyncrl.messages.tokens import SegmentPart
-from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs
 
 
@@ -38,79 +29,6 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(
         tmp_path_factory.mktemp("device") / "other", seed=1, num_hidden_layers=2
     )
-
-
-class Recorded(DecodeGraphs):
-    """Replay each kernel on a CPU, with the same memory and outputs."""
-
-    num_captured = num_replayed = 0
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        calls = list[tuple[Any, Any, Any, Any]]()
-
-        class Recorder(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                made = func(*args, **kwargs or {})
-                calls.append(
-                    (func, *tree_map(at_this_address, (args, kwargs or {})), made)
-                )
-                return made
-
-        def at_this_address(one: Any) -> Any:
-            return one.detach() if isinstance(one, torch.nn.Parameter) else one
-
-        with Recorder():
-            function()
-        self.num_captured += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            for func, args, kwargs, made in calls:
-                for old, new in zip(
-                    tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True
-                ):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-
-        return replay
-
-
-def answers(
-    engine: Engine, halfway: Callable[[], None] = lambda: None
-) -> list[SegmentPart]:
-    """Of requests that come and go: more than there are slots, short and long ones,
-    some of one prompt.
-    """
-    ends, futures = [40, 9, 25, 60, 33, 12, 50, 21, 44, 30, 18, 27, 36, 55], []
-    for seed, end in enumerate(ends):
-        prompt = tuple(2 + at % 48 for at in range(3 if seed % 3 else 90))
-        futures += ask(
-            engine,
-            [make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=end)],
-        )
-    for iteration in range(2000):
-        if all(future.done() for future in futures):
-            return [future.result(timeout=0) for future in futures]
-        if iteration == 20:
-            halfway()
-        engine.iterate()
-    raise AssertionError("the requests have not ended in 2000 steps")
-
-
-def check_same(found: list[SegmentPart], expected: list[SegmentPart]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        np.testing.assert_allclose(drawn(ours)[1], drawn(theirs)[1], atol=1e-4)
-
-
-def publish_halfway(
-    engine: Engine, other: Path | dict[str, Tensor], tmp_path: Path
-) -> Callable[[], None]:
-    staged = engine.weights.prepare(stage_file(other, 1, tmp_path))
-    commit = CommitRequest(version=1, digest=staged.digest, interrupt="keep")
-    return lambda: engine.commit(commit) and None
 
 
 @pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])

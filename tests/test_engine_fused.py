@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import (
+    Recorded,
+    adapters,
+    answers,
+    check_same,
+    lora_request,
+    publish_halfway,
+)
 from engine_in_process import make_qwen3, make_request, make_spec, stage_file
 from engine_replies import ask
-from test_engine_device import Recorded, answers, check_same, publish_halfway
-from test_engine_lora import adapters, lora_request
 from tiny_model import make_tiny_moe
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

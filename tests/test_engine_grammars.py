@@ -9,37 +9,32 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import (
+    COMPACT,
+    PERSON,
+    SMALL,
+    check_allowed,
+    iterate_until,
+    segments_of,
+)
 from engine_in_process import drawn, make_qwen3, make_request, make_spec
 from engine_replies import ask, top_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLParserLimits
-from test_engine_resumed import SMALL, answers, iterate_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import token_grammars
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.messages.tokens import SegmentPart
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 VOCAB = 440
 """Some more than the tokenizer knows, as models have them."""
 LONG = 250
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "maximum": 120},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +96,8 @@ def test_answers_stay_valid_and_equal_over_interruptions(
 ) -> None:
     asked = [asking(schema, seed + index) for index, schema in enumerate(schemas)]
     free = make_request("free", seed=seed, max_tokens=30)
-    (alone,) = answers(engine, free)
-    *found, beside = answers(engine, *asked, free)
+    (alone,) = segments_of(engine, free)
+    *found, beside = segments_of(engine, *asked, free)
     assert drawn(alone) == drawn(beside)
     for schema, request, answer in zip(schemas, asked, found, strict=True):
         text = tokenizer.decode(answer.token_ids)
@@ -116,33 +111,8 @@ def test_answers_stay_valid_and_equal_over_interruptions(
         rest = replace(
             request, prompt_ids=begun, num_resumed=num, max_tokens=LONG - num
         )
-        (resumed,) = answers(engine, rest)
+        (resumed,) = segments_of(engine, rest)
         assert (answer.token_ids[num:], answer.logprobs[num:]) == drawn(resumed)
-
-
-def check_allowed(
-    request: SamplingRequest,
-    answer: SegmentPart,
-    logits_TV: torch.Tensor,
-    tokenizer: Any,
-    vocab: int,
-) -> None:
-    """Each logprob is of the model's distribution over the tokens that the grammar
-    allows.
-    """
-    matcher = TokenGrammars(tokenizer, vocab).begin(request.grammar or "")
-    for at, token in enumerate(answer.token_ids):
-        allowed = torch.from_numpy(matcher.allowed())
-        matcher.take(token)
-        logits_V = logits_TV[len(request.prompt_ids) + at - 1].masked_fill(
-            ~allowed, -torch.inf
-        )
-        logprobs_V = logits_V.log_softmax(-1)
-        assert abs(float(logprobs_V[token]) - answer.logprobs[at]) < 1e-4
-        values, ids = logprobs_V.topk(min(20, int(allowed.sum())))
-        top = top_logprobs(answer)[at]
-        assert {one for one, _ in top} == set(ids.tolist())
-        assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
 def test_logprobs_are_of_the_model_over_allowed_tokens(
@@ -151,7 +121,7 @@ def test_logprobs_are_of_the_model_over_allowed_tokens(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for temperature in (1.0, 0.7):
         request = asking(PERSON, 3, temperature=temperature, top_logprobs=20)
-        (answer,) = answers(engine, request)
+        (answer,) = segments_of(engine, request)
         with torch.inference_mode():
             logits_TV = (
                 model(torch.tensor([[*request.prompt_ids, *answer.token_ids]]))
@@ -173,7 +143,7 @@ def test_bad_grammar_is_refused_and_others_go_on(
         ask(engine, [make_request(grammar="start: %json {")])
     assert refusal.value.status == 400
     free = make_request("free", max_tokens=40)
-    (alone,) = answers(engine, free)
+    (alone,) = segments_of(engine, free)
     few = LLParserLimits(max_lexer_states=30, verbose_errors=False)
     monkeypatch.setattr(token_grammars, "grammar_limits", lambda: few)
     many = {"enum": [f"{a}{b}{a}{b}{a}" for a in "abcdefgh" for b in "stuvwxyz"]}

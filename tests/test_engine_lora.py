@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_cases import Q_PROJ, adapters, lora_request, merged
 from engine_in_process import (
     answered,
     drawn,
@@ -13,62 +14,15 @@ from engine_in_process import (
     publish,
     running_engine,
     stage_file,
-    weights_of,
 )
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import PrepareRequest
 from asyncrl_servers.embedded.embedded_engine import Engine
-
-Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-def adapters(
-    folder: Path,
-    modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ),
-    *,
-    seed: int = 0,
-    rank: int = 4,
-) -> dict[str, torch.Tensor]:
-    """Random ones, large enough to change the tokens."""
-    random, base = torch.Generator().manual_seed(seed), weights_of(folder)
-    tensors = {"scale": torch.tensor(0.5)}
-    for module in modules:
-        out_features, in_features = base[f"{module}.weight"].shape
-        tensors[f"{module}.lora_A.weight"] = (
-            torch.randn(rank, in_features, generator=random) * 0.3
-        )
-        tensors[f"{module}.lora_B.weight"] = (
-            torch.randn(out_features, rank, generator=random) * 0.3
-        )
-    return tensors
-
-
-def merged(
-    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    weights = {
-        name: weight.detach().to(dtype) for name, weight in weights_of(folder).items()
-    }
-    for module in {name.rpartition(".lora_")[0] for name in tensors} - {""}:
-        low_in = tensors[f"{module}.lora_A.weight"]
-        low_out = tensors[f"{module}.lora_B.weight"]
-        base = weights[f"{module}.weight"].float()
-        weights[f"{module}.weight"] = (base + low_out @ low_in * tensors["scale"]).to(
-            dtype
-        )
-    return weights
-
-
-def lora_request(
-    tensors: dict[str, torch.Tensor], version: int, scratch: Path
-) -> PrepareRequest:
-    return stage_file(tensors, version, scratch).model_copy(update={"kind": "lora"})
 
 
 def sampled(engine: Engine) -> tuple[list[int], list[float]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import SMALL, iterate_until
 from engine_in_process import make_qwen3, make_request, make_spec, stage_file
 from engine_replies import Reply, ask
 from hypothesis import given, settings
@@ -22,12 +23,6 @@ from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "head_dim": 8,
-}
 SLOTS = 3
 
 
@@ -79,21 +74,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "MIN_COPIED", 10**9)
         return Weights(tmp_path_factory.mktemp("resumed"))
-
-
-def iterate_until(engine: Engine, *futures: Any) -> None:
-    """Fail instead of hanging."""
-    for _ in range(1000):
-        if all(future.done() for future in futures):
-            return
-        engine.iterate()
-    raise AssertionError(f"not over after 1000 iterations: {engine.health()}")
-
-
-def answers(engine: Engine, *requests: SamplingRequest) -> list[SegmentPart]:
-    replies = ask(engine, requests)
-    iterate_until(engine, *replies)
-    return [reply.result() for reply in replies]
 
 
 def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 from token_cases import completion_of, same_tokens
+from weight_cases import publish
 
 from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import Interrupt, ScoreRequest, ScoreResponse
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 DECODE_S = 0.01
@@ -47,21 +47,6 @@ def make_pool(
         [EngineServer(fake) for fake in fakes], slots=fakes[0].slots, on_lost=on_lost
     )
     return pool, fakes
-
-
-async def publish(
-    server: Any, version: int, digest: str = "w0", interrupt: Interrupt = "abort"
-) -> None:
-    await server.prepare(
-        ExportResponse(
-            version=version,
-            path=f"fake/{digest}",
-            digest=digest,
-            num_tensors=1,
-            num_bytes=1,
-        )
-    )
-    await server.commit(version, digest, interrupt)
 
 
 async def uninterrupted(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from segment_cases import chunk, make_request, rest, spans
 from token_cases import completion_of, sampled_tokens
 
 from asyncrl.base.errors import EngineError
@@ -24,33 +25,6 @@ PARTIAL = completion_of(
     [VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)],
     num_interruptions=2,
 )
-
-
-def make_request(max_tokens: int) -> SamplingRequest:
-    return SamplingRequest("r0", (1, 2), max_tokens, temperature=1.0)
-
-
-def chunk(*tokens: int, **changes: Any) -> SegmentPart:
-    return rest(None, *tokens, **changes)
-
-
-def rest(reason: Any, *tokens: int, version: int = 2, **changes: Any) -> SegmentPart:
-    values: dict[str, Any] = {
-        "token_ids": list(tokens),
-        "logprobs": [-float(token) for token in tokens],
-    }
-    values["version_spans"] = spans((0, len(tokens), version)) if tokens else []
-    values |= changes
-    return SegmentPart(
-        sampled_tokens(
-            values["token_ids"], values["logprobs"], values["version_spans"]
-        ),
-        reason,
-    )
-
-
-def spans(*which: tuple[int, int, int]) -> list[VersionSpan]:
-    return [VersionSpan(*span) for span in which]
 
 
 def check(*parts: SegmentPart) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_lora import adapters, merged
+from engine_cases import adapters, merged
 from torch import Tensor
 from vllm_house import House, vllm_house
 from vllm_process import ROOT, vllm_python

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from agent_cases import last_turn, text_of, tool_call
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import environment, read_lines
 from test_harness_openenv import Server
-from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import build_harness

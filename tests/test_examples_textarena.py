@@ -8,8 +8,8 @@ import operator
 from collections.abc import Callable
 
 import pytest
+from agent_cases import last_turn, text_of
 from gateway_cases import ScriptedEngine, gateway_world
-from test_harness_verifiers import last_turn, text_of
 
 from asyncrl.agents import Outcome, Session, Task
 

@@ -27,9 +27,8 @@ from job_runs import read_lines, run, write_config
 from model_zoo import TYPES, make_config, random_model
 from rank_processes import running
 from safetensors.torch import load_file
-from test_engines_segments import chunk, rest
-from test_engines_segments import make_request as segment_request
-from test_weights_export import chunks_of
+from segment_cases import chunk, rest
+from segment_cases import make_request as segment_request
 from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import changed, learned, make_batch, make_spec
@@ -44,6 +43,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
+from weight_cases import chunks_of, prepare_request
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.engines.link import SegmentCheck
@@ -59,7 +59,6 @@ from asyncrl.journal.schema import (
 from asyncrl.messages.engine_api import (
     CommitRequest,
     Interrupt,
-    PrepareRequest,
 )
 from asyncrl.messages.records import (
     Batch,
@@ -73,7 +72,7 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import NO_EXPERT, ROUTING, SegmentPart, Tokens
-from asyncrl.messages.trainer_api import BatchHeader, ExportResponse
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.build_model import RouterReplay
 from asyncrl.trainer.rank import TrainerRank
@@ -116,10 +115,6 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
     )
     held = broadcast.begin(Exported(1, step.exports.lazy_weights), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
-
-
-def prepare_request(answer: ExportResponse) -> PrepareRequest:
-    return PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields)))
 
 
 def make_step(folder: Path, scratch: Path, **values: Any) -> TrainerRank:

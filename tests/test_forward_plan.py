@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import make_config, random_model
-from test_trainer_policy import assert_same, run, run_plain
+from policy_cases import assert_same, run, run_plain
 from torch import Tensor, nn
 from trainer_cases import random_groups
 

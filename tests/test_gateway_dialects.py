@@ -22,6 +22,7 @@ from gateway_cases import (
     num_calls,
     talking,
 )
+from gateway_wires import BASES, CHAT, DIALECTS, MESSAGES, RESPONSES, TEXT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import (
@@ -46,17 +47,6 @@ from asyncrl.agents.endpoint.requests import (
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.sampling import CUTS
-
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-BASES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": HI},
-    TEXT: {"prompt": "x"},
-    RESPONSES: {"input": "x"},
-    MESSAGES: {"messages": HI},
-}
 
 
 def said(*messages: Any) -> dict[str, Any]:
@@ -374,12 +364,6 @@ FIELDS = (
     "messages input prompt system instructions tools tool_choice thinking reasoning text n stop "
     "logit_bias"
 )
-DIALECTS = (
-    openai_dialects.CHAT,
-    openai_dialects.TEXT,
-    openai_dialects.RESPONSES,
-    anthropic_dialect.MESSAGES,
-)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | VALUES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
@@ -514,7 +498,7 @@ PARTS: list[Any] = [
         "content": [{"type": "text", "text": "r"}],
     },
 ]
-TEXT = "a\nNo.\nf\nT\nC\nd\nS\nr"
+TEXT_OF_PARTS = "a\nNo.\nf\nT\nC\nd\nS\nr"
 
 
 def calling(**arguments: Any) -> dict[str, Any]:
@@ -545,7 +529,7 @@ said_yes = [{"type": "text", "text": "yes"}]
         ),
         ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
         *(
-            ({"role": role, "content": PARTS}, {"role": role, "content": TEXT})
+            ({"role": role, "content": PARTS}, {"role": role, "content": TEXT_OF_PARTS})
             for role in ("system", "tool")
         ),
         ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),

@@ -13,18 +13,16 @@ import pytest
 from gateway_cases import (
     ByteTokenizer,
     ScriptedEngine,
-    World,
     gateway_world,
     in_loop,
     until,
 )
+from gateway_wires import GATEWAY, all_of, head, raw
 
 from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.gateway import MAX_HEAD
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
-
-GATEWAY = "asyncrl.agents.endpoint.gateway"
 
 
 @in_loop
@@ -90,35 +88,6 @@ async def test_wrong_requests_get_errors_without_the_key(
                     (await response.json())["error"].get("code"),
                 ) == (status, code)
                 assert world.session.key not in await response.text()
-
-
-async def raw(
-    world: World, data: bytes
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = world.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
-    return reader, writer
-
-
-def head(key: str, length: int, path: str = "/v1/chat/completions") -> bytes:
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: x",
-        f"Authorization: Bearer {key}",
-        f"Content-Length: {length}",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Read until the gateway closes the connection."""
-    try:
-        return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
 
 
 @in_loop

@@ -20,7 +20,7 @@ from gateway_cases import (
     num_calls,
     talking,
 )
-from test_gateway_dialects import BASES
+from gateway_wires import BASES
 
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE
 from asyncrl.base.errors import EngineError

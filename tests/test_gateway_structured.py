@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import COMPACT, PERSON, SMALL
 from engine_in_process import make_qwen3, running_engine
 from engine_replies import Reply
 from gateway_cases import HI, RULES, gateway_world, in_loop
 from jsonschema import Draft202012Validator
-from test_engine_grammars import COMPACT, PERSON
-from test_engine_resumed import SMALL
 from text_tokenizers import byte_level, save
 from trainer_cases import make_spec as make_trainer_spec
 

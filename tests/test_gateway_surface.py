@@ -17,10 +17,9 @@ from gateway_cases import (
     make_gateway,
     until,
 )
+from gateway_wires import DIALECTS, GATEWAY, all_of, head, raw
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
-from test_gateway_dialects import DIALECTS
-from test_gateway_hostile import GATEWAY, all_of, head, raw
 
 from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.agents.endpoint.openapi import schema

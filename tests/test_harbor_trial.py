@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
+from agent_cases import last_turn, text_of, tool_call
 from gateway_cases import in_loop, until
 from harness_gateway import WORKER_KEY, TestGateway, need_bubblewrap, open_gateway
 from job_runs import environment, read_lines
-from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind

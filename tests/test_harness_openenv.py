@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
+from agent_cases import last_turn, text_of, tool_call
 from gateway_cases import ScriptedEngine, gateway_world
 from pydantic import Field
-from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import build_harness

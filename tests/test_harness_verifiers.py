@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_cases import EXAMPLE, last_turn, task_of, text_of, tool_call
 from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
 
 from asyncrl.agents import Outcome, Session, Task
@@ -24,11 +23,8 @@ from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Rollout
-from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.tasks.sources import VerifiersTask
 
 pytestmark = pytest.mark.extras
-EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 GUESSING = "guessing_env_for_test"
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
 
@@ -52,14 +48,6 @@ def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
     harness = build_harness(GeneratorConfig(verifiers=name, args=dict(args)))
     assert isinstance(harness, VerifiersHarness)
     return harness
-
-
-def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
-    """Return the prompt as the task and JSON make it."""
-    item = VerifiersTask(load_taskset(name, args, {}), size=10).prompt(index)
-    return Task(
-        f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info))
-    )  # type: ignore[arg-type]
 
 
 async def run(
@@ -97,22 +85,6 @@ def play(
             return outcome, rollout, [text_of(each) for each in engine.requests]
 
     return asyncio.run(story())
-
-
-def text_of(request: SamplingRequest) -> str:
-    return ScriptedEngine().tokenizer.decode(
-        list(map(int, request.prompt_ids)), skip_special_tokens=False
-    )
-
-
-def last_turn(prompt: str) -> tuple[str, str]:
-    """Role and text of what the model answers to."""
-    role, _, text = prompt.split("<|start|>")[-2].partition("\n")
-    return role, text.removesuffix("<|end|>")
-
-
-def tool_call(name: str, **arguments: Any) -> str:
-    return f"Let me see. <tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def use_the_calculator(prompt: str) -> str:

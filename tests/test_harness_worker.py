@@ -7,21 +7,20 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_cases import started
 from gateway_cases import in_loop, until
-from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of, working
+from harness_gateway import WORKER_KEY, open_gateway, processes_of, working
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.worker import Room, Worker, WorkerSettings, WorkerSpec
+from asyncrl.agents.worker import Room, Worker, WorkerSettings
 from asyncrl.base.errors import ComponentError, ConfigError, RolloutFailure
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
-from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.worker_api import WorkerHealth
 
 
@@ -237,30 +236,6 @@ async def test_wrong_key_or_broken_harness_ends_the_worker() -> None:
             await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running
-
-
-@contextlib.asynccontextmanager
-async def started(
-    gateway: TestGateway, run_dir: Path, harness: GeneratorConfig, **more: str
-) -> AsyncIterator[tuple[ChildProcess, Caller]]:
-    spec = WorkerSpec(
-        name="worker-0", url=gateway.url, slots=2, harnesses=[harness]
-    ).model_dump_json()
-    env = {"PYTHONPATH": str(Path(__file__).parent / "kit")} | more
-    keys = {WORKER_KEY_ENV: WORKER_KEY}
-    module = "asyncrl.agents.worker"
-    process = ChildProcess(
-        ProcessSpec(
-            "worker-0", module, spec, run_dir, "own-secret", env=env, secrets=keys
-        )
-    )
-    await process.start()
-    caller = Caller("worker-0", process.url, "own-secret")
-    try:
-        yield process, caller
-    finally:
-        await caller.aclose()
-        await process.aclose()
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_cases import started
 from gateway_cases import in_loop
 from harness_gateway import TestGateway, need_bubblewrap, open_gateway, working
 from rollout_cases import FakeSink, make_producers, one_token, scored, virtual
-from test_harness_worker import started
 
 from asyncrl.agents.harness import Harness, build_harness
 from asyncrl.agents.worker import Worker, WorkerSettings

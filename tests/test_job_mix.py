@@ -15,9 +15,9 @@ import yaml
 from gateway_cases import gateway_world, in_loop
 from harness_gateway import make_work, open_gateway, working
 from job_runs import ROOT, read_lines, run, variant, write_config
+from producer_cases import HARNESS_PROMPT
 from pydantic import ValidationError
 from rollout_cases import one_token, virtual
-from test_producers_rollout import HARNESS_PROMPT
 from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError

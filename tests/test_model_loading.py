@@ -18,10 +18,9 @@ import transformers
 from engine_in_process import make_spec as engine_spec
 from engine_in_process import publish, running_engine
 from job_runs import write_config
+from made_runs import MadeRun
 from model_zoo import make_config, random_model
 from safetensors.torch import load_file, save_file
-from test_experts import prepare_request
-from test_run_export import MadeRun
 from tiny_model import make_tiny_model, make_tiny_moe
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer_cases import make_spec, mesh_of_one, train_versions
@@ -31,6 +30,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
 )
+from weight_cases import prepare_request
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config

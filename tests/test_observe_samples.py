@@ -16,8 +16,8 @@ import pytest
 from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
+from page_cases import make_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_observe_page import make_run
 from token_cases import trajectory_of, with_ids
 
 from asyncrl.base.errors import ConfigError, RolloutFailure

@@ -7,82 +7,20 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from late_cases import WATCHDOG_S, watched
 
 from asyncrl.base.errors import ComponentError
-from asyncrl.base.waits import waiting
 from asyncrl.config import SupervisionConfig
 from asyncrl.observe.watchdog import Reported, Watchdog
-from asyncrl.testing.virtual_time import run_virtual
-
-WATCHDOG_S = 60.0
 
 
 @pytest.fixture
 def log_path(tmp_path: Path) -> Path:
     return tmp_path / "controller.log"
-
-
-async def hang() -> None:
-    with waiting("optimizer step 4", on="trainer-0"):
-        await asyncio.Event().wait()
-
-
-def watched(
-    log_path: Path,
-    seconds: float,
-    *,
-    on_stuck: str = "warn",
-    is_well: bool = True,
-    report: Callable[[float], Reported] = lambda now_s: Reported(
-        {"steps": 3.0}, (("g7/r1", 62.0),)
-    ),
-) -> tuple[list[tuple[float, str]], list[tuple[str, Any]]]:
-    """Watch a run that hangs on the virtual clock; return its warnings and notes, with
-    times in periods of the watchdog. A restart is a note.
-    """
-    told, notes = list[tuple[float, str]](), list[tuple[str, Any]]()
-
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-
-        async def ask_children() -> dict[str, bool]:
-            return {"trainer-0: process 7 is stopped; no answer": is_well}
-
-        async def restart() -> None:
-            notes.append(("restart", loop.time()))
-
-        watchdog = Watchdog(
-            SupervisionConfig.model_validate(
-                {"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}
-            ),
-            lambda: report(loop.time()),
-            log_path,
-            lambda text: told.append((loop.time() / WATCHDOG_S, text)),
-            way_out="look at it.",
-            ask_children=ask_children,
-            restart=restart,
-            note=lambda what, details: notes.append((what, details)),
-        )
-        watchdog.look()
-        running = [
-            asyncio.create_task(coro, name=name)
-            for name, coro in (("rollout g7/r1", hang()), ("watchdog", watchdog.run()))
-        ]
-        done, pending = await asyncio.wait(
-            running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in pending:
-            task.cancel()
-        for task in done:
-            task.result()
-
-    run_virtual(story())
-    return told, notes
 
 
 def test_a_report_names_waits_rollouts_and_children(
@@ -106,7 +44,7 @@ def test_a_report_names_waits_rollouts_and_children(
         if record.name == "asyncrl.watchdog"
     )
     assert logged.startswith(text)
-    assert "task rollout g7/r1: hang (test_observe_watchdog.py:" in logged, (
+    assert "task rollout g7/r1: hang (late_cases.py:" in logged, (
         "and the stacks of all tasks"
     )
     assert "thread 0x" in log_path.read_text()

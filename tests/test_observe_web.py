@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import yaml
 from aiohttp import ClientSession
+from page_cases import embedded, make_run
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from test_observe_page import embedded, make_run
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_cases import HOSTILE, make_run, make_sample, page_of
 from screenshots import CHROMIUM, DRIVER, look, open_browser
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
-from test_observe_page import HOSTILE, make_run, make_sample, page_of
 
 from asyncrl.observe.report_page import render
 from asyncrl.observe.run_dir import append_lines

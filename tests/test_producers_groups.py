@@ -10,10 +10,11 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
+from fakes import FakeEngine, FakeScorer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
+from producer_cases import House
+from rollout_cases import one_token, virtual
 from token_cases import completion_of
 
 from asyncrl.base.errors import TaskError
@@ -26,79 +27,10 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.rollouts.rollout import Generator, JudgedGenerator, derive_seed
+from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
-
-
-class House:
-    """Producers between a fake source, sink, engine and scorer, running within `async
-    with`.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: Any = None,
-        scorer: Any = None,
-        judge: Any = None,
-        num_tickets: int = 100,
-        **settings: Any,
-    ) -> None:
-        self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
-        self.sink, self.source, self.journal = (
-            FakeSink(num_tickets),
-            FakeSource(),
-            MemoryJournal(),
-        )
-        generator: Generator = single_turn(self.engine, scorer)
-        if judge is not None:
-            generator = JudgedGenerator(generator, judge)
-        values = {
-            "capacity": 4,
-            "retries": 1,
-            "source": self.source,
-            "journal": self.journal,
-        } | settings
-        self.producers = make_producers(
-            self.sink, self.tasks.create_task, generator, **values
-        )
-
-    async def __aenter__(self) -> House:
-        await self.tasks.__aenter__()
-        self.running = self.tasks.create_task(self.producers.run(), name="producers")
-        return self
-
-    async def __aexit__(
-        self, kind: Any, error: BaseException | None, trace: Any
-    ) -> None:
-        """Cancel the producers; nothing may be left."""
-        if error is None:
-            self.running.cancel()
-            await self.producers.aclose()
-        await self.tasks.__aexit__(kind, error, trace)
-        assert self.count("inflight") == self.producers._slots.num_held == 0
-
-    def count(self, name: str) -> float:
-        return self.producers.gauges()[f"rollout/{name}"]
-
-    @property
-    def trained(self) -> list[str]:
-        return [group.prompt.prompt_id for group in self.sink.finished]
-
-    @property
-    def requeued(self) -> list[int | None]:
-        """Return, for each failed group, the number of returns of its prompt."""
-        return [
-            event[4]
-            for event in self.journal.named("end_group")
-            if event[2] == "failed"
-        ]
-
-    @property
-    def admitted(self) -> list[GroupId]:
-        return [ticket.group_id for ticket in self.sink.admitted]
 
 
 @virtual

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, FakeScorer, FakeTokenizer
+from fakes import FakeEngine, FakeScorer
 from journal_cases import admit, make_partial, make_prompt, with_journal
-from rollout_cases import one_token, scored, single_turn, virtual
+from producer_cases import HARNESS_PROMPT, FakeHost, run_harness
+from rollout_cases import scored, single_turn, virtual
 from token_cases import completion_of
 
 from asyncrl.base.errors import (
@@ -36,14 +35,12 @@ from asyncrl.messages.records import (
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.rollouts.rollout import (
     FailedRollout,
-    HarnessGenerator,
     RolloutAttempt,
     RolloutRunner,
     Score,
     Slots,
     derive_seed,
 )
-from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -244,99 +241,6 @@ def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
 
 
 # ---- rollouts of harnesses
-
-HARNESS_PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
-
-
-class FakeHost:
-    """A session host with one session at a time, its scorers, and a queue whose worker
-    takes a work after `queued_s`, and `run_s` for it.
-    """
-
-    has_score = shows_special = True
-    scores_groups = is_library = False
-    judge = None
-    has_own_limits = False
-    num_spent = num_calls = 1
-    untrained: tuple[tuple[str, str], ...] = ()
-
-    def __init__(
-        self,
-        outcome: Outcome | Exception,
-        text: str | None = "the answer",
-        *,
-        overflow: str | None = None,
-        queued_s: float = 0.0,
-        run_s: float = 0.0,
-    ) -> None:
-        self._outcome, self._text, self.overflow = outcome, text, overflow
-        self._queued_s, self._run_s = queued_s, run_s
-        self.num_completions = int(text is not None)
-        self.log, self.works = list[str](), list[Work]()
-
-    def of(self, prompt: Prompt) -> FakeHost:
-        return self
-
-    async def score(self, prompt: Prompt, sampled: Completion) -> float:
-        self.log.append(f"scored {FakeTokenizer().decode(sampled.token_ids)!r}")
-        return 0.25
-
-    def open_nowait(self, rollout_id: str, *, attempt: int, **about: Any) -> FakeHost:
-        self.key = f"key-{attempt}"
-        return self
-
-    def end_nowait(self, reason: str) -> None:
-        self.log.append(f"ended: {reason}")
-
-    def while_open(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def last_completion(self) -> Completion:
-        return completion_of([*map(ord, self._text or "")])
-
-    def rollout(
-        self,
-        sample_index: int,
-        outcome: Outcome,
-        reward: float,
-        *,
-        by_turn: bool = False,
-    ) -> Rollout:
-        if self._text is None:
-            raise RolloutFailure("nothing was sampled")
-        self.by_turn = by_turn
-        return (
-            replace(one_token(sample_index, reward=reward), metrics=outcome.metrics),
-        )
-
-    async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        self.works.append(work)
-        await asyncio.sleep(self._queued_s)
-        started()
-        await asyncio.sleep(self._run_s)
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-
-class LoggingSlots(Slots):
-    def __init__(self, log: list[str]) -> None:
-        super().__init__(1)
-        self.log = log
-
-    def give_back_nowait(self, name: str) -> None:
-        self.log.append("slot is free")
-        super().give_back_nowait(name)
-
-
-def run_harness(host: FakeHost, *, retries: int = 0, **options: Any) -> Any:
-    async def story() -> Any:
-        generator = HarnessGenerator(host, host, host, **options)  # type: ignore[arg-type]
-        runner = RolloutRunner(generator, timeout_s=10.0, retries=retries)
-        attempt = RolloutAttempt("g4/r2", GroupId(4), HARNESS_PROMPT, 2)
-        return await runner.run(attempt, slots=LoggingSlots(host.log), order=())
-
-    return run_virtual(story())
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,15 @@ from engine_processes import SECRET, engine_process
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_rewards_judge import SECTIONS
-from test_tasks_scorer import PROMPT, TOKENIZER, sampled
+from scorer_cases import PROMPT, TOKENIZER, sampled
+from scoring_cases import (
+    PAIRS,
+    SECTIONS,
+    chat,
+    make_decoder,
+    spec_of,
+    without_template,
+)
 from tiny_model import make_tiny_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -48,23 +55,6 @@ from asyncrl_servers.reward_model import cut_batches
 
 # one process imports the modules that they fork
 pytestmark = pytest.mark.xdist_group("forks")
-ENDING = "<|end|>"
-
-
-def make_decoder(folder: Path, pad: str | None, **sizes: int) -> Path:
-    """Write a tiny decoder with a scoring head. `pad`: end or pad sets
-    config.pad_token_id.
-    """
-    make_tiny_model(folder, **sizes)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    pads = {"end": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, None: None}
-    torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=1, pad_token_id=pads[pad]
-    )
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(folder)
-    return folder
 
 
 def make_encoder(folder: Path, kind: str) -> Path:
@@ -92,19 +82,6 @@ def make_encoder(folder: Path, kind: str) -> Path:
     return folder
 
 
-def chat(text: str) -> Prompt:
-    return Prompt("0/1", ({"role": "user", "content": text},), answer="x")
-
-
-PAIRS = [
-    (chat("say x"), "x"),
-    (chat("what is 2 + 2?"), "it is 4. " * 6),
-    (chat("a"), ENDING),
-    (chat("b"), "yes" + ENDING + ENDING),
-    (chat("count"), " ".join(map(str, range(40)))),
-]
-
-
 def plain_ids(tokenizer: Any, reads: str, prompt: Prompt, completion: str) -> Any:
     if reads == "chat":
         messages = [*prompt.messages, {"role": "assistant", "content": completion}]
@@ -121,20 +98,6 @@ def plain_score(folder: Path, reads: str, prompt: Prompt, completion: str) -> An
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         return model(**plain_ids(tokenizer, reads, prompt, completion)).logits[0]
-
-
-def spec_of(folder: Path, **values: Any) -> dict[str, Any]:
-    return {
-        "name": "reward",
-        "model_path": str(folder),
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "reads": "chat",
-        "label": 0,
-        "batch_tokens": 512,
-        **values,
-    }
 
 
 @asynccontextmanager
@@ -227,15 +190,6 @@ def without_head(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def without_template(folder: Path) -> None:
-    for path in folder.glob("chat_template*"):
-        path.unlink()
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config.pop("chat_template", None)
-    path.write_text(json.dumps(config))
 
 
 def without_weights(folder: Path) -> None:

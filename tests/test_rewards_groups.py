@@ -20,10 +20,9 @@ from crash_fuzz import differences
 from fakes import FakeEngine
 from job_runs import run, start, wait_until, write_config
 from journal_cases import admit, asked, make_rollout, with_journal
+from producer_cases import FakeHost, House, run_harness
 from rollout_cases import make_held_out, one_token, single_turn, virtual
-from test_producers_groups import House
-from test_producers_rollout import FakeHost, run_harness
-from test_tasks_scorer import PROMPT, TOKENIZER, make_scorer
+from scorer_cases import PROMPT, TOKENIZER, make_scorer
 
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig

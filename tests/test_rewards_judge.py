@@ -21,9 +21,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fakes import FakeEngine
 from job_runs import read_lines, run, write_config
+from producer_cases import House
 from rollout_cases import virtual
-from test_producers_groups import House
-from test_tasks_scorer import PROMPT, TOKENIZER, sampled
+from scorer_cases import PROMPT, TOKENIZER, sampled
+from scoring_cases import SECTIONS
 
 from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
 from asyncrl.config import TaskConfig
@@ -724,8 +725,6 @@ async def test_run_is_paid_by_a_judge(
 
 # ---- docs/rewards.md
 
-PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
-SECTIONS = re.findall(r"^```yaml\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
 REPLIES = [
     ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
     ("End with A, B or tie", "Tie.", [0.5, 0.5]),

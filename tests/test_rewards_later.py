@@ -16,10 +16,9 @@ import pytest
 from fakes import FakeSource, MemoryJournal
 from job_runs import ROOT, read_lines, start, variant, wait_until, write_config
 from journal_cases import admit, make_rollout, with_journal
+from late_cases import Desk, watched
+from producer_cases import FakeHost
 from rollout_cases import FakeSink, make_producers, one_token, virtual
-from test_gateway_work_queue import Desk
-from test_observe_watchdog import watched
-from test_producers_rollout import FakeHost
 
 from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure
 from asyncrl.base.failures import FailureKind

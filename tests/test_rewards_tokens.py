@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeEngine
+from producer_cases import FakeHost, run_harness
 from rollout_cases import one_token, single_turn, virtual
-from test_producers_rollout import FakeHost, run_harness
-from test_tasks_scorer import PROMPT, make_scorer, sampled
+from scorer_cases import PROMPT, make_scorer, sampled
 
 from asyncrl.base.errors import RewardFailure
 from asyncrl.base.failures import FailureKind

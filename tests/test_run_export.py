@@ -21,6 +21,7 @@ import yaml
 from fake_hub import TOKEN, FakeHub
 from huggingface_hub import constants
 from job_runs import run, write_config
+from made_runs import MadeRun, contents
 from safetensors.torch import load_file
 from tiny_model import STACKED, make_tiny_moe
 from trainer_cases import MakeStep, train_versions
@@ -36,71 +37,19 @@ from asyncrl.base.errors import (
     ConfigError,
     find_fatal,
 )
-from asyncrl.config import load_config, run_config_yaml
 from asyncrl.job import checkpoint_callback
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.loop import save_final
 from asyncrl.job.reporter import Reporter
-from asyncrl.job.run_export import export_run, find_weights
-from asyncrl.journal.checkpoint_folders import write_manifest
+from asyncrl.job.run_export import find_weights
 from asyncrl.launch.processes import Launcher
 from asyncrl.observe.console import RunLog
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER, ModelPin
-from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.state import copy_files
 from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}
 SECRET = "/home/somebody/s3cret"
-
-
-def no_words(_: str) -> None:
-    pass
-
-
-class MadeRun:
-    """A run directory with checkpoints of a trainer in this process."""
-
-    def __init__(self, folder: Path, model_dir: Path, **sections: Any) -> None:
-        self.path = folder / "run"
-        self.path.mkdir(parents=True)
-        sections["model"] = {
-            "path": str(model_dir),
-            "scratch": None,
-            **sections.get("model", {}),
-        }
-        self.config = load_config(write_config(folder, **sections))
-        (self.path / "config.yaml").write_text(run_config_yaml(self.config))
-        pin = ModelPin(self.path, self.config.model.source)
-        pin.read(model_dir)
-        pin.write()
-
-    def checkpoint(self, step: TrainerRank) -> Path:
-        """Save the trainer's present state, as complete as finish() makes it."""
-        folder = self.path / "checkpoints" / f"step_{step.policy_version}"
-        folder.mkdir(parents=True)
-        step.begin_save_state(folder / "trainer").result()
-        (folder / "controller.json").write_text("{}")
-        write_manifest(folder, step.policy_version)
-        return folder
-
-    def end(self, step: TrainerRank) -> None:
-        """A run directory after the end of a run."""
-        step.save(self.path / "final")
-        summary = {"state": "done", "policy_version": step.policy_version}
-        (self.path / "summary.json").write_text(json.dumps(summary))
-
-    def export(self, out: Path, **wanted: Any) -> Path:
-        before = contents(self.path)
-        facts = export_run(self.path, out, **{"tell": no_words, **wanted})
-        assert facts["num_bytes"] == sum(file.stat().st_size for file in out.iterdir())
-        assert contents(self.path) == before
-        return out
-
-
-def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    stats = {path: path.stat() for path in folder.rglob("*")}
-    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
 
 
 def logits(model: Any) -> torch.Tensor:

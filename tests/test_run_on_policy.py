@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from buffer_groups import make_buffer
 from fakes import FakeEngine, FakeScorer, MemoryJournal
+from restored_cases import Life as RestoredLife
 from rollout_cases import make_producers, single_turn
-from test_run_restore import Life as RestoredLife
-from test_tasks_prompt_source import Numbers
+from scorer_cases import Numbers
 
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Prompt, UnfinishedGroup

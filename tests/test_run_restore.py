@@ -5,7 +5,7 @@ has caught up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -16,18 +16,22 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from buffer_groups import make_buffer
-from fake_server import FakeProcess, FakeTrainerServer
 from fakes import MemoryJournal
 from journal_cases import (
     asked,
     make_group,
     make_partial,
     make_rollout,
-    open_journal,
     same_group,
     same_partial,
 )
-from test_trainer_supervision import batch_at, weights_of
+from restored_cases import (
+    Life,
+    batch_at,
+    make_feed,
+    save_checkpoint,
+    weights_of,
+)
 
 from asyncrl.base.errors import (
     CheckpointError,
@@ -37,145 +41,22 @@ from asyncrl.base.errors import (
     TrainerLost,
 )
 from asyncrl.base.http import Refused
-from asyncrl.config import CheckpointConfig, SupervisionConfig
+from asyncrl.config import CheckpointConfig
 from asyncrl.job.checkpointer import Checkpointer
-from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.trainer_recovery import (
-    SupervisedTrainer,
     journaled_batches,
     recover_trainer,
 )
 from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints
 from asyncrl.journal.read import run_story
-from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import (
     Batch,
     GroupId,
     Outcome,
     Prompt,
     Ticket,
-    UnfinishedGroup,
 )
-from asyncrl.messages.trainer_api import TrainResponse
-from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.rollouts.late_rewards import LateRewards
-from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.tasks.prompt_source import Epochs
-
-
-class Questions:
-    """Prompt i is question i, like in journal_cases."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def prompt(self, index: int) -> str:
-        return f"Question {index}"
-
-
-def make_feed(seed: int = 0) -> PromptSource:
-    return PromptSource(TaskPrompts(Questions(), seed=seed, shuffle=False))  # type: ignore[arg-type]
-
-
-class Life:
-    """One process of a run: its components, reporter and journal. `restored` counts
-    calls of the reporter after a resume.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.journal, self.buffer, self.feed = (
-            open_journal(path),
-            make_buffer(num_batches=20),
-            make_feed(),
-        )
-        self.worker = FakeTrainerServer(train_s=0.0)
-        self.worker.export_s = self.worker.load_s = self.worker.save_s = (
-            self.worker.write_s
-        ) = 0.0
-        supervision, never = (
-            Supervision(SupervisionConfig(), 1.0, print, print),
-            AsyncMock(),
-        )
-        self.trainer = SupervisedTrainer(
-            [FakeProcess(self.worker)],
-            supervision,
-            bring_back=never,
-        )
-        self.producers = self
-        self.late = LateRewards(self.journal, timeout_s=9.0)
-        self.steps: list[tuple[Batch, TrainResponse]] = []
-        self.returned: list[tuple[int, Prompt]] = []
-        self.restored = 0
-
-    def admit(self) -> Ticket:
-        ticket, prompt = self.buffer.admit_nowait(), self.feed.next_nowait()
-        self.journal.add_admission_nowait(ticket, prompt)
-        return ticket
-
-    def finish(self, *tickets: Ticket) -> None:
-        for ticket in tickets:
-            group = make_group(ticket.group_id, version=ticket.start_version)
-            for trajectory in group.trajectories:
-                self.journal.add_rollout_nowait(ticket.group_id, (trajectory,))
-            assert self.buffer.finish_nowait(group) == "ready"
-            self.journal.end_group_nowait(ticket.group_id, "ready", "")
-
-    def numbers(self) -> tuple[int, int, int]:
-        """(next batch, ready groups, running groups)."""
-        return (
-            self.buffer.rule.next_batch,
-            self.buffer.rule.num_ready,
-            self.buffer.rule.num_running,
-        )
-
-    async def take_step(self, *, is_trained: bool = True) -> None:
-        batch = self.buffer.take_nowait()
-        await self.journal.add_batch(batch)
-        if is_trained:
-            report = await self.trainer.train(batch)
-            self.journal.add_training_nowait(batch.version, report.metrics)
-            self.buffer.set_served_nowait(report.policy_version)
-
-    async def run_steps(self, number: int) -> None:
-        for _ in range(number):
-            self.finish(self.admit(), self.admit())
-            await self.take_step()
-
-    async def restore(
-        self, whole: Checkpoint | None = None
-    ) -> tuple[UnfinishedGroup, ...]:
-        point = ResumePoint(whole)
-        if whole is not None:
-            self.worker.states[str(whole.trainer_dir)] = weights_of(point.version)
-        state = await self.journal.read_resume(point.version)
-        return await restore(self, self, point, state)  # type: ignore[arg-type]
-
-    def next_prompts(self, number: int) -> list[tuple[str, int]]:
-        prompts = [self.feed.next_nowait() for _ in range(number)]
-        return [(prompt.prompt_id, prompt.num_requeued) for prompt in prompts]
-
-    # As reporter and producers.
-
-    special_tokens = SpecialTokens()
-
-    def resume_at(self, version: int, counted: object, spent_s: float) -> None:
-        assert self.steps == []
-        self.restored += 1
-
-    def end_step(self, rooms: object, batch: Batch) -> None: ...
-
-    def step(
-        self,
-        rooms: object,
-        batch: Batch,
-        report: TrainResponse,
-        found: Mapping[str, float],
-        ended: object,
-    ) -> None:
-        self.steps.append((batch, report))
-
-    def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returned.append((version, prompt))
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
@@ -436,13 +317,6 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
     lives(tmp_path / "lost.sqlite", first)
     lives(tmp_path / "new.sqlite", killed_before_a_group, second, third)
-
-
-def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
-    pending = checkpoints.begin()
-    (pending / "trainer").mkdir()
-    (pending / "trainer" / "weights").write_text(str(version))
-    checkpoints.finish(pending, version, {})
 
 
 LOST = TrainerLost("trainer", "no answer")

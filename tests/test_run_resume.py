@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job_runs import CONFIG, write_config
 from journal_cases import make_batch, tell_ready
-from test_run_restore import save_checkpoint
+from restored_cases import save_checkpoint
 from typer.testing import CliRunner
 
 from asyncrl.base.errors import ConfigError

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import SMALL, iterate_until
 from engine_in_process import make_qwen3, make_request, make_spec
 from engine_replies import ask
 from gateway_capture_cases import CharRenderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_resumed import SMALL, iterate_until
 from text_tokenizers import byte_level, save
 from trainer_cases import changed
 from trainer_cases import make_spec as trainer_spec

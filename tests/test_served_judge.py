@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 from engine_processes import SECRET, engine_process
-from test_reward_model import make_decoder, without_template
-from test_tasks_scorer import PROMPT
+from scorer_cases import PROMPT
+from scoring_cases import make_decoder, without_template
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_process import vllm_process

@@ -15,13 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_in_process import make_qwen3
 from pydantic import ValidationError
-from test_distillation import (
-    ROLLOUTS,
-    check_journal,
-    check_tops,
-    plain_logprobs,
-    taught,
-)
+from taught_cases import ROLLOUTS, check_journal, check_tops, plain_logprobs, taught
 from transformers import AutoModelForCausalLM
 from vllm_process import SECRET, vllm_process
 

@@ -14,21 +14,20 @@ from typing import Any
 
 import job_runs
 import pytest
-import yaml
 from engine_processes import SECRET, EngineProcess, engine_process
 from held_task import held_slice
-from test_reward_model import PAIRS, make_decoder, spec_of
+from made_runs import write_colocated
+from scoring_cases import PAIRS, make_decoder, spec_of
 from tiny_model import make_tiny_model
 
 from asyncrl.base.http import Caller
-from asyncrl.config import ModelConfig, ScratchConfig
+from asyncrl.config import ModelConfig
 from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.engines.teacher import Teacher
 from asyncrl.launch.plan import model_shape
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 # one process imports the modules that they fork
 pytestmark = pytest.mark.xdist_group("forks")
@@ -111,45 +110,6 @@ def test_memory_of_a_server_leaves_and_comes_back(kind: str, tmp_path: Path) -> 
 
 
 # ---- runs
-
-
-def write_colocated(folder: Path, kind: str, offload: str) -> Path:
-    """Write a config whose trainer, engine and server time-share one CPU."""
-    model = folder / "model"
-    sections: dict[str, Any] = {
-        "placement": {"trainer": "cpu", "rollout": "trainer", "share": None},
-        "trainer": {"num_steps": 6},
-        "algorithm": {"advantage": "held_task:held_rloo"},
-        "supervision": {"backoff_s": 0.1},
-    }
-    served = {"path": str(model), "offload": offload}
-    if kind == "teacher":
-        # The same vocabulary as the policy's.
-        make_scratch_model(
-            ScratchSpec(
-                out=model,
-                seed=5,
-                scratch=ScratchConfig.model_validate(
-                    job_runs.CONFIG["model"]["scratch"]
-                ),
-            )
-        )
-        sections["teacher"] = served
-        sections["algorithm"] |= {"distill_weight": 0.5}
-    else:
-        make_decoder(model, None)
-        rows = folder / "rows.jsonl"
-        rows.write_text("\n".join(json.dumps({"prompt": f"{a} 2"}) for a in "abcdefgh"))
-    path = job_runs.write_config(folder, **sections)
-    if kind == "reward":
-        config = yaml.safe_load(path.read_text())
-        config["task"] = {
-            "files": [str(rows)],
-            "answer_column": "none",
-            "reward": {"model": served},
-        }
-        path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def state_of(run_dir: Path, kind: str) -> tuple[str, str]:

@@ -26,9 +26,9 @@ from job_runs import (
     write_config,
 )
 from launcher_contract import OTHER, SECRET
+from made_runs import write_colocated
 from ray_cluster import FRUGAL, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
-from test_servers_asleep import write_colocated
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from job_runs import CONFIG
-from test_sft_data import CHATML, GOOD, base_model
+from sft_cases import CHATML, GIVEN, GOOD, base_model
 from typer.testing import CliRunner
 
 from asyncrl.base.errors import ConfigError
@@ -21,12 +21,6 @@ from asyncrl.job.resume import changed_keys
 from asyncrl.observe.run_dir import read_config
 
 ROOT = Path(__file__).parents[1]
-GIVEN: dict[str, Any] = {
-    "model": CONFIG["model"],
-    "data": {"files": ["rows.jsonl"]},
-    "trainer": {"num_groups": 4, "learning_rate": 0.003, "threads": 1},
-    "observe": {"console": "plain", "trackers": []},
-}
 
 
 def sft_config(**sections: Any) -> SftConfig:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sft_cases import CHATML, GOOD, base_model
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import DataConfig
@@ -20,12 +20,6 @@ from asyncrl.rollouts.demonstrations import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-CHATML = (
-    "{% for message in messages %}"
-    "<|user|>{{ message.role }} {{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|user|>assistant {% endif %}"
-)
-"""Writes a line end behind each turn, which no engine samples."""
 MARKED = (
     "{% for message in messages %}<|user|>"
     "{% if message.role == 'assistant' %}"
@@ -46,9 +40,6 @@ TURNS = [
     {"role": "user", "content": "e"},
     {"role": "assistant", "content": "fg"},
 ]
-
-
-GOOD = {"prompt": "a", "completion": "b"}
 
 
 REFUSED = (Path(__file__).parent / "sft_rows.jsonl").read_text().splitlines()
@@ -194,22 +185,6 @@ def test_parquet_rows_are_read(tiny_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = HFChatTokenizer(tiny_model_dir)
     found = read_demonstrations(DataConfig(files=[str(path)]), tokenizer, None)
     assert [row.num_sampled for row in found.rows] == [6, 3]
-
-
-def base_model(model: Path, folder: Path) -> Path:
-    """Return a copy whose only end of text is another token than the template's."""
-    shutil.copytree(model, folder)
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        if path.exists():
-            path.write_text(
-                json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0})
-            )
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    first = HFChatTokenizer(model).decode([0], skip_special_tokens=False)
-    path.write_text(json.dumps(settings | {"eos_token": first}))
-    return folder
 
 
 def test_answer_without_an_end_is_counted_and_learns_nothing_behind_it(

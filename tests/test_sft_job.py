@@ -22,7 +22,7 @@ from job_runs import (
     wait_for_steps,
     write_config,
 )
-from test_sft_config import GIVEN
+from sft_cases import GIVEN
 from typer.testing import CliRunner
 
 from asyncrl.cli import app

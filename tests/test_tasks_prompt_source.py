@@ -11,27 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scorer_cases import Numbers
 
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, PromptSource, TaskPrompts
 from asyncrl.tasks.prompt_source import FLOOR, Epochs, make_rota
-
-
-class Numbers:
-    """Prompt number i is the text "item i"."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def prompt(self, index: int) -> Any:
-        return f"item {index}"
-
-    def score(self, prompt: Any, completion: str) -> float:
-        return 0.0
 
 
 def make_source(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptSource:

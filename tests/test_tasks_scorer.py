@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes import FakeTokenizer
 from rollout_cases import virtual
+from scorer_cases import PROMPT, TOKENIZER, make_scorer, sampled
 from token_cases import completion_of
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
@@ -39,25 +39,6 @@ from asyncrl.messages.records import Completion, Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward, optional
-
-TOKENIZER: Any = FakeTokenizer()
-PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
-
-
-def make_scorer(
-    function: Any, pool: str = "inline", *, warn: Any = print, **settings: Any
-) -> TaskScorer:
-    """A scorer in the thread or inline pool."""
-    given = {"python": "x:y", "reward_pool": pool, "reward_timeout_s": 10.0} | settings
-    config = TaskConfig.model_validate(given)
-    task: Any = SimpleNamespace(score=function)
-    return TaskScorer(task, config, TOKENIZER, seed=0, warn=warn)
-
-
-def sampled(text: str) -> Completion:
-    return completion_of(
-        [*map(ord, text)], [-0.5] * len(text), finish="length", prompt=[1, 2]
-    )
 
 
 class Stop(BaseException):

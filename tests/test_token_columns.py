@@ -13,7 +13,7 @@ import torch
 from fake_engine import FakeEngineServer, LetterEngine
 from gateway_capture_cases import CharRenderer
 from rollout_cases import virtual
-from test_engines_pool import publish
+from weight_cases import publish
 
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.engines.engine import EngineServer

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import yaml
+from agent_cases import last_turn, text_of, tool_call
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import CONFIG, environment, read_lines, write_config
 from job_runs import RUN as COMMAND
 from test_harness_openenv import openenv_010
-from test_harness_verifiers import last_turn, text_of, tool_call
 from typer.testing import CliRunner
 
 from asyncrl.base.errors import ConfigError, RolloutFailure

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_observe_page import make_sample
+from page_cases import make_sample
 
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.trackers import Background, TrackedRun

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import running, save_state
 from safetensors.torch import load_file
-from test_reward_model import make_decoder
+from scoring_cases import make_decoder
 from tiny_model import make_tiny_model
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader

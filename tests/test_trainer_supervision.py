@@ -12,7 +12,7 @@ import pytest
 from fake_server import FakeChild, FakeProcess, FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_cases import make_batch
+from restored_cases import batch_at, weights_of
 
 from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
@@ -95,18 +95,6 @@ class House:
     def check(self) -> None:
         """Check that every written batch is in the weights, once and in order."""
         assert self.server.weights == weights_of(len(self.journal))
-
-
-def batch_at(version: int) -> Batch:
-    return make_batch(version, 2 * version, 2 * version + 1)
-
-
-def weights_of(version: int) -> list[str]:
-    """The fake's weights after `version` batches of House.steps."""
-    return [
-        f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1"
-        for v in range(version)
-    ]
 
 
 def live(story: Callable[[House], Any], **knobs: Any) -> House:

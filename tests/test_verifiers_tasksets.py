@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_cases import last_turn, text_of
 from gateway_cases import ScriptedEngine, gateway_world
 from test_environments import ROOT, adds, resources
 from test_harness_openenv import Server, framework
-from test_harness_verifiers import last_turn, text_of
 
 from asyncrl.agents import Outcome
 from asyncrl.messages.records import Rollout

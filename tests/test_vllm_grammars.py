@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_cases import check_allowed
 from gateway_cases import gateway_world
 from served_gateway import check_gateway
-from test_engine_grammars import check_allowed
 from vllm_house import MAX_LENGTH, House
 
 from asyncrl.engines.pool import EnginePool

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
+from weight_cases import chunks_of
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights import tensor_files
 from asyncrl.weights.tensor_files import (
@@ -43,23 +43,6 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
         )
 
     return make
-
-
-def chunks_of(step: TrainerRank) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
-    """Load each chunk before the next, like an engine."""
-    chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
-    while not chunks or not chunks[-1][0].is_last:
-        answer = step.export_chunk(step.policy_version, len(chunks))
-        chunks.append(
-            (
-                answer,
-                {
-                    name: tensor.clone()
-                    for name, tensor in load_file(answer.path).items()
-                },
-            )
-        )
-    return chunks
 
 
 # ---- whole

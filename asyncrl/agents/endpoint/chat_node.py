@@ -40,7 +40,7 @@ class Prefix:
         state.update(
             more.encode()
             if isinstance(more, str)
-            else np.ascontiguousarray(more, dtype="<i4")
+            else np.ascontiguousarray(more, dtype="<i4").data
         )
         return Prefix(self.length + len(more), state)
 
