@@ -339,7 +339,7 @@ def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> No
     ],
 )
 def test_distill_setting_without_effect_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="has no effect with distill_"):
+    with pytest.raises(ValidationError, match=r"has no effect with \.distill_"):
         AlgorithmConfig(**settings)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_docs import parse
+from printed_texts import parse
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config

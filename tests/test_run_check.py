@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
+from followed_ways import Typed, dead_ends, parts_of
 from job_runs import ROOT, write_config
 from tiny_model import SHAPE
 
@@ -97,9 +99,6 @@ task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> writ
 task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
 observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
 eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
-checkpoint.keep_best=true -> add a section eval, or set it to false
-rollout.slots=BIG -> rollout on the command line: ... slots is an integer of more than 64 bits
-task.answer_column=prompt -> is the prompt column, too
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
@@ -126,9 +125,8 @@ MBART = (
     "{model_type: mbart, d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, "
     "decoder_ffn_dim: 64, max_position_embeddings: 128}"
 )
-REFUSED = REFUSED.replace("MBART", MBART, 1).replace("BIG", str(10**400))
-CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
-"""(settings, words that are said, parts apart by ...)."""
+CASES = REFUSED.replace("MBART", MBART, 1).strip().splitlines()
+"""SETTINGS -> words that are said, parts apart by ... => WAY | WAY (test_ways_out.py)."""
 
 
 def settings_of(line: str) -> list[str]:
@@ -152,31 +150,36 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def with_id(line: str, words: str) -> object:
-    return pytest.param(
-        line,
-        words,
-        id=line,
-        marks=pytest.mark.extras if "reasoning_gym" in line else (),
-    )
+def with_id(line: str) -> object:
+    is_extra = "reasoning_gym" in line
+    return pytest.param(line, id=line, marks=pytest.mark.extras if is_extra else ())
 
 
-@pytest.mark.parametrize(("line", "words"), [with_id(*case) for case in CASES])
-def test_check_refuses_what_cannot_run_with_exit_code_2(
+@pytest.mark.parametrize("line", [with_id(line) for line in CASES])
+def test_check_refuses_what_cannot_run_and_takes_its_way_out(
     line: str,
-    words: str,
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings_of(line)]
-    )
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    said = capsys.readouterr().err
+    mistake, words, ways = parts_of(line)
+    config = write_config(here)
+
+    def check(typed: Typed) -> str | None:
+        config.write_text(yaml.safe_dump(typed.file))
+        arguments = ["check", str(config), *typed.overrides]
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code in (0, 2)
+        said = capsys.readouterr().err
+        return said if ended.value.code else None
+
+    typed = Typed(yaml.safe_load(config.read_text()), tuple(settings_of(mistake)))
+    said = check(typed) or ""
     assert is_said(words, said), said
     assert "Way out: " in said
+    assert not dead_ends(typed, check, ways), said
 
 
 MOE = "model.scratch.architecture={model_type: %s, hidden_size: 32, num_attention_heads: 4%s}"

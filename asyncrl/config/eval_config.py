@@ -86,13 +86,16 @@ class EvalConfig(FrozenConfig):
         # Each evaluation samples the same prompts, the first ones in file order, or its
         # curve would mean nothing. Its name is eval.name.
         for key in self.task.given(*NOT_EVALUATED):
-            yield f"task.{key} is not for evaluations; remove it"
+            yield f".task.{key} is not for evaluations; remove it"
         if self.called in PARTS_OF_EVALS:
-            yield f"an evaluation cannot be called {self.called}; set eval.name to another one"
+            yield f"an evaluation cannot be called {self.called}; set .name to another name"
         if self.temperature == 0 and (cuts := self.given(*sorted(CUTS))):
-            yield f"{cuts[0]} has no effect at temperature=0; set either"
+            yield f".{cuts[0]} has no effect at .temperature=0; set .temperature=1, or remove it"
         if self.samples > 1 and self.temperature == 0:
-            yield f"samples={self.samples} are all the same at temperature=0; set either to 1"
+            yield (
+                f".samples={self.samples} are all the same at .temperature=0; set .temperature=1 or "
+                ".samples=1"
+            )
 
 
 Evals = Annotated[

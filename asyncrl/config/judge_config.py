@@ -94,33 +94,40 @@ class JudgeConfig(FrozenConfig):
         found = set(PLACES.findall(self.prompt))
         places = ", ".join(f"{{{name}}}" for name in NEEDED[self.mode])
         if not found.issuperset(NEEDED[self.mode]):
-            raise ValueError(f"prompt lacks {places}, which mode={self.mode} fills in")
+            raise ValueError(
+                f".prompt lacks {places}, which .mode={self.mode} fills in; add it"
+            )
         others = found - {"prompt", "answer", *NEEDED[self.mode]}
         if others:
             raise ValueError(
-                f"prompt has {{{min(others)}}}, and mode={self.mode} fills in {places}"
+                f".prompt has {{{min(others)}}}, and .mode={self.mode} fills in {places}; write one of them"
             )
         try:
             groups = self.pattern.groups
         except re.error as error:
             raise ValueError(
-                f"parse={self.parse} is not a regular expression: {error}"
+                f".parse={self.parse} is not a regular expression: {error}; correct it, or remove it"
             ) from error
         if not groups:
-            raise ValueError(f"parse={self.parse} has no group in ( )")
+            raise ValueError(
+                f".parse={self.parse} has no group in ( ); add it, or remove .parse"
+            )
         endpoint = ("key_variable", "requests_per_minute", "tokens_per_minute")
         if self.is_served and (own := self.given(*endpoint)):
-            raise ValueError(f"{own[0]} is of a judge with base_url; remove it")
+            raise ValueError(f".{own[0]} is of a judge with .base_url; remove it")
         if not self.is_served and (
             own := self.given("revision", "max_length", "engine", "offload")
         ):
-            raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
+            raise ValueError(f".{own[0]} is of a judge without .base_url; remove it")
         if self.is_served and self.max_tokens >= self.max_length:
             raise ValueError(
-                f"max_tokens={self.max_tokens} leaves no token of max_length={self.max_length} to the request"
+                f".max_tokens={self.max_tokens} leaves no token of .max_length={self.max_length} to the "
+                "request; lower .max_tokens, or raise .max_length"
             )
         if self.best != 1.0 and self.mode != "score":
-            raise ValueError(f"best is of mode=score, not of mode={self.mode}")
+            raise ValueError(
+                f".best is of .mode=score, not of .mode={self.mode}; remove it"
+            )
         return self
 
 

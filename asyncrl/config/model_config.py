@@ -66,7 +66,7 @@ class ModelConfig(FrozenConfig):
         if (self.path is None) == (self.scratch is None):
             yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
         if self.revision is not None and self.path is None:
-            yield f"model.revision={self.revision} is of a hub id, and model.scratch has none"
+            yield f"model.revision={self.revision} is of a hub id, which model.scratch lacks; remove it"
 
     @property
     def source(self) -> str | None:

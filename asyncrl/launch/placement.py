@@ -356,8 +356,9 @@ def _refuse_sharing(
             f"{_written(config)} are the same devices, and "
             f"buffer.max_staleness={config.buffer.max_staleness}, rollout.num_engines={rollout.num_engines}",
             rule="time-sharing makes every batch on-policy, with a fixed number of engines",
-            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
-            "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
+            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or "
+            "buffer.max_staleness=1 and placement.share=0.4 (CUDA only: both sides work at once), or give "
+            "placement.rollout its own devices.",
         )
     if is_colocated and (
         rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)
