@@ -136,6 +136,26 @@ def refusals() -> Iterator[Printed]:
         yield from literals_of(Path(path).name, tree, nodes)
 
 
+def ways_of_errors() -> Iterator[Printed]:
+    """Yield the ways out with a setting of all other errors in a config."""
+    covered = ("algorithms/registry.py", "launch/placement.py", "config/")
+    for path in sorted((ROOT / "asyncrl").rglob("*.py")):
+        place = str(path.relative_to(ROOT / "asyncrl"))
+        if place.startswith(covered):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        ways = [
+            word.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ConfigError"
+            for word in node.keywords
+            if word.arg == "way_out"
+        ]
+        for printed in literals_of(place, tree, ways):
+            if [*values_in(printed.text)] or REMOVED.search(printed.text):
+                yield printed
+
+
 @cache
 def all_refusals() -> tuple[Printed, ...]:
     return tuple(refusals())

@@ -5,21 +5,27 @@ and a reader who follows the way out of a refused config gets a config that is t
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
-from printed_texts import ROOT, faults_of, texts_of
+from job_runs import CONFIG
+from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
+from asyncrl.cli import main
 from asyncrl.config import RunConfig
-from asyncrl.config.load import load_any
+from asyncrl.config.load import load_any, load_config, load_sft
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, described_nodes, single_node
 from asyncrl.launch.placement import place
+from asyncrl.templates import write_template
 
 RUN: dict[str, Any] = {
     "model": {"path": "some/model"},
@@ -121,7 +127,91 @@ def test_each_refusal_of_settings_is_met() -> None:
     assert len(all_refusals()) > 120
 
 
+# ---- commands
+
+COMMANDS = (
+    (ROOT / "tests/refused_commands.txt").read_text(encoding="utf-8").splitlines()
+)
+"""COMMAND -> words that it prints => COMMAND | COMMAND. Without the last part, the commands
+in the printed text are followed, with RUN_DIR and CONFIG as in the first command.
+"""
+LOADERS = {"run": load_config, "sft": load_sft}
+
+
+@pytest.fixture
+def _runs(_folder: None) -> None:
+    """A run of an older version, and configs."""
+    with tarfile.open(ROOT / "tests/older_runs/0.1.0.tar.xz") as archive:
+        archive.extractall("old/run", filter="data")
+    for name, values in {"mine/config": CONFIG, "run": CONFIG, "sft": SFT}.items():
+        path = Path(f"{name}.yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(values))
+    write_template("quickstart", Path("full"))
+
+
+def commands_in(said: str, line: str) -> list[str]:
+    words = shlex.split(line)
+    meant = {"RUN_DIR": words[1:2], "CONFIG": words[1:2]}
+    found = [f"{name}{rest}" for _, name, rest in COMMAND.findall(said)]
+    return [
+        shlex.join(
+            part for word in shlex.split(one) for part in meant.get(word, [word])
+        )
+        for one in found
+    ]
+
+
+@pytest.mark.usefixtures("_runs")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_in_a_refusal_work(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *shlex.split(command)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out + printed.err
+
+    mistake, _, rest = line.partition(" -> ")
+    says, _, written = rest.partition(" => ")
+    code, said = run(mistake)
+    assert code == 2
+    assert says in said
+    ways = written.split(" | ") if written else commands_in(said, mistake)
+    assert ways
+    for way in ways:
+        name, *_ = shlex.split(way)
+        if name in LOADERS:  # it would train
+            given = parse(shlex.split(way))
+            LOADERS[name](given["config"], given["overrides"] or [])
+        else:
+            assert run(way)[0] == 0, way
+
+
 # ---- all printed texts
+
+
+FAULTS = {
+    "set trainer.num_stepz=3.": "no setting trainer.num_stepz",
+    "raise rollout.max_token, or wait.": "no setting rollout.max_token",
+    "set buffer.filter=equal": "buffer.filter=equal: ",
+    "set rollout.engine=embedded or sglang.": "rollout.engine=sglang: ",
+    "set rollout.temperature to 0.": "rollout.temperature=0: ",
+    "set model.chat_template_kwargs: {a: 1}, trainer.lora={rank: 0}.": "trainer.lora={rank: 0}: ",
+    "run `asyncrl stopp RUN`.": "asyncrl stopp RUN: ",
+    "see `asyncrl status RUN --verbos`.": "asyncrl status RUN --verbos: ",
+    "give --worker-python.": "no option --worker-python",
+    "pip install 'asyncrl[vlm]'": "no extra vlm",
+    "`make setup-vlm` (CPU)": "no target setup-vlm",
+    "docs/reward.md": "no file docs/reward.md",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_wrong_name_in_a_text_is_found(text: str) -> None:
+    assert any(FAULTS[text] in fault for fault in faults_of(text))
 
 
 def test_printed_settings_commands_and_files_exist() -> None:

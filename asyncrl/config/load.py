@@ -300,6 +300,8 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
         known = [str(number) for number in range(len(section))] + [
             one for one in called if one
         ]
+        if len(section) == 1 and name not in known:
+            return [_set(section[0], names, value)]
         if name not in known or not inner:
             raise ValueError(
                 f"there are several; say which one, and its key: {', '.join(map(str, known))}"

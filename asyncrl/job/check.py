@@ -454,6 +454,7 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         except ConfigError as error:
             section = key if key.startswith("task") else f"{key}.task"
             error.what = TASK_KEYS.sub(section, error.what)
+            error.way_out = TASK_KEYS.sub(section, error.way_out)
             raise
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
