@@ -53,6 +53,7 @@ devices of a machine. Ways are written here where the text gives a rule, not a v
 removes a setting. All other ways are read from the printed text.
 """
 TAKEN = (
+    "generator.python=a:run algorithm.advantage=rloo algorithm.turn_discount=1",
     "TAUGHT algorithm.reward_weight=0 rollout.group_size=1",
     "rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1",
     "rollout.engine=vllm rollout.top_k=50",

@@ -450,16 +450,16 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
     num = config.rollout.max_engines
     split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
-    is_uneven = any(count % split for count in counts) or len(rollout) > num * split
-    if is_uneven and not takes_no_device(config):
-        key = config.rollout.facts.split_key
-        splits = f" or rollout.{key}={math.gcd(*counts)}" if key else ""
+    has_rest = any(count % split for count in counts)
+    if (has_rest or len(rollout) > num * split) and not takes_no_device(config):
+        fitting = f"rollout.num_engines={len(rollout) // split}"
+        if has_rest:
+            fitting = f"rollout.{config.rollout.facts.split_key}={math.gcd(*counts)}"
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
             f"rollout.num_engines={num} with {split} each",
             rule="an engine has CUDA devices of one node or a CPU, and no device is idle",
-            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)}{splits}, or change "
-            "placement.rollout.",
+            way_out=f"set {fitting}, or change placement.rollout.",
         )
 
 
