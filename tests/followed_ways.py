@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from printed_texts import END, KEY, ROOT, Printed, literals_of, values_in
@@ -122,9 +121,10 @@ def refusals() -> Iterator[Printed]:
     """Yield the text of each refusal of settings: rules of sections, and errors of the
     modules that choose algorithms and devices.
     """
-    modules = ["asyncrl/algorithms/registry.py", "asyncrl/launch/placement.py"]
-    for path in [*sorted((ROOT / "asyncrl/config").glob("*.py")), *modules]:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    config = sorted((ROOT / "asyncrl/config").glob("*.py"))
+    others = ("algorithms/registry.py", "launch/placement.py")
+    for path in [*config, *(ROOT / "asyncrl" / name for name in others)]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         nodes = list[ast.expr | None]()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and "conflicts" in node.name:
@@ -133,7 +133,7 @@ def refusals() -> Iterator[Printed]:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 is_raised = node.func.id in ("ConfigError", "ValueError", "_refused")
                 nodes += node.args[:1] if is_raised else []
-        yield from literals_of(Path(path).name, tree, nodes)
+        yield from literals_of(path.name, tree, nodes)
 
 
 def ways_of_errors() -> Iterator[Printed]:

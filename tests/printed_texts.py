@@ -96,7 +96,7 @@ def literals_of(
     for node in nodes:
         text = text_of(node, constants)
         if text is not None:
-            yield Printed(f"{path}:{node.lineno}", text)  # type: ignore[attr-defined, union-attr]
+            yield Printed(f"{path}:{node.lineno}", text)  # type: ignore[union-attr]
 
 
 def text_of(node: ast.AST | None, constants: dict[str, ast.expr]) -> str | None:
@@ -126,6 +126,7 @@ def types_in(annotation: object) -> Iterator[object]:
 def fields_named(key: str) -> list[tuple[type[BaseModel], str]]:
     """Return the sections and fields that a key names; empty if there is no such key."""
     head, *parts = key.split(".")
+    found: list[tuple[type[BaseModel], str]]
     found = [(form, head) for form in ROOTS if head in form.model_fields]
     for part in parts:
         inner = [

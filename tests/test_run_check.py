@@ -142,7 +142,7 @@ WORDS = {
     "EVAL": "eval.task.files=[rows.jsonl] eval.task.reward=mine_here:length",
 }
 for word, meant in WORDS.items():
-    REFUSED = re.sub(rf"\b{word}\b", lambda _, meant=meant: meant, REFUSED)
+    REFUSED = re.sub(rf"\b{word}\b", meant, REFUSED)
 CASES = REFUSED.strip().splitlines()
 """SETTINGS -> words that are said, parts apart by ... => WAY | WAY (test_ways_out.py)."""
 

@@ -81,7 +81,7 @@ def typed_of(mistake: str) -> Typed:
     devices = re.match(r"\d+x\S+(?= )", mistake)
     mistake = mistake.removeprefix(devices[0]).strip() if devices else mistake
     for word, meant in WORDS.items():
-        mistake = re.sub(rf"\b{word}\b", lambda _, meant=meant: meant, mistake)
+        mistake = re.sub(rf"\b{word}\b", meant, mistake)
     return Typed(file, tuple(split(mistake)), devices[0] if devices else None)
 
 

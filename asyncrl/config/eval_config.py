@@ -17,13 +17,13 @@ from pydantic import (
 from asyncrl.config.fields import (
     Count,
     Fraction,
-    FrozenConfig,
     Name,
     PositiveFraction,
+    SampledConfig,
     tag_of,
 )
 from asyncrl.config.task_config import TaskConfig
-from asyncrl.messages.sampling import CUTS, DRAW_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import CUTS
 
 EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
@@ -34,7 +34,7 @@ PARTS_OF_EVALS = ("task", "failure")
 NOT_EVALUATED = ("name", "share", "sampling", "algorithm")
 
 
-class EvalConfig(FrozenConfig):
+class EvalConfig(SampledConfig):
     """A held-out task, sampled at one version. A list of sections gives several
     evaluations.
     """
@@ -72,11 +72,6 @@ class EvalConfig(FrozenConfig):
     timeout_s: PositiveFloat = 1800.0
     """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported.
     """
-
-    @property
-    def sampling(self) -> SamplingParameters:
-        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
-        return SamplingParameters(**given)
 
     @property
     def called(self) -> str:

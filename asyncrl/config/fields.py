@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.messages.records import Count as Count
+from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
 
 
 class FrozenConfig(BaseModel):
@@ -74,6 +75,15 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+class SampledConfig(FrozenConfig):
+    """A section with the parameters of sampling."""
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
+        return SamplingParameters(**given)
 
 
 def _types(annotation: object) -> Iterator[object]:

@@ -296,21 +296,17 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
     """
     name, *inner = names
     if isinstance(section, list):
-        called = [_called(one) for one in section]
-        known = [str(number) for number in range(len(section))] + [
-            one for one in called if one
-        ]
-        if len(section) == 1 and name not in known:
+        places = {str(at): at for at in range(len(section))}
+        places |= {_called(one): at for at, one in enumerate(section)}
+        places.pop("", None)
+        if len(section) == 1 and name not in places:
             return [_set(section[0], names, value)]
-        if name not in known or not inner:
+        if name not in places or not inner:
             raise ValueError(
-                f"there are several; say which one, and its key: {', '.join(map(str, known))}"
+                f"there are several; say which one, and its key: {', '.join(places)}"
             )
-        at = called.index(name) if name in called else int(name)
-        return [
-            _set(one, inner, value) if number == at else one
-            for number, one in enumerate(section)
-        ]
+        at = places[name]
+        return [*section[:at], _set(section[at], inner, value), *section[at + 1 :]]
     # A copy, because the caller keeps its values. A section of only comments is None in
     # YAML.
     copied = {} if section is None else {**section}
@@ -318,13 +314,13 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
     return copied
 
 
-def _called(entry: Any) -> str | None:
+def _called(entry: Any) -> str:
     """Return the name of a task or an evaluation in a list, as messages print it."""
     with contextlib.suppress(TypeError, AttributeError, LookupError):
         task = entry.get("task", entry)
         if task.keys() <= TaskConfig.model_fields.keys():
             return entry.get("name") or TaskConfig.model_construct(**task).called
-    return None
+    return ""
 
 
 def _place(where: str, overrides: Sequence[str], path: str) -> str:

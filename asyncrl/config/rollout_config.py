@@ -13,13 +13,15 @@ from asyncrl.config.engine_kinds import (
     EngineKind,
     is_own_of_vllm,
 )
-from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
-from asyncrl.messages.engine_api import LatencyModel
-from asyncrl.messages.sampling import (
-    CUTS,
-    DRAW_PARAMETERS,
-    SamplingParameters,
+from asyncrl.config.fields import (
+    Count,
+    Fraction,
+    FrozenConfig,
+    PositiveFraction,
+    SampledConfig,
 )
+from asyncrl.messages.engine_api import LatencyModel
+from asyncrl.messages.sampling import CUTS
 
 T = TypeVar("T")
 MOST_ENGINES = 10_000
@@ -42,7 +44,7 @@ class EngineRange(FrozenConfig):
             yield f".min={self.min} is above .max={self.max}; lower .min, or raise .max"
 
 
-class RolloutConfig(FrozenConfig):
+class RolloutConfig(SampledConfig):
     """Sampling of completions, and the engine servers."""
 
     free_keys: ClassVar = (
@@ -116,11 +118,6 @@ class RolloutConfig(FrozenConfig):
     kernel. A step of 64 rows of a 0.6B model takes 0.7 of the time on an H100, a step
     of 256 rows the same. Its graphs include sampling, and outlive sleeps.
     """
-
-    @property
-    def sampling(self) -> SamplingParameters:
-        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
-        return SamplingParameters(**given)
 
     @property
     def facts(self) -> EngineCapabilities:

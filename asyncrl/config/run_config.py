@@ -218,7 +218,7 @@ class RunConfig(FrozenConfig):
     @property
     def all_tasks(self) -> list[TaskConfig]:
         """Return the tasks of training and of evaluations."""
-        return [*self.tasks.values(), *(each.task for each in self.evals.values())]
+        return [task for task, _ in self._players.values()]
 
     @property
     def teachers(self) -> list[TeacherConfig]:
