@@ -29,7 +29,6 @@ from asyncrl.algorithms.advantages import (
 )
 from asyncrl.algorithms.losses import LossTokens, correct, interpolate, kl
 from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, RECIPES, resolve
-from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.trainer.objective import BatchNumbers, Objective
 
@@ -232,33 +231,6 @@ def test_kl_of_distant_policies_has_the_gradient_of_its_formula(
 
 
 # ---- names, and the page
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"loss": "cispo", "correction": "mis"},
-            "loss=cispo with ratio=behaviour and correction=mis",
-        ),
-        (
-            {"loss": "icepop", "importance_cap": 0.4},
-            "importance_cap=0.4 is below icepop's smallest weight",
-        ),
-        (
-            {"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"},
-            "loss=vespo with correction=",
-        ),
-        ({"loss": "cispo", "clip_delta": 9.0}, "clip_delta=9.0 with loss=cispo"),
-        ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),
-        ({"advantage": ":function"}, "algorithm.advantage=:function is not known"),
-    ],
-)
-def test_contradicting_settings_and_unknown_names_are_refused(
-    config: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(AlgorithmConfig(**config))
 
 
 def test_every_recipe_on_the_page_is_a_config() -> None:

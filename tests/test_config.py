@@ -7,17 +7,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
+from printed_texts import types_in
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig, SftConfig, load_config, run_config_yaml
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.transports import refuse_transport
-from asyncrl.launch.machine import Machine, single_node
-from asyncrl.launch.placement import place
 
 GOOD = """
 model: {path: some/model}
@@ -178,37 +175,6 @@ def test_all_problems_are_reported_at_once_with_their_values(good: Path) -> None
     assert "write task.files=[mine.jsonl]" in message
 
 
-WRITTEN = """
-model=hub/id -> model={path: hub/id}
-placement=cpu -> placement={trainer: cpu, rollout: cpu}
-trainer.lora=16 -> trainer.lora={rank: 16}
-trainer.lora=true -> trainer.lora={}
-teacher=hub/id -> teacher={path: hub/id}
-generator.command=python my_agent.py -> generator.command=[python, my_agent.py]
-generator.command=sh -c 'a b' -> generator.command=[sh, -c, a b]
-task.files=my rows.jsonl -> task.files=[my rows.jsonl]
-generator.stop=END -> generator.stop=[END]
-rollout.timeout_s=None -> rollout.timeout_s=none
-"""
-
-
-@pytest.mark.parametrize("line", WRITTEN.strip().splitlines())
-def test_what_an_error_says_to_write_is_taken(good: Path, line: str) -> None:
-    wrong, right = line.split(" -> ")
-    message = refusal(good, wrong)
-    assert f"{wrong.partition('=')[0]}=" in message
-    assert " on the command line: " in message
-    way_out = "write none" if right.endswith("=none") else f"write {right}."
-    assert way_out in message
-    try:
-        load_config(good, [right])
-    except ConfigError as error:
-        next_rule = str(error)
-    else:
-        next_rule = ""
-    assert "belongs there" not in next_rule
-
-
 @pytest.mark.parametrize("text", ["", "- a\n", "text\n", "model: hub/id\n"])
 def test_a_file_that_is_no_section_of_settings_is_named(good: Path, text: str) -> None:
     good.write_text(text)
@@ -216,141 +182,6 @@ def test_a_file_that_is_no_section_of_settings_is_named(good: Path, text: str) -
     assert f" in {good}: " in message
     named = "write model={path: hub/id}" if "model" in text else "init quickstart`"
     assert named in message
-
-
-HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000']"
-TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
-OWN = "task.verifiers=true task.files=none task.reward=none"
-TWO = "task=[{python: 'a:B'}, {python: 'a:C', name: c}]"
-LORA = (
-    "rollout.engine=vllm trainer.lora={rank: 16} weight_sync.transport=lora"
-    " model.dtype=bfloat16"
-)
-EVALS = (
-    "eval=[{name: often, every: 5, task: {python: 'a:B'}},"
-    " {name: seldom, every: 20, task: {python: 'a:B'}}]"
-)
-REFUSED = r"""
-buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
-task.files=none -> exactly one of python, files, dataset, reasoning_gym
-OWN -> set both generator.verifiers and task.verifiers
-task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> write generator.args.taskset
-task.verifiers=true task.files=none task.reward=none task.args={task: {}} -> write generator.args.taskset.task
-model.path=none -> give one of model.path
-model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
-generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, openenv, remote
-generator.python=a:b generator.stop=[x] -> stop is for a single turn, not for python; remove it
-task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
-TWO task.size=3 -> say which one, and its key: 0, 1, c
-TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
-TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 at most
-TWO task.c.name=B -> two of `task` are called B; give each a different task.name
-eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> set it to auto in each
-eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
-eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x: there is no such evaluation
-EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
-eval.task.python=a:b eval.name=failure -> an evaluation cannot be called failure
-eval.task.verifiers=true -> set both eval.task.verifiers and the verifiers of its generator
-eval.task.python=a:b eval.task.generator={python: 'a:b', workers: 2} -> generator.workers cannot differ
-eval.task.python=a:b eval.task.limits={max_calls: 3} -> eval.task.limits.max_calls is for agents
-eval.task.python=a:b eval.task.limits={max_tokens: 999} -> eval.task.limits.max_tokens=999 is above
-eval.task.python=a:b eval.top_p=0.5 -> top_p has no effect at temperature=0; set
-eval.task.python=a:b eval.top_p=0.5 eval.temperature=1 rollout.engine=simulated -> simulated has no top_p
-trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
-algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set kl_estimator=k1
-teacher.path=a/b -> set both teacher.path and algorithm.distill_weight
-TWO TAUGHT teacher.tasks=[sums] -> teacher.tasks has sums, which is not a task; the tasks are B, c
-TAUGHT teacher.tasks=[sums] -> the tasks are unnamed
-TWO TAUGHT teacher.tasks=[c] -> task.B has 0 teachers; name each task in the teacher.tasks of one teacher
-TAUGHT buffer.filter=equal_rewards -> to learn from; set buffer.filter=none
-algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=embedded or vllm, not simulated
-TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> kl_in=reward have no effect
-HERE rollout.num_engines=2 -> name each server once, and set rollout.num_engines=1
-rollout.engine=vllm rollout.urls=['http://h:1','http://h:1'] rollout.num_engines=2 -> rollout.num_engines=1
-generator.worker_python=python3 -> is for agents of `python` or `command`; remove it
-placement.actor=all -> trainer, rollout, eval, teacher, judge, reward; actor is placement.trainer here
-algorithm.advantage=gae trainer.offload.by_layer=true critic.offload.weights=never -> remove critic.offload
-placement.trainer,rollout=cpu placement.rollout=cpu -> rollout is placed twice; name it in one key
-TAUGHT teacher.offload=sometimes -> 'always'
-placement.trainer=0-1024 -> a range has at most 1024 devices
-placement.reward=[0,0] -> give auto, cpu, a device number, a list like [4, 5], or a range like 4-7
-rollout.num_engines={min: 3, max: 2} -> min=3 is above max=2
-rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or
-rollout.urls=['http://host:8000/v1'] -> String should match pattern
-HERE model.path=none model.scratch={architecture: {}, characters: ab} -> made at the start of the run
-weight_sync.transport=disk -> to a folder that trainer and engines share
-HERE weight_sync.transport=nccl -> needs engines that the run itself starts
-rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
-weight_sync.transport=lora -> set trainer.lora={rank: 16}
-LORA -> set weight_sync.transport=auto, which pushes merged weights, or model.dtype=float32
-rollout.top_p=0 -> rollout.top_p
-rollout.top_p=1.1 -> rollout.top_p
-rollout.top_k=-1 -> rollout.top_k
-rollout.min_p=1.5 -> rollout.min_p
-rollout.engine=simulated rollout.top_k=50 -> engine=simulated does not report the tokens that it sampled from
-rollout.engine=simulated rollout.min_p=0.1 -> set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0
-TAUGHT rollout.top_p=0.9 -> set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0
-observe.trackers=[wandbb] -> there are tensorboard, wandb, mlflow, trackio
-rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
-"""
-TAKEN = r"""
-TAUGHT algorithm.reward_weight=0 rollout.group_size=1
-rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1
-rollout.engine=vllm rollout.top_k=50
-TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
-EVALS checkpoint.keep_best=seldom checkpoint.every=10
-rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data
-"""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "model: {path: some/model}\ntask: {files: [data.jsonl], reward: 'my:reward'}\n"
-    )
-    return path
-
-
-def settings(line: str) -> list[str]:
-    for word, meant in {
-        "HERE": HERE,
-        "OWN": OWN,
-        "TAUGHT": TAUGHT,
-        "TWO": TWO,
-        "EVALS": EVALS,
-        "LORA": LORA,
-    }.items():
-        line = line.replace(word, meant)
-    return re.split(r" (?=[a-z_]+\.)", line)
-
-
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_conflicting_settings_are_refused_with_the_values_to_write(
-    path: Path, line: str
-) -> None:
-    given, _, says = line.partition(" -> ")
-    with pytest.raises(ConfigError) as caught:
-        place(
-            load_config(path, settings(given)),
-            single_node(Machine((), 8, 2**36, has_bfloat16=False)),
-        )
-    assert says in str(caught.value)
-
-
-def test_local_transport_is_refused_on_two_nodes(path: Path) -> None:
-    config = load_config(path, ["weight_sync.transport=shm"])
-    with pytest.raises(
-        ConfigError, match="the run is on 2 nodes: its file is in the shared memory"
-    ):
-        refuse_transport(
-            config, ["cuda:0"], ["cuda:1"], is_colocated=False, num_nodes=2
-        )
-
-
-@pytest.mark.parametrize("line", TAKEN.strip().splitlines())
-def test_what_can_work_is_taken(path: Path, line: str) -> None:
-    load_config(path, settings(line))
 
 
 def numbers_of(form: type[BaseModel], seen: set[type]) -> Iterator[tuple[type, str]]:
@@ -366,12 +197,6 @@ def numbers_of(form: type[BaseModel], seen: set[type]) -> Iterator[tuple[type, s
         for kind in types:
             if isinstance(kind, type) and issubclass(kind, FrozenConfig):
                 yield from numbers_of(kind, seen)
-
-
-def types_in(annotation: object) -> Iterator[object]:
-    yield annotation
-    for part in get_args(annotation):
-        yield from types_in(part)
 
 
 NUMBERS = [

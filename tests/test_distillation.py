@@ -262,19 +262,6 @@ def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> No
         make_step().forward_backward(header, broken)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"distill_loss": "jsd"},
-        {"distill_weight": 1, "distill_top_k": 8},
-        {"distill_weight": 1, "distill_loss": "topk_reverse_kl", "distill_beta": 0.2},
-    ],
-)
-def test_distill_setting_without_effect_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="has no effect with distill_"):
-        AlgorithmConfig(**settings)
-
-
 def test_more_likeliest_tokens_than_the_model_has_are_refused(
     tiny_model_dir: Path,
 ) -> None:

@@ -15,20 +15,17 @@ from dataclasses import fields
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
 from job_runs import run
-from pydantic.fields import FieldInfo
+from printed_texts import DOTTED, IS_FILE, NO_SETTINGS, fields_named, parse
 from tiny_model import SHAPE
-from typer.main import get_command
 
 from asyncrl import __version__
 from asyncrl.base.errors import AsyncrlError
-from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_any, load_config
-from asyncrl.config.load import section_of, sections
+from asyncrl.config.load import sections
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "examples", "benchmarks", "skills")
@@ -43,8 +40,6 @@ PLACEHOLDERS = {
 }
 OF_A_READER = ("my_task.yaml", "my_agent.yaml", "quickstart.yaml")
 PLACEHOLDERS |= dict.fromkeys(OF_A_READER, QUICKSTART)
-NO_SETTINGS = {"rollout.oversample"}
-"""Keys of other frameworks in a section whose name we also use."""
 
 
 def name_of(page: Path) -> str:
@@ -82,22 +77,6 @@ def commands(page: Path) -> Iterator[str]:
             and "..." not in command
         ):
             yield command
-
-
-def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse the arguments of `asyncrl` with its own parser. No command runs."""
-    parsed: dict[str, Any] = {}
-
-    def capture(command: Any) -> None:
-        for sub in getattr(command, "commands", {}).values():
-            capture(sub)
-        if not hasattr(command, "commands"):
-            command.callback = parsed.update
-
-    group = get_command(app)
-    capture(group)
-    group.main(arguments, prog_name="asyncrl", standalone_mode=False)
-    return parsed
 
 
 @cache
@@ -148,63 +127,21 @@ def test_the_first_page_shows_the_config_of_its_result() -> None:
     assert (shown, len(text.splitlines())) == (measured, 10)
 
 
-def has_setting(name: str) -> bool:
-    model: Any = RunConfig
-    for part in name.split("."):
-        # an item of a list, the name of one of several tasks
-        if part in ("0", "sums", "words"):
-            continue
-        if model is dict:
-            return True
-        if model is None or part not in model.model_fields:
-            return False
-        field: FieldInfo = model.model_fields[part]
-        model = section_of(field)
-        kinds = (field.annotation, *get_args(field.annotation))
-        if model is None and any(dict in (kind, get_origin(kind)) for kind in kinds):
-            model = dict
-    return True
-
-
-def settings_named() -> Iterator[tuple[str, str]]:
-    """Yield (file, setting) for backticks on pages and for sentences in the code."""
-    sections = "|".join(
-        name for name, field in RunConfig.model_fields.items() if section_of(field)
-    )
-    # task.answer and the like are attributes of the objects that user code gets
-    sections = sections.replace("task|", "").replace("eval|", "")
-    dotted = re.compile(
-        rf"(?<![\w./:{{@\-\[])(?:{sections})(?:\.[a-z_0-9]+)+(?![\w/(.]|\.\w)"
-    )
-    for page in PAGES:
-        if page.name != "coming-from.md":  # its left column has the keys of others
-            for quoted in re.findall(
-                r"(?<!`)`([^`\n]+)`(?!`)", page.read_text(encoding="utf-8")
-            ):
-                yield from ((name_of(page), name) for name in dotted.findall(quoted))
-    for path in sorted((ROOT / "asyncrl").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for node in nodes:
-            if not isinstance(node, ast.Constant) or id(node) in docstrings:
-                continue
-            if isinstance(node.value, str) and " " in node.value:
-                yield from (
-                    (name_of(path), name) for name in dotted.findall(node.value)
-                )
-
-
-def test_settings_named_in_pages_and_messages_exist() -> None:
-    is_file = re.compile(r"\.(py|md|json|sqlite|lock)$")
+def test_settings_named_on_pages_exist() -> None:
+    # Its left column has the keys of others.
+    pages = [page for page in PAGES if page.name != "coming-from.md"]
     named = {
-        (place, name) for place, name in settings_named() if not is_file.search(name)
+        (name_of(page), name)
+        for page in pages
+        for quoted in re.findall(
+            r"(?<!`)`([^`\n]+)`(?!`)", page.read_text(encoding="utf-8")
+        )
+        for name in DOTTED.findall(quoted)
+        if not IS_FILE.search(name)
     }
     assert len(named) > 100
-    assert {
-        each
-        for each in named
-        if each[1] not in NO_SETTINGS and not has_setting(each[1])
-    } == set()
+    unknown = {each for each in named if not fields_named(each[1])}
+    assert {each for each in unknown if each[1] not in NO_SETTINGS} == set()
 
 
 @pytest.mark.parametrize("framework", ["TRL", "verl", "AReaL", "SkyRL", "prime-rl"])
@@ -216,7 +153,7 @@ def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
     ][2:]
     named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(named) > 12
-    assert [name for name in named if not has_setting(name)] == []
+    assert [name for name in named if not fields_named(name)] == []
 
 
 UNLIKE_ANY_SETTING = frozenset(

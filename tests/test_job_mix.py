@@ -84,64 +84,6 @@ def test_evaluation_without_its_own_program_has_that_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "plain", "sections", "message"),
-    [
-        ({"limits": {"temperature": 0.7}}, {}, {}, "temperature cannot differ between"),
-        ({"limits": {"group_size": 4}}, {}, {}, "set rollout.group_size"),
-        ({"algorithm": {"loss": "tis"}}, {}, {}, "set algorithm.loss"),
-        (
-            {"generator": {"python": "x:run", "workers": 2}},
-            {},
-            {},
-            "generator.workers cannot differ between tasks",
-        ),
-        ({}, {"limits": {"max_tokens": 512}}, {}, "b.limits.max_tokens=512 is above"),
-        ({}, {"limits": {"max_calls": 3}}, {}, "b.limits.max_calls is for agents"),
-        (
-            {"limits": {"max_tokens": 8}},
-            {},
-            {"algorithm": {"overlong_tokens": 4}},
-            "does not go with algorithm.overlong_tokens",
-        ),
-        (
-            {},
-            {"algorithm": {"advantage": "rloo", "turn_discount": 1.0}},
-            {},
-            "turn_discount is for agents, and task.b has no",
-        ),
-        ({"algorithm": {"turn_discount": 1.0}}, {}, {}, "turn_discount is for advant"),
-        (
-            {"algorithm": {"weight": 2.0}},
-            {},
-            {"algorithm": {"advantage": "gae"}, "critic": {}},
-            "task.a.algorithm.weight does not go with gae",
-        ),
-        ({}, {}, {"generator": {"remote": True}}, "generator.remote runs one harness"),
-        (
-            {},
-            {"generator": {}},
-            {"generator": {"python": "x:run"}},
-            "every task has its `generator`",
-        ),
-        (
-            {},
-            {"python": None, "verifiers": True},
-            {},
-            "set both generator.verifiers and task.b.verifiers",
-        ),
-    ],
-)
-def test_what_cannot_differ_between_tasks_is_refused(
-    agent: dict[str, Any],
-    plain: dict[str, Any],
-    sections: dict[str, Any],
-    message: str,
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        mixed(agent, plain, **sections)
-
-
-@pytest.mark.parametrize(
     ("advantage", "message"),
     [
         ("grop", "algorithm.advantage=grop is not known"),

@@ -5,7 +5,6 @@ machine.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_cases import (
-    COLOCATED,
     EVAL,
     OWN,
     RAY,
@@ -102,34 +100,6 @@ def test_sides_get_written_or_free_devices(
     assert where(sorted(used, key=lambda device: device.node)) == engines
     is_colocated = ZERO in more and "cpu" not in rollout
     assert placement.is_colocated == is_colocated
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides", "words"),
-    [
-        ((1,), [], "buffer.max_staleness=0"),
-        ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
-         "placement.rollout=trainer"),
-        ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
-        ((0,), [VLLM, *COLOCATED], "rollout.engine=embedded"),
-        ((1,), [VLLM, "weight_sync.transport=nccl", *COLOCATED], "weight_sync.transport=ipc"),
-        ((1,), [EVAL, OWN, *COLOCATED], "placement.eval=cpu"),
-        ((0,), [SHARE, *COLOCATED], "placement.share=auto"),
-        ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
-         "rollout.vllm.gpu-memory-utilization"),
-        ((4,), ["placement.trainer=[2, 3]"], "set trainer.world_size=2"),
-        # several nodes
-        ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
-        ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
-                  *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
-    ],
-)  # fmt: skip
-def test_refused_placement_names_a_setting_that_helps(
-    num_cuda: tuple[int, ...], overrides: list[str], words: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        placed(num_cuda, *overrides)
-    assert re.search(words, str(caught.value), re.DOTALL), caught.value
 
 
 APART = ["placement.trainer=0", "placement.rollout=1"]

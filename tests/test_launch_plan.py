@@ -5,7 +5,6 @@ and vLLM's Python.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -191,29 +190,6 @@ def test_part_that_never_leaves_is_beside_the_engines(
     vllm = [VLLM, "placement.share=none", ZERO, *rules]
     placement = plan_run(load(*vllm), single_node(machine(1)))[0].placement
     assert (placement.memory_fraction is None) == (not rules)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["trainer.offload.optimizer=never"], "no engines take its device"),
-        ([ZERO, "trainer.offload.gradients=never"], "a gradient is dropped"),
-        (["trainer.offload.weights=always"], "nothing else time-shares"),
-        ([ZERO, "trainer.offload.gradients=always"], "no other model works between"),
-        ([ZERO, "trainer.offload.reference=always"], "holds no reference model"),
-        ([*GAE, "critic.offload.weights=never"], "no engines take its device"),
-        ([*TAUGHT, "teacher.offload=always"], "shares no device with the trainer"),
-        ([*ON_CPU, *TAUGHT, "teacher.offload=never"], "nothing asks it to leave"),
-        (
-            [ZERO, *TAUGHT, "placement.share=0.4", "teacher.offload=always"],
-            "have no time slices",
-        ),
-    ],
-)
-def test_offload_without_a_use_is_refused(overrides: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        planned(2 if ZERO not in overrides else 1, *overrides)
-    assert re.search(r"set (trainer|critic|teacher)\.offload", str(caught.value))
 
 
 REWARDED = "task={files: [rows.jsonl], reward: {model: {path: m}}}"

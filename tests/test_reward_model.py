@@ -333,36 +333,6 @@ def test_check_plans_the_memory_of_the_reward_model(tmp_path: Path) -> None:
     assert row.count("iB") == 3, "weights, a batch, and both"
 
 
-WRONG = [
-    ({"std": 0}, "std=0"),
-    ({"mean": float("nan")}, "mean=nan"),
-    ({"reads": "text"}, "reads='text'"),
-    ({"truncate": True}, "truncate"),
-]
-
-
-@pytest.mark.parametrize(("values", "words"), WRONG)
-def test_wrong_reward_model_is_refused_by_its_key(
-    values: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"task.reward.model(.|\n)*{words}"):
-        config_of("m", **values)
-
-
-def test_run_has_one_reward_model() -> None:
-    config = config_of("a/b").model_dump(mode="json", exclude_unset=True)
-    other = {"files": [ROWS], "reward": {"model": {"path": "a/c"}}}
-    with pytest.raises(ConfigError, match=r"model.path is a/b and a/c; a run has one"):
-        config_from(config | {"eval": {"task": other}})
-    del config["task"]
-    task = {"files": [ROWS], "reward": "math"}
-    with pytest.raises(ConfigError, match=r"set task.reward.model, or placement.rewar"):
-        config_from(config | {"task": task, "placement": {"reward": "cpu"}})
-    pooled = {**other, "reward_pool": "thread"}
-    with pytest.raises(ConfigError, match="for functions, not for a model"):
-        config_from(config | {"task": pooled})
-
-
 # ---- runs
 
 

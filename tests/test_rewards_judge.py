@@ -664,26 +664,6 @@ def test_run_and_check_reach_the_judge(tmp_path: Path) -> None:
         validate(config)
 
 
-WRONG = [
-    ({"prompt": "x"}, r"task.reward.judge .*prompt lacks {completion}"),
-    ({"mode": "rank"}, "prompt lacks {completions}"),
-    ({"prompt": "{completion} {first}"}, "prompt has {first}"),
-    ({"parse": "("}, "is not a regular expression"),
-    ({"parse": "x"}, "has no group"),
-    ({"base_url": "judge"}, "base_url='judge'"),
-    ({"best": 0}, "best=0"),
-]
-
-
-@pytest.mark.parametrize(("values", "words"), WRONG)
-def test_wrong_judge_is_refused_by_its_key(values: dict[str, Any], words: str) -> None:
-    reward = {"judge": settings("http://x/v1") | values}
-    section = {"files": ["rows.jsonl"], "reward": reward}
-    model = {"scratch": {"characters": "ab", "architecture": {}}}
-    with pytest.raises(ConfigError, match=words):
-        config_from({"task": section, "model": model})
-
-
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_run_is_paid_by_a_judge(

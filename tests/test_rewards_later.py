@@ -504,30 +504,6 @@ def digest_of(late: LateRewards, rollout_id: str) -> str:
 # ---- settings, and what is shown
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"generator": {"outcomes": "later"}}, "outcomes is for python or command or"),
-        (
-            {"generator": {"python": "a:b", "outcome_timeout_s": 9.0}},
-            "outcome_timeout_s has no effect with outcomes=returned",
-        ),
-        (
-            {
-                "generator": {"python": "a:b", "outcomes": "later"},
-                "task": {"python": None, "files": ["a.jsonl"], "reward": "math"},
-            },
-            "generator.outcomes=later takes only posted rewards; remove task.reward",
-        ),
-    ],
-)
-def test_settings_that_disagree_are_refused(
-    sections: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(write_config(tmp_path, **sections))
-
-
 def test_tried_rollouts_refuse_later_rewards_before_a_start(tmp_path: Path) -> None:
     generator = {"python": "a:b", "outcomes": "later"}
     rows = {"python": None, "files": ["a.jsonl"]}
@@ -535,14 +511,6 @@ def test_tried_rollouts_refuse_later_rewards_before_a_start(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="outcomes=later with --rollouts"):
         serve_gateway(load_config(path), tmp_path / "run", name="x", num_tried=1)
     assert not (tmp_path / "run").exists()
-
-
-def test_evaluation_needs_its_own_reward(tmp_path: Path) -> None:
-    rows = {"files": ["a.jsonl"]}
-    generator = {"python": "a:b", "outcomes": "later"}
-    path = write_config(tmp_path, generator=generator, eval={"task": rows, "every": 5})
-    with pytest.raises(ConfigError, match=r"eval\.task\.reward is missing"):
-        load_config(path)
 
 
 def test_watchdog_names_the_rewards_and_restarts_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import yaml
+from followed_ways import Typed, dead_ends, parts_of, split, ways_of_errors
 from job_runs import ROOT, write_config
 from tiny_model import SHAPE
 
@@ -73,6 +75,8 @@ FOLDER = {
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
     "mixed.jsonl": '{"prompt": "abc", "answer": "a"}\n' * 30
     + '{"prompt": "abc", "answer": 5}\n{"prompt": "abc", "answer": null}\n',
+    "system.jsonl": '{"prompt": [{"role": "system", "content": "abc"}, {"role": "user", "content": "abc"}], '
+    '"answer": "a"}',
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
 }
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
@@ -87,7 +91,7 @@ model.scratch.architecture=MBART -> the embedded engine refuses mbart models: ..
 teacher.path=a_teacher algorithm.distill_weight=1 -> refuses bloom models ... set teacher.engine=vllm
 model.scratch.architecture.hiden_size=3 -> does not know hiden_size ... hidden_size?
 model.scratch.architecture.hidden_act=nonesuch -> cannot load the model model.scratch.architecture
-trainer.lora={targets: [nonesuch]} -> has no layer nonesuch
+trainer.lora={targets: [nonesuch]} -> has no layer nonesuch => trainer.lora={targets: [q_proj]}
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here:text returned '1.0'
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its process (exit code 0)
@@ -97,11 +101,8 @@ task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> writ
 task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
 observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
 eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
-checkpoint.keep_best=true -> add a section eval, or set it to false
-rollout.slots=BIG -> rollout on the command line: ... slots is an integer of more than 64 bits
-task.answer_column=prompt -> is the prompt column, too
-model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
-rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
+model.scratch.characters=abc -> add them to model.scratch => model.scratch.characters='abcdefgh0123456789 '
+rollout.max_tokens=4096 -> max_position_embeddings=128 ... at most 128 => rollout.max_tokens=112
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
 algorithm.advantage=nomod:x -> advantage=nomod:x cannot be loaded: ModuleNotFoundError: No module
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
@@ -116,9 +117,18 @@ task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExi
 task.python=leaves_here:f -> leaves_here:f cannot be loaded: SystemExit: os._exit(0) was called
 task.python=leaves_later:f -> leaves_later:f ... os._exit(0) was called (leaves_later.py line 2)
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
-trainer.router_aux_loss=0.1 -> trainer.router_aux_loss=0.1 for a Qwen
+trainer.router_aux_loss=0.1 -> for a Qwen ... set trainer.router_aux_loss=auto, or 0
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
+generator.command=[/bin/true] gateway.tool_format=nope -> is not known => gateway.tool_format=auto
+ROWS task.digest=x -> or set task.digest=
+ROWS task.args.x=1 -> and files have no settings ... remove task.args
+ROWS task.prompt_column=x -> set task.prompt_column and => task.prompt_column=prompt
+EVAL -> is above the 2 prompts of its task ... set eval.num_prompts=2
+eval=[{task: {files: [rows.jsonl], reward: 'mine_here:length'}}] -> set eval.num_prompts=2
+EVAL eval.num_prompts=2 eval.task.prompt_column=x -> eval.task.prompt_column => eval.task.prompt_column=prompt
+EVAL eval.num_prompts=2 eval.task.digest=x -> eval.task.digest=x, and ... or set eval.task.digest=
+ROWS task.files=[system.jsonl] task.system_prompt=abc -> remove task.system_prompt, or the message
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """
 # Of a type outside of docs/models.csv: the engine itself is asked.
@@ -126,9 +136,15 @@ MBART = (
     "{model_type: mbart, d_model: 32, decoder_layers: 2, decoder_attention_heads: 4, "
     "decoder_ffn_dim: 64, max_position_embeddings: 128}"
 )
-REFUSED = REFUSED.replace("MBART", MBART, 1).replace("BIG", str(10**400))
-CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
-"""(settings, words that are said, parts apart by ...)."""
+WORDS = {
+    "MBART": MBART,
+    "ROWS": "task.python=none task.files=[rows.jsonl] task.reward=mine_here:length",
+    "EVAL": "eval.task.files=[rows.jsonl] eval.task.reward=mine_here:length",
+}
+for word, meant in WORDS.items():
+    REFUSED = re.sub(rf"\b{word}\b", meant, REFUSED)
+CASES = REFUSED.strip().splitlines()
+"""SETTINGS -> words that are said, parts apart by ... => WAY | WAY (test_ways_out.py)."""
 
 
 def settings_of(line: str) -> list[str]:
@@ -152,31 +168,71 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def with_id(line: str, words: str) -> object:
-    return pytest.param(
-        line,
-        words,
-        id=line,
-        marks=pytest.mark.extras if "reasoning_gym" in line else (),
-    )
+def with_id(line: str) -> object:
+    is_extra = "reasoning_gym" in line
+    return pytest.param(line, id=line, marks=pytest.mark.extras if is_extra else ())
 
 
-@pytest.mark.parametrize(("line", "words"), [with_id(*case) for case in CASES])
-def test_check_refuses_what_cannot_run_with_exit_code_2(
+@pytest.mark.parametrize("line", [with_id(line) for line in CASES])
+def test_check_refuses_what_cannot_run_and_takes_its_way_out(
     line: str,
-    words: str,
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings_of(line)]
-    )
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    said = capsys.readouterr().err
+    mistake, words, ways = parts_of(line)
+    config = write_config(here)
+
+    def check(typed: Typed) -> str | None:
+        config.write_text(yaml.safe_dump(typed.file))
+        arguments = ["check", str(config), *typed.overrides]
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code in (0, 2)
+        said = capsys.readouterr().err
+        return said if ended.value.code else None
+
+    typed = Typed(yaml.safe_load(config.read_text()), tuple(split(mistake)))
+    said = check(typed) or ""
     assert is_said(words, said), said
     assert "Way out: " in said
+    assert not dead_ends(typed, check, ways), said
+
+
+NOT_FOLLOWED = {
+    "agents/endpoint/gateway.py": "the port of another program",
+    "agents/harness.py": "an agent reads the answer, in a rollout",
+    "algorithms/advantages.py": "a function returns no advantages, in a step",
+    "engines/teacher.py": "a server of another kind",
+    "job/check.py": "a teacher with few tokens",
+    "job/evaluate.py": "asyncrl eval, which would score",
+    "job/sample_export.py": "a run that has deleted its tokens",
+    "job/trace_export.py": "a run that has deleted its tokens",
+    "job/serve.py": "asyncrl serve gateway, which would not end",
+    "launch/cluster_file.py": "asyncrl launch: test_ways_out.py",
+    "launch/launchers.py": "a Python without ray",
+    "launch/ray_launcher.py": "a Ray cluster",
+    "launch/plan.py": "a model of experts",
+    "rollouts/demonstrations.py": "test_sft_data.py",
+    "tasks/judge.py": "an endpoint that answers",
+    "trainer/build_model.py": "the trainer's device",
+    "trainer/lora.py": "a model without linear layers",
+    "trainer/model_folder.py": "a quantised model",
+}
+"""Files whose ways out no line above follows, with what they need."""
+
+
+def test_each_way_out_with_a_setting_is_followed_or_excused() -> None:
+    words = {part for line in CASES for part in parts_of(line)[1].split(" ... ")}
+    ways = list(ways_of_errors())
+    left = {
+        way.place.partition(":")[0]
+        for way in ways
+        if not any(part in way.shown for part in words if len(part) > 14)
+    }
+    assert left == set(NOT_FOLLOWED)
+    assert len(ways) > 25
 
 
 MOE = "model.scratch.architecture={model_type: %s, hidden_size: 32, num_attention_heads: 4%s}"

@@ -221,27 +221,6 @@ def config_of(
 URL = "http://127.0.0.1:9/v1"
 
 
-@pytest.mark.parametrize(
-    ("judges", "placement", "words"),
-    [
-        ([{}, {"model": "a/c"}], {}, "judge.model is a/b and a/c; a run serves one"),
-        ([{"base_url": URL}], {"judge": "cpu"}, "placement.judge is for a judge with"),
-        ([{"base_url": URL, "revision": "x"}], {}, "revision is of a judge without"),
-        ([{"base_url": URL, "engine": "vllm"}], {}, "engine is of a judge without"),
-        ([{"base_url": URL, "offload": "never"}], {}, "offload is of a judge without"),
-        ([{}, {"engine": "vllm"}], {}, "judge.engine is embedded and vllm; a run"),
-        ([{"key_variable": "K"}], {}, "key_variable is of a judge with base_url"),
-        ([{"tokens_per_minute": 9}], {}, "tokens_per_minute is of a judge with base"),
-        ([{"max_length": 512}], {}, "leaves no token of max_length=512"),
-    ],
-)
-def test_wrong_served_judge_is_refused_by_its_key(
-    judges: list[dict[str, Any]], placement: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config_of(*judges, **placement)
-
-
 def test_tasks_share_the_server_of_a_judge() -> None:
     config = config_of({"prompt": "Grade {completion}"}, {"max_concurrent": 20})
     server = extra_servers(config)["judge"]

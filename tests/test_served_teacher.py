@@ -264,47 +264,6 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
     assert reach_servers(config.model_copy(update={"teacher": None})) == []
 
 
-@pytest.mark.parametrize(
-    ("teacher", "changes", "words"),
-    [
-        (
-            {"base_url": "http://a/v1", "engine": "vllm"},
-            {},
-            "engine has no effect with base_url=http",
-        ),
-        (
-            {"base_url": "http://a/v1", "offload": "always"},
-            {},
-            "offload has no effect with base_url=http",
-        ),
-        ({"key_variable": "KEY"}, {}, "key_variable has no effect with base_url=None"),
-        ({"engine": "vllm"}, {"rollout": {"temperature": 0.7}}, "temperature 1 only"),
-        (
-            {"engine": "vllm"},
-            {
-                "algorithm": {
-                    "distill_weight": 1,
-                    "distill_loss": "jsd",
-                    "distill_top_k": 21,
-                }
-            },
-            "distill_top_k=21 is above 20",
-        ),
-    ],
-)
-def test_setting_that_vllm_cannot_serve_is_refused(
-    teacher: dict[str, Any], changes: dict[str, Any], words: str
-) -> None:
-    config: dict[str, Any] = {
-        "model": {"path": "m"},
-        "task": {"python": "a:B"},
-        "teacher": {"path": "m"} | teacher,
-        "algorithm": {"distill_weight": 1},
-    }
-    with pytest.raises(ValidationError, match=words):
-        RunConfig.model_validate(config | changes)
-
-
 def test_ids_of_a_padded_vocabulary_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -339,9 +298,3 @@ def test_python_of_vllm_may_serve_only_the_teacher(tiny_model_dir: Path) -> None
     assert RunConfig.model_validate(config | python | served)
     with pytest.raises(ValidationError, match="vllm_python is for vLLM"):
         RunConfig.model_validate(config | python)
-
-
-def test_placement_of_a_teacher_of_others_is_refused(tiny_model_dir: Path) -> None:
-    config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
-    with pytest.raises(ValidationError, match="placement.teacher is for a teacher"):
-        RunConfig.model_validate(config | {"placement": {"teacher": "cpu"}})

@@ -12,9 +12,8 @@ from job_runs import CONFIG
 from sft_cases import CHATML, GIVEN, GOOD, base_model
 from typer.testing import CliRunner
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
-from asyncrl.config import load_config, load_sft, run_config_yaml
+from asyncrl.config import load_sft, run_config_yaml
 from asyncrl.config.load import checked
 from asyncrl.config.sft_config import SftConfig
 from asyncrl.job.resume import changed_keys
@@ -25,52 +24,6 @@ ROOT = Path(__file__).parents[1]
 
 def sft_config(**sections: Any) -> SftConfig:
     return checked(SftConfig, {**GIVEN, **sections})
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        (
-            {"rollout": {"slots": 3}},
-            "rollout in the config is not a known key; supervised",
-        ),
-        (
-            {"task": {"files": ["a"]}},
-            "task in the config is not a known key; supervised",
-        ),
-        ({"data": {"file": ["a"]}}, r"data.file .*did you mean data.files"),
-        ({"data": {}}, "give either data.files or data.dataset"),
-        ({"data": {"files": ["a"], "dataset": "b"}}, "give either data.files"),
-        ({"trainer": {"epochs": 2}}, "trainer.epochs has no effect"),
-        ({"trainer": {"mini_batches": 2}}, "trainer.mini_batches has no effect"),
-        ({"placement": {"rollout": "cpu"}}, "placement.rollout has no effect"),
-        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best has no effect"),
-        (
-            {
-                "trainer": {"offload": {"by_layer": True}},
-                "placement": {"trainer": "cpu"},
-            },
-            "trainer.offload.by_layer needs a CUDA device",
-        ),
-        (
-            {"trainer": {"world_size": 9, "num_groups": 4}},
-            "trainer.world_size=9 is above the 4",
-        ),
-    ],
-)
-def test_other_settings_are_refused(sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        sft_config(**sections)
-
-
-def test_each_command_refuses_the_config_of_the_other(tmp_path: Path) -> None:
-    path = tmp_path / "sft.yaml"
-    path.write_text(yaml.safe_dump(GIVEN))
-    with pytest.raises(ConfigError, match="for supervised fine-tuning") as refused:
-        load_config(path)
-    assert f"asyncrl sft {path}" in refused.value.way_out
-    with pytest.raises(ConfigError, match="for reinforcement learning"):
-        load_sft(ROOT / "configs/quickstart.yaml")
 
 
 def test_saved_settings_are_read_again(tmp_path: Path) -> None:

@@ -573,46 +573,6 @@ def run_config(**sections: Any) -> RunConfig:
     return checked(RunConfig, {**job_runs.CONFIG, **given_sections})
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"critic": None}, r"advantage=gae needs a critic; add `critic: \{\}`"),
-        ({"algorithm": {}}, "advantage=grpo uses no critic; set algorithm.advantage"),
-        ({"critic": {"warmup_steps": 12}}, "warmup_steps=12 leaves the policy no step"),
-        ({"critic": {"value_clip": 0}}, "critic.value_clip"),
-        ({"critic": {"lora": {}}}, "critic.lora in the config is not a known key"),
-        (
-            {"critic": None, "algorithm": {"gae_lambda": 0.5}},
-            "gae_lambda has no effect",
-        ),
-        (
-            {
-                "algorithm": {
-                    "advantage": "gae",
-                    "kl_coefficient": 0.1,
-                    "kl_in": "reward",
-                    "kl_estimator": "k1",
-                }
-            },
-            "no KL in its rewards; set kl_in=loss",
-        ),
-        (
-            {
-                "algorithm": {
-                    "advantage": "gae",
-                    "reward_weight": 0,
-                    "distill_weight": 1,
-                }
-            },
-            "trains a critic for nothing",
-        ),
-    ],
-)
-def test_contradictory_settings_are_refused(sections: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run_config(**sections)
-
-
 def test_supervised_fine_tuning_has_no_critic() -> None:
     given_sections = {
         "model": job_runs.CONFIG["model"],

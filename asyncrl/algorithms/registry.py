@@ -168,7 +168,8 @@ def _own(name: str, key: str, known: Iterable[str]) -> str:
     if name in ELSEWHERE:
         way_out = f"write {ELSEWHERE[name]}"
     elif name in {*RECIPES, *BUILT_IN_ADVANTAGES}:
-        way_out = f"write algorithm.{'loss' if name in RECIPES else 'advantage'}={name}; {way_out}"
+        right = "loss" if name in RECIPES else "advantage"
+        way_out = f"write algorithm.{right}={name} and remove {key}; {way_out}"
     raise _refused(f"{key}={name} is not known", rule, way_out)
 
 

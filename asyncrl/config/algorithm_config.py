@@ -153,7 +153,7 @@ class AlgorithmConfig(FrozenConfig):
         for name in self.given(*is_used):
             if not is_used[name]:
                 yield (
-                    f"{name} has no effect with distill_weight={self.distill_weight} and distill_loss="
+                    f".{name} has no effect with .distill_weight={self.distill_weight} and .distill_loss="
                     f"{self.distill_loss}; remove it"
                 )
 
@@ -162,32 +162,41 @@ class AlgorithmConfig(FrozenConfig):
         # Only the sum of k1 is the log ratio of the whole answer.
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         if is_kl_in_reward and self.kl_estimator != "k1":
-            yield f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1"
+            yield f".kl_in=reward is estimator k1, not {self.kl_estimator}; set .kl_estimator=k1"
         if self.reward_weight == self.distill_weight == 0:
-            yield "reward_weight=0 and distill_weight=0 leave nothing to learn from"
+            yield (
+                ".reward_weight=0 and .distill_weight=0 leave nothing to learn from; set .reward_weight=1"
+            )
         # Both change only the reward, which has no weight here.
         if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
-            yield "reward_weight=0: overlong_tokens and kl_in=reward have no effect"
+            yield (
+                ".reward_weight=0: .overlong_tokens and .kl_in=reward have no effect; set .reward_weight=1, "
+                "or .overlong_tokens=0 and .kl_in=loss"
+            )
         only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
         if only_gae and not self.needs_critic:
             yield (
-                f"{only_gae[0]} has no effect with advantage={self.advantage}; set advantage=gae, or "
-                "remove it"
+                f".{only_gae[0]} has no effect with .advantage={self.advantage}; set .advantage=gae and "
+                "critic={}, or remove it"
             )
         # Masked tokens are states of gae too, and nobody computes their logprobs.
         if self.needs_critic and is_kl_in_reward:
-            yield "advantage=gae has no KL in its rewards; set kl_in=loss"
+            yield ".advantage=gae has no KL in its rewards; set .kl_in=loss"
         if self.needs_critic and self.reward_weight == 0:
-            yield "advantage=gae with reward_weight=0 trains a critic for nothing; set advantage=grpo"
+            yield (
+                ".advantage=gae with .reward_weight=0 trains a critic for nothing; set .reward_weight=1, or "
+                ".advantage=grpo and critic=none"
+            )
 
     def _conflicts_of_turns(self) -> Iterator[str]:
         is_known = self.advantage in TURN_ADVANTAGES or ":" in self.advantage
         if self.turn_discount is not None and not is_known:
             yield (
-                f"turn_discount is for advantage={', '.join(TURN_ADVANTAGES)} or module:function: "
-                f"{self.advantage} would compare a turn with other turns of its rollout"
+                f".turn_discount is for the advantages {', '.join(TURN_ADVANTAGES)} and module:function: "
+                f"{self.advantage} would compare a turn with other turns of its rollout; set "
+                ".advantage=rloo, or remove it"
             )
         if self.advantage == "gigpo" and self.turn_discount is None:
-            yield "advantage=gigpo needs turn_discount; the paper's is 0.95"
+            yield ".advantage=gigpo needs .turn_discount; set .turn_discount=0.95, as in the paper"
         if self.given("state_weight") and self.advantage != "gigpo":
-            yield f"state_weight has no effect with advantage={self.advantage}; remove it"
+            yield f".state_weight has no effect with .advantage={self.advantage}; remove it"

@@ -36,6 +36,6 @@ class BufferConfig(FrozenConfig):
         # trained on whole.
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             yield (
-                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "
-                f"set it to auto or 0..{self.max_staleness}"
+                f".look_ahead={self.look_ahead} is above .max_staleness={self.max_staleness}; set "
+                f".look_ahead=auto or {self.max_staleness}"
             )

@@ -40,6 +40,11 @@ class CheckpointConfig(FrozenConfig):
         if self.keep_every is not None and (
             self.every is None or self.keep_every % self.every
         ):
-            yield f"keep_every={self.keep_every} is not a multiple of every={self.every}"
+            yield (
+                f".keep_every={self.keep_every} is not a multiple of .every={self.every}; set .every to a "
+                "divisor of it, or remove it"
+            )
         if self.callback is not None and self.every is None:
-            yield f"callback={self.callback} is never called with every=none"
+            yield (
+                f".callback={self.callback} is never called with .every=none; set .every=50, or remove it"
+            )

@@ -17,13 +17,13 @@ from pydantic import (
 from asyncrl.config.fields import (
     Count,
     Fraction,
-    FrozenConfig,
     Name,
     PositiveFraction,
+    SampledConfig,
     tag_of,
 )
 from asyncrl.config.task_config import TaskConfig
-from asyncrl.messages.sampling import CUTS, DRAW_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import CUTS
 
 EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
@@ -34,7 +34,7 @@ PARTS_OF_EVALS = ("task", "failure")
 NOT_EVALUATED = ("name", "share", "sampling", "algorithm")
 
 
-class EvalConfig(FrozenConfig):
+class EvalConfig(SampledConfig):
     """A held-out task, sampled at one version. A list of sections gives several
     evaluations.
     """
@@ -74,11 +74,6 @@ class EvalConfig(FrozenConfig):
     """
 
     @property
-    def sampling(self) -> SamplingParameters:
-        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
-        return SamplingParameters(**given)
-
-    @property
     def called(self) -> str:
         return self.name or self.task.called
 
@@ -86,13 +81,16 @@ class EvalConfig(FrozenConfig):
         # Each evaluation samples the same prompts, the first ones in file order, or its
         # curve would mean nothing. Its name is eval.name.
         for key in self.task.given(*NOT_EVALUATED):
-            yield f"task.{key} is not for evaluations; remove it"
+            yield f".task.{key} is not for evaluations; remove it"
         if self.called in PARTS_OF_EVALS:
-            yield f"an evaluation cannot be called {self.called}; set eval.name to another one"
+            yield f"an evaluation cannot be called {self.called}; set .name to another name"
         if self.temperature == 0 and (cuts := self.given(*sorted(CUTS))):
-            yield f"{cuts[0]} has no effect at temperature=0; set either"
+            yield f".{cuts[0]} has no effect at .temperature=0; set .temperature=1, or remove it"
         if self.samples > 1 and self.temperature == 0:
-            yield f"samples={self.samples} are all the same at temperature=0; set either to 1"
+            yield (
+                f".samples={self.samples} are all the same at .temperature=0; set .temperature=1 or "
+                ".samples=1"
+            )
 
 
 Evals = Annotated[

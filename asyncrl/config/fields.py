@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from asyncrl.messages.records import Count as Count
+from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
 
 
 class FrozenConfig(BaseModel):
@@ -49,7 +51,8 @@ class FrozenConfig(BaseModel):
         return read
 
     def conflicts(self) -> Iterator[str]:
-        """Yield why settings do not go together. Only the first sentence is shown: the
+        """Yield why settings do not go together, and what to set or remove instead. The
+        section's own settings are written as .key. Only the first sentence is shown: the
         ones after it are often its consequences.
         """
         yield from ()
@@ -59,7 +62,9 @@ class FrozenConfig(BaseModel):
         for name, value in self:
             # A sum of sizes must still be a float, and SQLite's integers have 64 bits.
             if isinstance(value, int) and value.bit_length() > 63:
-                raise ValueError(f"{name} is an integer of more than 64 bits")
+                raise ValueError(
+                    f".{name} is an integer of more than 64 bits; write a smaller one"
+                )
         for conflict in self.conflicts():
             raise ValueError(conflict)
         return self
@@ -70,6 +75,15 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+class SampledConfig(FrozenConfig):
+    """A section with the parameters of sampling."""
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
+        return SamplingParameters(**given)
 
 
 def _types(annotation: object) -> Iterator[object]:
@@ -97,6 +111,17 @@ def _without_booleans(value: object, *, is_section: bool) -> object:
 
 def _as_text(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
+
+
+def located(rule: str, section: str) -> str:
+    """Return the text of a broken rule. The rules of a section write its settings as
+    .key, because the section may be one of several, such as task.0.
+
+    >>> located("Value error, .min=3 is above .max=2", "rollout.num_engines")
+    'rollout.num_engines.min=3 is above rollout.num_engines.max=2'
+    """
+    text = rule.removeprefix("Value error, ")
+    return re.sub(r"(?<!\S)\.(?=[a-z])", f"{section}.", text)
 
 
 def tag_of(value: object) -> str:

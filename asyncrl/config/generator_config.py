@@ -155,7 +155,7 @@ class GeneratorConfig(FrozenConfig):
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
-            yield f"give at most one of {', '.join(kinds)}, and no empty command"
+            yield f"give at most one of .{', .'.join(kinds)}, and no empty .command"
         # A setting that this kind does not read is refused. Ignored, it would be a
         # false sense of safety: sandbox for a python function, for example, which runs
         # in the worker itself.
@@ -168,28 +168,33 @@ class GeneratorConfig(FrozenConfig):
             "max_memory_mb": ["command"],
             "args": ["python", "verifiers", "openenv"],
             "give_answer": kinds,
+            "outcome_timeout_s": ["python", "command", "remote"],
             "on_overflow": kinds,
             "on_timeout": kinds,
             "outcomes": {
                 "posted": ["command", "remote"],
                 "later": ["python", "command", "remote"],
+                "none": ["python", "command", "openenv", "remote"],
             }.get(self.outcomes, kinds),
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
-                yield f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
+                yield f".{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
         if self.sandbox == "none":
             for name in self.given("sandbox_paths", "max_memory_mb"):
-                yield f"{name} needs generator.sandbox=bubblewrap"
+                yield f".{name} needs a sandbox; set .sandbox=bubblewrap, or remove it"
         if self.outcomes == "posted" and self.given("on_timeout"):
-            yield "on_timeout takes no posted reward; set outcomes=later, or remove on_timeout"
+            yield ".on_timeout takes no posted reward; set .outcomes=later, or remove it"
         if self.outcomes != "later" and self.given("outcome_timeout_s"):
-            yield f"outcome_timeout_s has no effect with outcomes={self.outcomes}; set outcomes=later"
+            yield (
+                f".outcome_timeout_s has no effect with .outcomes={self.outcomes}; set .outcomes=later, or "
+                "remove it"
+            )
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
         if taken := [
             name for name in ENDPOINT_ENV if name in (*self.env, *self.pass_env)
         ]:
-            yield f"env or pass_env gives {', '.join(taken)}, which the endpoint sets; choose another name"
+            yield f".env or .pass_env gives {', '.join(taken)}, which the endpoint sets; choose another name"
         if both := sorted(set(self.env) & set(self.pass_env)):
-            yield f"env and pass_env both give {', '.join(both)}; remove it from either"
+            yield f".env and .pass_env both give {', '.join(both)}; remove it from one of them"

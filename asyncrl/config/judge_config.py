@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.offload_config import Rule
@@ -89,39 +90,37 @@ class JudgeConfig(FrozenConfig):
     def pattern(self) -> re.Pattern[str]:
         return re.compile(self.parse or PATTERNS[self.mode], re.IGNORECASE)
 
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         found = set(PLACES.findall(self.prompt))
         places = ", ".join(f"{{{name}}}" for name in NEEDED[self.mode])
         if not found.issuperset(NEEDED[self.mode]):
-            raise ValueError(f"prompt lacks {places}, which mode={self.mode} fills in")
+            yield f".prompt lacks {places}, which .mode={self.mode} fills in; add it"
         others = found - {"prompt", "answer", *NEEDED[self.mode]}
         if others:
-            raise ValueError(
-                f"prompt has {{{min(others)}}}, and mode={self.mode} fills in {places}"
-            )
+            name = min(others)
+            yield f".prompt has {{{name}}}, and .mode={self.mode} fills in {places}; write one of them"
         try:
             groups = self.pattern.groups
         except re.error as error:
-            raise ValueError(
-                f"parse={self.parse} is not a regular expression: {error}"
-            ) from error
+            yield f".parse={self.parse} is not a regular expression: {error}; correct it, or remove it"
+            return
         if not groups:
-            raise ValueError(f"parse={self.parse} has no group in ( )")
-        endpoint = ("key_variable", "requests_per_minute", "tokens_per_minute")
-        if self.is_served and (own := self.given(*endpoint)):
-            raise ValueError(f"{own[0]} is of a judge with base_url; remove it")
-        if not self.is_served and (
-            own := self.given("revision", "max_length", "engine", "offload")
-        ):
-            raise ValueError(f"{own[0]} is of a judge without base_url; remove it")
+            yield f".parse={self.parse} has no group in ( ); add it, or remove .parse"
+        endpoint = self.given(
+            "key_variable", "requests_per_minute", "tokens_per_minute"
+        )
+        if self.is_served and endpoint:
+            yield f".{endpoint[0]} is of a judge with .base_url; remove it"
+        served = self.given("revision", "max_length", "engine", "offload")
+        if served and not self.is_served:
+            yield f".{served[0]} is of a judge without .base_url; remove it"
         if self.is_served and self.max_tokens >= self.max_length:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} leaves no token of max_length={self.max_length} to the request"
+            yield (
+                f".max_tokens={self.max_tokens} leaves no token of .max_length={self.max_length} to the "
+                "request; lower .max_tokens, or raise .max_length"
             )
         if self.best != 1.0 and self.mode != "score":
-            raise ValueError(f"best is of mode=score, not of mode={self.mode}")
-        return self
+            yield f".best is of .mode=score, not of .mode={self.mode}; remove it"
 
 
 class JudgedReward(FrozenConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -18,9 +19,11 @@ from pydantic_core import ErrorDetails
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
+from asyncrl.config.fields import located
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
+from asyncrl.config.task_config import TaskConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -293,24 +296,31 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
     """
     name, *inner = names
     if isinstance(section, list):
-        called = [one.get("name") if isinstance(one, dict) else None for one in section]
-        known = [str(number) for number in range(len(section))] + [
-            one for one in called if one
-        ]
-        if name not in known or not inner:
+        places = {str(at): at for at in range(len(section))}
+        places |= {_called(one): at for at, one in enumerate(section)}
+        places.pop("", None)
+        if len(section) == 1 and name not in places:
+            return [_set(section[0], names, value)]
+        if name not in places or not inner:
             raise ValueError(
-                f"there are several; say which one, and its key: {', '.join(map(str, known))}"
+                f"there are several; say which one, and its key: {', '.join(places)}"
             )
-        at = called.index(name) if name in called else int(name)
-        return [
-            _set(one, inner, value) if number == at else one
-            for number, one in enumerate(section)
-        ]
+        at = places[name]
+        return [*section[:at], _set(section[at], inner, value), *section[at + 1 :]]
     # A copy, because the caller keeps its values. A section of only comments is None in
     # YAML.
     copied = {} if section is None else {**section}
     copied[name] = _set(copied.get(name), inner, value) if inner else value
     return copied
+
+
+def _called(entry: Any) -> str:
+    """Return the name of a task or an evaluation in a list, as messages print it."""
+    with contextlib.suppress(TypeError, AttributeError, LookupError):
+        task = entry.get("task", entry)
+        if task.keys() <= TaskConfig.model_fields.keys():
+            return entry.get("name") or TaskConfig.model_construct(**task).called
+    return ""
 
 
 def _place(where: str, overrides: Sequence[str], path: str) -> str:
@@ -343,7 +353,7 @@ def _explain(
         return where, f" is not a known key{hint}"
     if kind == "missing":
         return where, " is missing."
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = located(str(problem["msg"]), where)
     if kind in ("list_type", "tuple_type") and isinstance(value, str):
         words = shlex.split(value) if where.endswith("command") else [value]
         message = f"a list belongs there: write {where}=[{', '.join(words)}]"

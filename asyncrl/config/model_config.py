@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from asyncrl.config.fields import DType, FrozenConfig
 
@@ -22,16 +22,12 @@ class ScratchConfig(FrozenConfig):
     has_tool_role: bool = False
     """The chat template knows messages of the role `tool`."""
 
-    @field_validator("characters")
-    @classmethod
-    def _once_each(cls, characters: str) -> str:
+    def conflicts(self) -> Iterator[str]:
         # Two tokens of one character would decode alike and never both be encoded.
-        twice = sorted({one for one in characters if characters.count(one) > 1})
+        alphabet = self.characters
+        twice = sorted({one for one in alphabet if alphabet.count(one) > 1})
         if twice:
-            raise ValueError(
-                f"characters names {''.join(twice)!r} twice; remove one of each"
-            )
-        return characters
+            yield f".characters names {''.join(twice)!r} twice; remove one of each"
 
 
 class ModelConfig(FrozenConfig):
@@ -66,7 +62,7 @@ class ModelConfig(FrozenConfig):
         if (self.path is None) == (self.scratch is None):
             yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
         if self.revision is not None and self.path is None:
-            yield f"model.revision={self.revision} is of a hub id, and model.scratch has none"
+            yield f"model.revision={self.revision} is of a hub id, which model.scratch lacks; remove it"
 
     @property
     def source(self) -> str | None:

@@ -55,10 +55,10 @@ class ObserveConfig(FrozenConfig):
     def conflicts(self) -> Iterator[str]:
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
-                yield f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
+                yield f".trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class"
         for name in self.tracker_args:
             if name not in self.trackers:
-                yield f"tracker_args has {name}, but trackers does not; add or remove it"
+                yield f".tracker_args.{name} is for a tracker that .trackers lacks; add it, or remove it"
 
     @property
     def dir_mode(self) -> int:

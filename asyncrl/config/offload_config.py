@@ -71,7 +71,7 @@ class TrainerOffloadConfig(OffloadConfig):
     def conflicts(self) -> Iterator[str]:
         given = self.given("weights", "gradients", "optimizer", "reference")
         if self.by_layer and given:
-            yield f"by_layer has all parts in host memory; remove {given[0]}"
+            yield f".by_layer has all parts in host memory; remove .{given[0]}"
 
 
 def offload_rules(

@@ -13,13 +13,15 @@ from asyncrl.config.engine_kinds import (
     EngineKind,
     is_own_of_vllm,
 )
-from asyncrl.config.fields import Count, Fraction, FrozenConfig, PositiveFraction
-from asyncrl.messages.engine_api import LatencyModel
-from asyncrl.messages.sampling import (
-    CUTS,
-    DRAW_PARAMETERS,
-    SamplingParameters,
+from asyncrl.config.fields import (
+    Count,
+    Fraction,
+    FrozenConfig,
+    PositiveFraction,
+    SampledConfig,
 )
+from asyncrl.messages.engine_api import LatencyModel
+from asyncrl.messages.sampling import CUTS
 
 T = TypeVar("T")
 MOST_ENGINES = 10_000
@@ -39,10 +41,10 @@ class EngineRange(FrozenConfig):
 
     def conflicts(self) -> Iterator[str]:
         if self.min > self.max:
-            yield f"min={self.min} is above max={self.max}"
+            yield f".min={self.min} is above .max={self.max}; lower .min, or raise .max"
 
 
-class RolloutConfig(FrozenConfig):
+class RolloutConfig(SampledConfig):
     """Sampling of completions, and the engine servers."""
 
     free_keys: ClassVar = (
@@ -118,11 +120,6 @@ class RolloutConfig(FrozenConfig):
     """
 
     @property
-    def sampling(self) -> SamplingParameters:
-        given = {name: getattr(self, name) for name in DRAW_PARAMETERS}
-        return SamplingParameters(**given)
-
-    @property
     def facts(self) -> EngineCapabilities:
         return ENGINES[self.engine]
 
@@ -181,15 +178,15 @@ class RolloutConfig(FrozenConfig):
         for engine, facts in ENGINES.items():
             for key in self.given(*facts.settings):
                 if self.engine != engine:
-                    yield f"{key} is for rollout.engine={engine}, not {self.engine}; remove it"
+                    yield f".{key} is for .engine={engine}, not {self.engine}; remove it"
         for name in filter(is_own_of_vllm, self.vllm):
-            yield f"vllm has {name}, which asyncrl sets by itself; remove it"
+            yield f".vllm.{name} is set by asyncrl itself; remove it"
         # Without the support the ratio would be wrong by all that the cut took away.
         if self.sampling.is_cut and not self.facts.reports_supports:
-            cuts = ", ".join(f"{name}={getattr(self, name)}" for name in sorted(CUTS))
+            cuts = ", ".join(f".{name}={getattr(self, name)}" for name in sorted(CUTS))
             yield (
-                f"{cuts}: engine={self.engine} does not report the tokens that it sampled from; "
-                "set engine: embedded or vllm, or top_p: 1, top_k: 0 and min_p: 0"
+                f"{cuts}: .engine={self.engine} does not report the tokens that it sampled from; set "
+                ".engine=embedded or vllm, or .top_p=1, .top_k=0 and .min_p=0"
             )
 
     def _conflicts_of_urls(self) -> Iterator[str]:
@@ -199,6 +196,6 @@ class RolloutConfig(FrozenConfig):
         # the run cannot start or stop servers that are not its own.
         num = len(set(self.urls))
         if self.is_scaled or not len(self.urls) == num == self.max_engines:
-            yield f"urls={self.urls}: name each server once, and set rollout.num_engines={num}"
+            yield f".urls={self.urls}: name each server once, and set .num_engines={num}"
         for key in self.given("vllm", "tensor_parallel"):
-            yield f"{key} is for servers that the run starts; remove it or rollout.urls"
+            yield f".{key} is for servers that the run starts; remove it, or .urls"

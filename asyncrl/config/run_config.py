@@ -15,7 +15,7 @@ from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
-from asyncrl.config.fields import FrozenConfig, Seed
+from asyncrl.config.fields import FrozenConfig, Seed, located
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
@@ -144,7 +144,12 @@ class RunConfig(FrozenConfig):
             # The run's weight of states is for tasks that compare by states.
             if values["advantage"] != "gigpo" and "state_weight" not in own:
                 del values["state_weight"]
-            found[name] = AlgorithmConfig.model_validate(values)
+            try:
+                found[name] = AlgorithmConfig.model_validate(values)
+            except ValidationError as error:
+                fault = error.errors()[0]["msg"]
+                key = f"{key_of('task', name)}.algorithm"
+                raise ValueError(located(fault, key)) from error
         weights = [task.algorithm.weight for task in self.tasks.values()]
         is_same = all(each == self.algorithm for each in found.values())
         return {} if is_same and set(weights) == {1.0} else found
@@ -190,6 +195,19 @@ class RunConfig(FrozenConfig):
         return found
 
     @property
+    def _players(self) -> dict[str, tuple[TaskConfig, GeneratorConfig]]:
+        """Return each task with its generator, by the key of the task."""
+        tasks = {
+            key_of("task", name): (task, self.generators[name])
+            for name, task in self.tasks.items()
+        }
+        held_out = {
+            f"{key_of('eval', name)}.task": (one.task, self.eval_generators[name])
+            for name, one in self.evals.items()
+        }
+        return tasks | held_out
+
+    @property
     def eval_engine(self) -> str:
         return next((one.engine for one in self.evals.values()), "rollout")
 
@@ -200,7 +218,7 @@ class RunConfig(FrozenConfig):
     @property
     def all_tasks(self) -> list[TaskConfig]:
         """Return the tasks of training and of evaluations."""
-        return [*self.tasks.values(), *(each.task for each in self.evals.values())]
+        return [task for task, _ in self._players.values()]
 
     @property
     def teachers(self) -> list[TeacherConfig]:
@@ -314,11 +332,17 @@ class RunConfig(FrozenConfig):
         compares = "compares the rollouts of a prompt; set rollout.group_size=2 or more"
         # A batch is split by groups, so that each optimizer step compares whole groups.
         if num_groups % num_steps:
-            yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
+            yield (
+                f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}; set "
+                "trainer.mini_batches=1, or another divisor"
+            )
         # A process without a sequence would have nothing to compute in lockstep with
         # the others.
         if world_size > (sequences := num_groups * group_size // num_steps):
-            yield f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step"
+            yield (
+                f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step; "
+                "lower it, or raise trainer.num_groups"
+            )
         if (
             group_size == 1
             and advantage in GROUP_ADVANTAGES
@@ -330,7 +354,10 @@ class RunConfig(FrozenConfig):
         # The penalty would begin below 0 tokens, and every answer would be punished for
         # its length.
         if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
-            yield f"algorithm.overlong_tokens={overlong} > rollout.max_tokens={self.rollout.max_tokens}"
+            yield (
+                f"algorithm.overlong_tokens={overlong} > rollout.max_tokens={self.rollout.max_tokens}; "
+                "lower algorithm.overlong_tokens, or raise rollout.max_tokens"
+            )
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
@@ -344,34 +371,51 @@ class RunConfig(FrozenConfig):
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
-            yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
+            yield (
+                "model.scratch is made at the start of the run, so that no server has it; remove "
+                f"rollout.{key}, or give model.path instead of model.scratch"
+            )
         if self.trainer.offload.by_layer and is_cpu(self.placement.trainer):
             where = self.placement.trainer
-            yield f"trainer.offload.by_layer needs a CUDA device; placement.trainer={where}"
+            yield f"trainer.offload.by_layer needs a CUDA device, not placement.trainer={where}; remove it"
         for key, written in (
             ("trainer", self.placement.trainer),
             ("rollout", self.placement.rollout),
         ):
             num = written.nodes if isinstance(written, NodesConfig) else 1
             if self.launcher == "local" and num not in (1, "all"):
-                yield f"placement.{key}={written} has {num} nodes; set launcher=ray, or {key}.nodes=1"
+                yield (
+                    f"placement.{key}={written} has {num} nodes; set launcher=ray, or placement.{key}.nodes=1"
+                )
         # Without the engine's experts, the trainer would silently route by itself.
         if self.algorithm.router_replay and not self.rollout.facts.returns_routing:
-            yield f"algorithm.router_replay needs rollout.engine=embedded or vllm, not {engine}"
+            yield (
+                f"algorithm.router_replay needs an engine with experts, not {engine}; set "
+                "rollout.engine=embedded or vllm, or algorithm.router_replay=false"
+            )
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
         best = self.best_eval
         saved = self.checkpoint.every
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield f"checkpoint.keep_best={best}: there is no such evaluation; give true or a name: {known}"
+            yield (
+                f"checkpoint.keep_best={best}: there is no such evaluation; set it to false, to true (the "
+                f"first), or to a name: {known}"
+            )
             return
         if self.checkpoint.keep_best and best is None:
-            yield "checkpoint.keep_best compares evaluations; add a section eval, or set it to false"
+            yield (
+                "checkpoint.keep_best compares evaluations; set checkpoint.keep_best=false, or add a "
+                "section eval"
+            )
         # Only saved versions can be kept, so each evaluation must fall on a checkpoint.
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):
-            yield f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}"
+            yield (
+                f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}; set "
+                "checkpoint.every to a divisor, or checkpoint.keep_best=false"
+            )
 
     def _eval_conflicts(self) -> Iterator[str]:
         # All evaluations use one engine, one after another.
@@ -392,9 +436,9 @@ class RunConfig(FrozenConfig):
             )
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:
-                cuts = ", ".join(one.given(*sorted(CUTS)))
+                cut = one.given(*sorted(CUTS))[0]
                 key = key_of("eval", name)
-                yield f"{key}: rollout.engine={self.rollout.engine} has no {cuts}; remove it"
+                yield f"{key}.{cut} has no effect with rollout.engine={self.rollout.engine}; remove it"
 
     def _algorithm_conflicts(self) -> Iterator[str]:
         for name, task in self.tasks.items():
@@ -406,42 +450,45 @@ class RunConfig(FrozenConfig):
                 return
         try:
             algorithms = self.algorithms
-        except ValidationError as error:
-            yield f"task.algorithm does not fit `algorithm`: {error.errors()[0]['msg']}"
+        except ValueError as error:
+            yield str(error)
             return
         for name, generator in self.generators.items():
             algorithm = algorithms.get(name, self.algorithm)
             is_compared = algorithm.advantage in GROUP_ADVANTAGES
             has_reward = self.algorithm.reward_weight > 0
             if is_compared and has_reward and self.rollout.group_size == 1:
-                yield f"task.algorithm.advantage={algorithm.advantage} needs rollout.group_size=2 or more"
+                yield (
+                    f"task.algorithm.advantage={algorithm.advantage} compares the rollouts of a prompt; set "
+                    "rollout.group_size=2 or more"
+                )
             if algorithm.turn_discount is None:
                 continue
             if not generator.is_harness:
-                yield f"turn_discount is for agents, and {key_of('task', name)} has no `generator`; remove it"
+                key = key_of("task", name)
+                is_own = self.tasks[name].algorithm.turn_discount is not None
+                owner = f"{key}." if is_own else ""
+                yield f"{owner}algorithm.turn_discount is for agents, and {key} has no `generator`; remove it"
             # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
             if self.buffer.filter == "equal_rewards":
                 yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
-        tasks = {
-            key_of("task", name): (task, self.generators[name])
-            for name, task in self.tasks.items()
-        }
-        held_out = {
-            f"{key_of('eval', name)}.task": (one.task, self.eval_generators[name])
-            for name, one in self.evals.items()
-        }
-        for owner, (task, generator) in (tasks | held_out).items():
+        for owner, (task, generator) in self._players.items():
             key = f"{owner}.limits"
             limits = task.limits
             num_tokens = limits.max_tokens or self.rollout.max_tokens
             if num_tokens > self.rollout.max_tokens:
-                yield f"{key}.max_tokens={num_tokens} is above rollout.max_tokens={self.rollout.max_tokens}"
+                yield (
+                    f"{key}.max_tokens={num_tokens} is above rollout.max_tokens={self.rollout.max_tokens}; "
+                    f"lower it, or raise rollout.max_tokens"
+                )
             # The penalty begins below one length, and would begin too late for the task.
-            is_penalized = self.algorithm.overlong_tokens > 0 and owner in tasks
+            is_penalized = self.algorithm.overlong_tokens > 0 and not owner.startswith(
+                "eval"
+            )
             if limits.max_tokens is not None and is_penalized:
-                yield f"{key}.max_tokens does not go with algorithm.overlong_tokens; remove one of the two"
+                yield f"{key}.max_tokens does not go with algorithm.overlong_tokens; remove one of them"
             of_calls = limits.given("max_calls", "max_rollout_tokens")
             if of_calls and not generator.is_harness:
                 yield f"{key}.{of_calls[0]} is for agents, and the task has no `generator`; remove it"
@@ -449,7 +496,7 @@ class RunConfig(FrozenConfig):
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
         if self.algorithm.needs_critic and self.critic is None:
-            yield "algorithm.advantage=gae needs a critic; add `critic: {}`, or set algorithm.advantage=grpo"
+            yield "algorithm.advantage=gae needs a critic; set critic={}, or algorithm.advantage=grpo"
         if self.critic is None:
             return
         has_rules = self.critic.offload != OffloadConfig()
@@ -457,8 +504,8 @@ class RunConfig(FrozenConfig):
             yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
         if not self.algorithm.needs_critic:
             yield (
-                f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or remove "
-                "`critic`"
+                f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or "
+                "critic=none"
             )
         warmup = self.critic.warmup_steps
         if warmup >= (num_steps := self.trainer.num_steps):
@@ -487,7 +534,7 @@ class RunConfig(FrozenConfig):
         for name in [*taught, *self.tasks] if self.teachers else ():
             key = key_of("task", name)
             if name not in self.tasks:
-                yield f"teacher.tasks has {name}, which is not a task; the tasks are {known or 'unnamed'}"
+                yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
             elif taught[name] != 1:
                 yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
         # vLLM computes prompt_logprobs before the temperature.
@@ -495,12 +542,14 @@ class RunConfig(FrozenConfig):
         if not is_embedded and self.rollout.temperature != 1:
             yield (
                 f"vLLM reports a teacher's logprobs of temperature 1 only, not "
-                f"rollout.temperature={self.rollout.temperature}; set it to 1, or teacher.engine=embedded"
+                f"rollout.temperature={self.rollout.temperature}; set rollout.temperature=1, or "
+                "teacher.engine=embedded and no teacher.base_url"
             )
         if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
             yield (
                 f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
-                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded"
+                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded and no "
+                "teacher.base_url"
             )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
@@ -523,12 +572,18 @@ class RunConfig(FrozenConfig):
         # The order of tasks is written down for one cycle, and a short run would see
         # only its beginning.
         if (cycle := sum(self.shares.values())) > MAX_CYCLE:
-            yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
+            yield (
+                f"task.share of all tasks repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer "
+                "digits"
+            )
 
     def _posted_conflicts(self) -> Iterator[str]:
         is_later = any(each.outcomes == "later" for each in self.harnesses)
         if is_later and self.harnesses != [self.generator]:
-            yield "outcomes=later is for one program; set it in `generator`, and no other task.generator"
+            yield (
+                "generator.outcomes=later is for one program; write it as `generator` of the run, and remove "
+                "task.generator"
+            )
         for name, task in self.tasks.items():
             if self.generators[name].outcomes == "later" and task.reward is not None:
                 key = f"{key_of('task', name)}.reward"
@@ -536,22 +591,21 @@ class RunConfig(FrozenConfig):
 
     def _reward_conflicts(self) -> Iterator[str]:
         models = self.reward_models
-        for key in RewardModelConfig.model_fields:
-            given = dict.fromkeys(getattr(model, key) for model in models)
-            if len(given) > 1:
-                yield (
-                    f"task.reward.model.{key} is {' and '.join(map(str, given))}; a run has one reward "
-                    "model, so give all tasks and evaluations the same section"
-                )
         judges = self.served_judges
-        for key in ("model", "revision", "engine", "max_length", "offload"):
-            if len(values := {str(getattr(judge, key)) for judge in judges}) > 1:
-                yield (
-                    f"task.reward.judge.{key} is {' and '.join(sorted(values))}; a run serves one judge, "
-                    "so give all that lack base_url the same"
-                )
+        served_keys = ("model", "revision", "engine", "max_length", "offload")
+        for kind, servers, keys in (
+            ("model", models, (*RewardModelConfig.model_fields,)),
+            ("judge", judges, served_keys),
+        ):
+            for key in keys:
+                values = sorted({str(getattr(one, key)) for one in servers})
+                if len(values) > 1:
+                    yield (
+                        f"task.reward.{kind}.{key} is {' and '.join(values)}; a run serves one {kind}: give "
+                        "all tasks and evaluations that it serves the same"
+                    )
         if not judges and self.placement.judge != "auto":
-            yield "placement.judge is for a judge without base_url; remove one of the two"
+            yield "placement.judge is for a judge without base_url; remove it"
         if not models and self.placement.reward != "auto":
             yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"
 
@@ -565,23 +619,15 @@ class RunConfig(FrozenConfig):
             yield "generator.worker_python is for agents of `python` or `command`; remove it"
         is_used = any(task.generator is None for task in self.all_tasks)
         if generator.is_harness and not is_used:
-            yield "every task has its `generator`, so that of the run has no use; remove it"
-        for name, task in self.tasks.items():
-            if task.verifiers != (self.generators[name].verifiers is not None):
-                yield f"set both generator.verifiers and {key_of('task', name)}.verifiers, or none"
-        for name, one in self.evals.items():
-            if one.task.verifiers != (self.eval_generators[name].verifiers is not None):
-                key = f"{key_of('eval', name)}.task"
+            yield "generator has no use, because every task has its own; remove it"
+        for key, (task, player) in self._players.items():
+            if task.verifiers != (player.verifiers is not None):
                 yield f"set both {key}.verifiers and the verifiers of its generator, or none"
-        for name, task in self.tasks.items():
-            if not task.has_score and not self.generators[name].brings_reward:
-                yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
-        for name, one in self.evals.items():
-            player = self.eval_generators[name]
+        for key, (task, player) in self._players.items():
             # Nobody posts rewards later for evaluations.
-            is_paid = player.brings_reward and player.outcomes != "later"
-            if not one.task.has_score and not is_paid:
-                yield f"{key_of('eval', name)}.task.reward is missing; give eval.task its own reward"
+            is_unpaid = player.outcomes == "later" and key.startswith("eval")
+            if not task.has_score and (is_unpaid or not player.brings_reward):
+                yield f"{key}.reward is missing; set {key}.reward=math, or to module:function"
 
 
 def key_of(section: str, name: str) -> str:

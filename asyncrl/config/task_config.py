@@ -51,14 +51,17 @@ class _PartOfTask(FrozenConfig):
     def _refuse_shared(cls, values: object) -> object:
         for name in values if isinstance(values, dict) else ():
             if reason := cls.shared.get(name):
-                raise ValueError(f"{name} cannot differ between tasks: {reason}")
+                raise ValueError(
+                    f".{name} cannot differ between tasks: {reason} for all"
+                )
         return values
 
 
 _ONE_POLICY = (
-    "the trainer computes logprobs with one set of sampling parameters; set rollout.{}"
+    "the trainer computes logprobs with one set of sampling parameters; remove it, and set "
+    "rollout.{}"
 )
-_ONE_STEP = "an optimizer step has one loss; set algorithm.{}"
+_ONE_STEP = "an optimizer step has one loss; remove it, and set algorithm.{}"
 
 
 class TaskLimits(_PartOfTask):
@@ -67,8 +70,8 @@ class TaskLimits(_PartOfTask):
     shared: ClassVar = {
         name: _ONE_POLICY.format(name) for name in SAMPLING_PARAMETERS
     } | {
-        "group_size": "batches have equal groups; set rollout.group_size",
-        "max_prompt_tokens": "engines have one length; set rollout.max_prompt_tokens",
+        "group_size": "batches have equal groups; remove it, and set rollout.group_size",
+        "max_prompt_tokens": "engines have one length; remove it, and set rollout.max_prompt_tokens",
     }
 
     timeout_s: PositiveFloat | None = None
@@ -250,35 +253,41 @@ class TaskConfig(FrozenConfig):
         generator = self.generator or GeneratorConfig()
         for key in generator.given("remote", "workers", "worker_python", "concurrency"):
             yield (
-                f"generator.{key} cannot differ between tasks, which share the run's workers; write it "
-                "in `generator` of the run"
+                f".generator.{key} cannot differ between tasks, which share the run's workers; remove it, "
+                "and set it in `generator` of the run"
             )
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
-            yield f"give exactly one of {', '.join(names)} (given: {given})"
+            yield f"give exactly one of .{', .'.join(names)} (given: {given})"
         if self.held_out_fraction and not (self.files or self.dataset):
-            yield f"task.split={{eval: {self.held_out_fraction}}} is for rows of files or dataset; remove it"
+            yield f".split={{eval: {self.held_out_fraction}}} is for rows of .files or .dataset; remove it"
         if self.answer_column == self.prompt_column:
-            yield f"task.answer_column={self.answer_column} is the prompt column, too; name another, or none"
+            yield (
+                f".answer_column={self.answer_column} is the prompt column, too; set .answer_column=none, "
+                "or name another"
+            )
         # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
-            yield "task.digest is of the data of task.files or task.dataset; remove it"
+            yield ".digest is of the data of .files or .dataset; remove it"
         if self.reward_pool != "auto" and isinstance(
             self.reward, JudgedReward | ModelledReward
         ):
             kind = "judge" if self.judge is not None else "model"
-            yield f"task.reward_pool is for functions, not for a {kind}; remove it"
+            yield f".reward_pool is for functions, not for a {kind}; remove it"
         if self.scores_itself and self.reward is not None:
-            yield f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward"
+            yield f".reward is set, but a {sources[0]} task scores itself; remove it"
         if self.verifiers and "task" in self.args:
             yield (
-                "args.task does not reach the workers that play and score; write "
+                ".args.task does not reach the workers that play and score; remove it, and set "
                 "generator.args.taskset.task"
             )
         if self.verifiers and self.system_prompt is not None:
-            yield "system_prompt does not reach a verifiers environment; write generator.args.taskset"
+            yield (
+                ".system_prompt does not reach a verifiers environment; remove it, and set the environment's "
+                "own in generator.args.taskset"
+            )
 
 
 Tasks = Annotated[

@@ -53,7 +53,7 @@ class TeacherConfig(FrozenConfig):
         own = ("engine", "offload")
         needless = ("key_variable",) if self.base_url is None else own
         for key in self.given(*needless):
-            yield f"{key} has no effect with base_url={self.base_url}; remove it"
+            yield f".{key} has no effect with .base_url={self.base_url}; remove it"
 
     def scores(self, task: str) -> bool:
         """Return whether it scores a task; the only task of a run may be ''."""

@@ -135,12 +135,12 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
     if facts.is_transfer and not rollout.facts.receives_transfers:
         raise ConfigError(
             f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights",
-            way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).",
+            way_out=f"{TO_SHM}, or rollout.engine=embedded or vllm.",
         )
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         raise ConfigError(
             f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}",
-            way_out="set trainer.lora={rank: 16}, and an engine with a model.",
+            way_out="set trainer.lora={rank: 16} and rollout.engine=embedded or vllm.",
         )
     # With `auto` in model.dtype, the placement of the resolved config comes here again.
     if (
@@ -165,5 +165,6 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
         if urlsplit(url).hostname not in LOOPBACK:
             raise ConfigError(
                 f"{name} is in the memory of this machine, which {url} cannot read",
-                way_out="set weight_sync.transport=disk with a shared disk_dir (this machine is 127.0.0.1).",
+                way_out="set weight_sync.transport=disk and weight_sync.disk_dir=FOLDER, a folder that both "
+                "machines see (this machine is 127.0.0.1).",
             )

@@ -106,6 +106,6 @@ class WeightSyncConfig(FrozenConfig):
         # transport would be ignored.
         if self.facts.is_file_shared != (self.disk_dir is not None):
             yield (
-                f"transport={self.transport} with disk_dir={self.disk_dir}: only disk writes "
-                "there, to a folder that trainer and engines share"
+                f".transport={self.transport} with .disk_dir={self.disk_dir}: only disk writes there, to a "
+                "folder that trainer and engines share; set .transport=auto, which is disk with a .disk_dir"
             )

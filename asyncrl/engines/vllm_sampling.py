@@ -64,7 +64,7 @@ def check_request(
         fault = fault or ErrorBody(
             error=f"temperature {request.temperature}",
             rule=f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
-            way_out=f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more.",
+            way_out=f"set rollout.temperature or eval.temperature to {_MIN_TEMPERATURE} or more.",
         )
     if fault:
         what = f"{process.name} refused request {request.request_id}: {fault.error}"

@@ -454,6 +454,7 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         except ConfigError as error:
             section = key if key.startswith("task") else f"{key}.task"
             error.what = TASK_KEYS.sub(section, error.what)
+            error.way_out = TASK_KEYS.sub(section, error.way_out)
             raise
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
@@ -487,8 +488,8 @@ def _check_judges(config: RunConfig, found: Found) -> None:
     """Reach each judge's endpoint, and read the reward model's config.json. Raises
     ConfigError.
     """
-    tasks = [*config.tasks.values(), *(one.task for one in config.evals.values())]
-    for judge in dict.fromkeys(task.judge for task in tasks if task.judge is not None):
+    judges = (task.judge for task in config.all_tasks if task.judge is not None)
+    for judge in dict.fromkeys(judges):
         if judge.is_served:
             _check_served_judge(judge)
             found.lines.append(f"judge: {judge.model} in a server of the run")

@@ -36,7 +36,7 @@ def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
         raise ConfigError(
             f"no process of this machine runs {run_dir}: it is {state}; {why}",
             rule="a run is stopped on the host of its controller",
-            way_out=f"run `asyncrl stop {run_dir}` there, or read `asyncrl status {run_dir}`.",
+            way_out=f"`asyncrl status {run_dir}` shows its state and host; a live run is stopped there.",
         )
     os.kill(pid, signal.SIGTERM)
     tell(f"asked process {pid} to finish its step and save; Ctrl-C ends only this wait")
@@ -78,7 +78,7 @@ def delete_run(
         raise ConfigError(
             f"{folder} is {state}; {why}",
             rule="a live run is not deleted",
-            way_out=f"stop it first: asyncrl stop {run_dir}.",
+            way_out=f"stop it first: `asyncrl stop {run_dir}`.",
         )
     shown = f"{folder} ({state}, {size_of(folder) / 1e6:,.1f} MB)"
     with run_lock(folder / LOCK_FILE):  # no run starts there now

@@ -356,8 +356,9 @@ def _refuse_sharing(
             f"{_written(config)} are the same devices, and "
             f"buffer.max_staleness={config.buffer.max_staleness}, rollout.num_engines={rollout.num_engines}",
             rule="time-sharing makes every batch on-policy, with a fixed number of engines",
-            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
-            "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
+            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or "
+            "buffer.max_staleness=1 and placement.share=0.4 (CUDA only: both sides work at once), or give "
+            "placement.rollout its own devices.",
         )
     if is_colocated and (
         rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)
@@ -449,16 +450,16 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
     num = config.rollout.max_engines
     split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
-    is_uneven = any(count % split for count in counts) or len(rollout) > num * split
-    if is_uneven and not takes_no_device(config):
-        key = config.rollout.facts.split_key
-        splits = f" or rollout.{key}={math.gcd(*counts)}" if key else ""
+    has_rest = any(count % split for count in counts)
+    if (has_rest or len(rollout) > num * split) and not takes_no_device(config):
+        fitting = f"rollout.num_engines={len(rollout) // split}"
+        if has_rest:
+            fitting = f"rollout.{config.rollout.facts.split_key}={math.gcd(*counts)}"
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
             f"rollout.num_engines={num} with {split} each",
             rule="an engine has CUDA devices of one node or a CPU, and no device is idle",
-            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)}{splits}, or change "
-            "placement.rollout.",
+            way_out=f"set {fitting}, or change placement.rollout.",
         )
 
 

@@ -84,7 +84,7 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}",
-            way_out="start a run: asyncrl init quickstart.",
+            way_out="name the folder of your runs; `asyncrl init quickstart` writes a first config.",
         )
     return sorted(
         (path.parent for path in folder.glob(f"*/{CONFIG_FILE}")),
@@ -97,7 +97,7 @@ def newest_run(folder: Path = RUNS) -> Path:
     """Return the run that was written last. Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
         raise ConfigError(
-            f"{folder} has no run", way_out="name a RUN_DIR: asyncrl status RUN_DIR."
+            f"{folder} has no run", way_out="name the directory of a run."
         )
     return runs[0]
 

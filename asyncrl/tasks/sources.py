@@ -156,7 +156,7 @@ def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalT
     if len(task) < config.num_prompts:
         raise ConfigError(
             f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
-            way_out=f"set eval.num_prompts={len(task)}, or give a larger task.",
+            way_out=f"set {key_of('eval', label)}.num_prompts={len(task)}, or give a larger task.",
         )
     prompts = TaskPrompts(
         task,

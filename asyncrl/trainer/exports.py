@@ -204,6 +204,6 @@ def _checked(canary: api.Canary | None) -> api.Canary | None:
         422,
         "the weights give logprobs of the canary that are not finite",
         rule="every engine must reproduce the logprobs of a fixed text",
-        way_out="resume from a checkpoint with a lower trainer.learning_rate, or "
-        "weight_sync.canary_limit=none.",
+        way_out="resume with a lower trainer.learning_rate and --allow-change trainer.learning_rate, or "
+        "with weight_sync.canary_limit=none.",
     )
