@@ -31,8 +31,29 @@ _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
 
 
-class _KeysOnce(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping; YAML silently keeps the last."""
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+"""A number of YAML 1.2, such as 1e-6, which YAML 1.1 reads as text."""
+_NUMBERS = {tag: f"tag:yaml.org,2002:{tag}" for tag in ("int", "float")}
+_OTHER_BASE = re.compile(r"[-+]?0[\d_]+$|.*:")
+"""A number that YAML 1.1 reads in base 8 (010 is 8) or 60 (1:30 is 90)."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Rejects duplicate keys in a mapping, of which YAML silently keeps the last, and
+    numbers that YAML silently reads in base 8 or 60.
+    """
+
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        if _OTHER_BASE.match(node.value):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"YAML reads {node.value} in base 8 or 60; write it in base 10",
+                node.start_mark,
+            )
+        is_int = node.tag == _NUMBERS["int"]
+        read = self.construct_yaml_int if is_int else self.construct_yaml_float
+        return read(node)
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -53,6 +74,16 @@ class _KeysOnce(yaml.SafeLoader):
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that _Loader would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(_NUMBERS["float"], _FLOAT, list("-+.0123456789"))
+for _tag in _NUMBERS.values():
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -163,23 +194,33 @@ def is_sft(values: object) -> bool:
 def _read_yaml(path: str | Path) -> object:
     try:
         with Path(path).open(encoding="utf-8") as file:
-            return yaml.load(file, _KeysOnce)
+            return yaml.load(file, _Loader)
     except (OSError, *_NO_YAML) as error:
+        way_out = _way_out_of(error, Path(path))
         raise ConfigError(
-            f"cannot read the config {path}: {error}", way_out=_way_out_of(error)
+            f"cannot read the config {path}: {error}", way_out=way_out
         ) from error
 
 
-def _way_out_of(error: Exception) -> str:
+def _way_out_of(error: Exception, path: Path) -> str:
     """Return what to do about a file that is not YAML."""
     mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return "give the path of a YAML file, like configs/quickstart.yaml."
+    if isinstance(error, UnicodeDecodeError):
+        return "save the file as UTF-8."
+    if "=" in path.name:
+        return f"write the config before its settings: CONFIG {path}."
+    if (path / "run.id").is_file():
+        return f"resume a run with `asyncrl run {path}/config.yaml --run-dir {path}`."
+    if mark is None or path.suffix not in (".yaml", ".yml", ".json", ""):
+        return "give the path of a YAML file; `asyncrl init quickstart` writes quickstart.yaml."
     if "twice" in str(error):
         return "remove one of the two."
     if "\\t" in str(error):
         return f"indent line {mark.line + 1} with spaces: YAML takes no tabs."
-    rules = "keys of a section have equal indents, and a space follows each colon; quote texts with : or #"
+    rules = (
+        "keys of a section have equal indents, and a space follows each colon; quote texts with :, # or \\ "
+        "like 'this'"
+    )
     return f"correct line {mark.line + 1} or the one before: {rules}."
 
 
@@ -227,12 +268,13 @@ def checked(
                 message = f"{lines[where][:-1]}, or{message}"
             lines[where] = message
         texts = [
-            f"{where} {_place(where, overrides, path)}{message}"
+            f"{where} {_place(where, message, overrides, path)}{message}"
             for where, message in lines.items()
         ]
         raise ConfigError(
             "\n  ".join(texts),
-            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` starts no run.",
+            way_out="correct the file or the key=value after it; `asyncrl keys KEY` describes a key, "
+            "`asyncrl check CONFIG` starts no run.",
         ) from error
 
 
@@ -256,7 +298,7 @@ def _texts(values: object) -> Iterator[tuple[str, str]]:
 
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False)
     return f"{_WRITTEN_BY}{__version__}\n{text}"
 
 
@@ -271,15 +313,24 @@ def _with(values: object, override: str, around: Sequence[str]) -> object:
     )
     try:
         if not (separator and all(names) and key.split() == [key]):
-            if "/" in override and not separator:
+            if override.endswith((".yaml", ".yml")):
+                way_out = "name one config; settings of another belong into it."
+            elif "/" in override and not separator:
                 way_out = f"name the directory of a run with --run-dir {override}."
             if spaced := SPACED.search(" ".join(around)):
                 way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
             raise ValueError("it is not key=value")
-        return _set(values, names, yaml.safe_load(text))
+        if set("*$") & set(text):
+            way_out = "write whole paths: *, $ and ~ are not expanded."
+        elif text.startswith(("{", "[")):
+            way_out = (
+                f"quote it, or the shell splits it at its spaces: '{key}={text} ...'."
+            )
+        return _set(values, names, yaml.load(text, _Loader))
     except (TypeError, *_NO_YAML) as error:
+        why = getattr(error, "problem", None) or str(error)
         raise ConfigError(
-            f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
+            f"override {override[:80]!r} is not a key of a section with a YAML value: {why[:400]}",
             way_out=way_out,
         ) from error
 
@@ -313,12 +364,15 @@ def _set(section: Any, names: Sequence[str], value: object) -> object:
     return copied
 
 
-def _place(where: str, overrides: Sequence[str], path: str) -> str:
-    """Return where the value of `where`, such as "trainer.lora='true'", is written."""
+def _place(where: str, message: str, overrides: Sequence[str], path: str) -> str:
+    """Return where the value of `where`, such as "trainer.lora='true'", is written: of
+    several sections, a key that the message names.
+    """
     wrong = f"{where.partition('=')[0]}."
     for override in overrides:
         key = f"{override.partition('=')[0]}."
-        if key.startswith(wrong) or wrong.startswith(key):
+        is_named = where == "config" and key[:-1] in message
+        if is_named or key.startswith(wrong) or wrong.startswith(key):
             return "on the command line"
     return f"in {path}"
 
@@ -344,13 +398,22 @@ def _explain(
     if kind == "missing":
         return where, " is missing."
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if kind in ("int_parsing", "float_parsing", "int_type", "float_type"):
+        example = "100" if kind.startswith("int") else "0.01 or 1e-6"
+        message = f"a number belongs there, like {example}, without a unit, comma or %"
+    if kind in ("int_type", "float_type") and isinstance(value, list):
+        message += "; `asyncrl sweep` takes several, with commas and without brackets"
     if kind in ("list_type", "tuple_type") and isinstance(value, str):
-        words = shlex.split(value) if where.endswith("command") else [value]
-        message = f"a list belongs there: write {where}=[{', '.join(words)}]"
+        words = [] if value == "none" else [value]
+        if where.endswith("command"):
+            is_of_shell = any(mark in value for mark in "|&;<>$`")
+            words = ["sh", "-c", value] if is_of_shell else shlex.split(value)
+        text = yaml.dump(words, Dumper=_Dumper, default_flow_style=True, width=10**6)
+        message = f"a list belongs there: write {where}={text.strip()}"
     elif kind in ("model_type", "dict_type"):
         message = _section_hint(where, value, form)
     elif kind == "string_type" and where.endswith("reward"):
-        message = "one function belongs there: write one that calls them and adds their rewards"
+        message = "one function belongs there, as module:name; it may call others and add their rewards"
     elif value == "None":
         message += "; write none for no value"
     return f"{where}{'' if isinstance(value, dict) else f'={value!r}'}", f": {message}."
@@ -358,9 +421,17 @@ def _explain(
 
 def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
     """Return how to write a section in place of a value."""
-    section = section_of(dict(_fields(form))[where]) if where != "config" else None
-    if section is None:
+    if where == "config":
         return "sections belong there: `asyncrl init quickstart` writes a config to begin with"
+    info = dict(_fields(form))[where]
+    section = section_of(info)
+    if section is None:
+        return f"names and values belong there, like {where}={{name: value}}"
+    forms = get_args(info.annotation)
+    if forms and type(None) not in forms:
+        return f"a section belongs there, with {', '.join(section.model_fields)}"
+    if value in (None, "none", False, "false"):
+        return "a section belongs there: write none, or leave it out for its defaults"
     first, *_ = section.model_fields
     written = "" if value in (True, "true") else f"{first}: {value}"
     if where == "placement":
@@ -396,16 +467,20 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     """Return what to write instead of an invalid command or of `option`, or an empty
     text.
     """
-    if option == "--resume":
-        return "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir."
     if option is None:
         command, *rest = arguments or [""]
+        if command == "serve" and rest:
+            command = rest[0]
+        if command.endswith((".yaml", ".yml")):
+            return (
+                f"write `asyncrl run {command}`, or `asyncrl serve gateway {command}`."
+            )
         known = COMMANDS.get(command)
         if known is None:
             return ""
         # The hint for a run is a whole command, with the run that was named.
         known = known.replace("RUN", rest[0]) if rest else known
-        more = "" if "--run-dir" in known else " ..."
+        more = "" if "--" in known else " ..."
         return f"write `asyncrl {known}{more}`; `asyncrl --help` lists the commands."
     if option in OPTIONS:
         return OPTIONS[option]

@@ -260,6 +260,8 @@ class TaskConfig(FrozenConfig):
             yield f"give exactly one of {', '.join(names)} (given: {given})"
         if self.held_out_fraction and not (self.files or self.dataset):
             yield f"task.split={{eval: {self.held_out_fraction}}} is for rows of files or dataset; remove it"
+        if self.given("split") and not (self.held_out_fraction or self.dataset):
+            yield f"task.split={self.split} is for task.dataset; remove it, or name other files"
         if self.answer_column == self.prompt_column:
             yield f"task.answer_column={self.answer_column} is the prompt column, too; name another, or none"
         # A generated task has no stored data whose change could go unnoticed.

@@ -116,10 +116,13 @@ def look_at_task(
             f"dataset {config.dataset}, split {config.split_of_dataset}; not checked: it is on the hub",
         )
     task = build_task(config, seed, is_evaluated=is_evaluated)
-    # Only because it refuses a task without prompts.
-    TaskPrompts(task, seed=seed, shuffle=config.shuffle)
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    if len(task) == 0:
+        raise ConfigError(
+            f"the task has no prompts; it reads {source or 'no file'}",
+            way_out="give it data with one prompt or more.",
+        )
     digest = f", digest {task.digest}" if isinstance(task, RowTask) else ""
     return task, f"{source}, {len(task)} prompts{digest}"
 
@@ -230,7 +233,8 @@ def read_files(
         if reader is None or not os.path.isfile(path):  # noqa: PTH113
             raise ConfigError(
                 f"{key}: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
-                way_out="write the whole path, without ~, $ and *; convert other files to .jsonl.",
+                way_out="write the whole path of each file, without ~, $ and *; convert other files to "
+                ".jsonl.",
             )
         try:
             rows |= reader(path)
@@ -240,7 +244,8 @@ def read_files(
             # of many kinds: OverflowError for a date after 9999, unknown time zones
             raise ConfigError(
                 f"{key}: {path} cannot be read: {message_of(error)}",
-                way_out="correct the file, or convert it to parquet.",
+                way_out="correct the file; .jsonl has a JSON object on each line, .json also one array of "
+                "objects.",
             ) from error
     return [*rows.values()], [*rows].__getitem__
 
@@ -318,6 +323,12 @@ def read_dataset(
     `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data
     files. Raises ConfigError, with keys of the `section`.
     """
+    if os.path.isfile(name):  # noqa: PTH113
+        raise ConfigError(
+            f"{section}.dataset={name} is a file",
+            rule="a dataset is a hub id or a folder",
+            way_out=f"write {section}.files=[{name}], and {section}.dataset=none.",
+        )
     import datasets
     from datasets.features.features import _visit
 
