@@ -46,7 +46,6 @@ MODULE = """
     def raises(prompt, completion, answer): raise KeyError(answer)
     def listed(prompt, completion, answer): return [1.0]
     def huge(prompt, completion, answer): return 10**400
-    def yields(prompt, completion, answer): yield 1.0
     def right(prompt, completion, answer): return 1.0 if completion == answer else None
     def pair(prompt, completion, answer): return 1.0, {"x": 1}
     def length(prompt, completion, answer): return float(len(answer) == len(completion))
@@ -106,7 +105,6 @@ task.python=none task.files=[rows.jsonl] task.reward=fails_here:f -> Way out: co
 task.python=none task.files=[rows.jsonl] task.reward=torn_here:f -> torn_here.py line 1.
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:listed -> returned 1 rewards for 0 sampled
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:huge -> returned 1000 ... 1e+18 at most
-task.python=none task.files=[rows.jsonl] task.reward=mine_here:yields -> is a generator ... write return, not
 task.python=none task.files=[empty.jsonl] task.reward=math -> the task has no prompts; it reads empty.jsonl
 task.python=none task.files=[rows.jsonl] task.reward=math task.split=b -> task.split=b is for task.dataset
 task.python=none task.dataset=rows.jsonl task.reward=math -> is a file ... write task.files=[rows.jsonl]

@@ -106,12 +106,6 @@ def check_call(
             rule=f"it is called as {usage}",
             way_out="name a function or class.",
         )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(
-            f"{said} is a generator",
-            rule="it returns once",
-            way_out="write return, not yield.",
-        )
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:

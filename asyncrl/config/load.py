@@ -33,9 +33,9 @@ _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 """A number of YAML 1.2, such as 1e-6, which YAML 1.1 reads as text."""
-_NUMBERS = {tag: f"tag:yaml.org,2002:{tag}" for tag in ("int", "float")}
 _OTHER_BASE = re.compile(r"[-+]?0[\d_]+$|.*:")
 """A number that YAML 1.1 reads in base 8 (010 is 8) or 60 (1:30 is 90)."""
+_INT, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
     numbers that YAML silently reads in base 8 or 60.
     """
 
-    def construct_number(self, node: yaml.ScalarNode) -> float:
+    def construct_int(self, node: yaml.ScalarNode) -> int:
         if _OTHER_BASE.match(node.value):
             raise yaml.constructor.ConstructorError(
                 None,
@@ -51,9 +51,7 @@ class _Loader(yaml.SafeLoader):
                 f"YAML reads {node.value} in base 8 or 60; write it in base 10",
                 node.start_mark,
             )
-        is_int = node.tag == _NUMBERS["int"]
-        read = self.construct_yaml_int if is_int else self.construct_yaml_float
-        return read(node)
+        return self.construct_yaml_int(node)
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -81,9 +79,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(_NUMBERS["float"], _FLOAT, list("-+.0123456789"))
-for _tag in _NUMBERS.values():
-    _Loader.add_constructor(_tag, _Loader.construct_number)
+    _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor(_INT, _Loader.construct_int)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -404,7 +401,7 @@ def _explain(
     if kind in ("int_type", "float_type") and isinstance(value, list):
         message += "; `asyncrl sweep` takes several, with commas and without brackets"
     if kind in ("list_type", "tuple_type") and isinstance(value, str):
-        words = [] if value == "none" else [value]
+        words = [] if value == "none" else re.split(r", ?", value)
         if where.endswith("command"):
             is_of_shell = any(mark in value for mark in "|&;<>$`")
             words = ["sh", "-c", value] if is_of_shell else shlex.split(value)
@@ -487,7 +484,7 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     key = option.strip("-")
     ours = key if key in all_keys() else _closest(key.replace("-", "_"))
     text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
-    return f"settings have no dashes: write {ours}={text or 'VALUE'}." if ours else ""
+    return f"write {ours}={text or 'VALUE'} after the config." if ours else ""
 
 
 def all_keys(form: type[BaseModel] = RunConfig) -> list[str]:

@@ -86,7 +86,6 @@ from asyncrl.tasks.rewards import (
 )
 from asyncrl.tasks.sources import (
     EvalTask,
-    build_task,
     look_at_task,
     make_prompt_source,
     take_prompts,
@@ -476,19 +475,13 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
                 seed,
                 load_taskset=taskset,
                 is_evaluated=is_evaluated,
+                reads_all=reads_all,
             )
         except ConfigError as error:
             section = f"{key}.task" if is_evaluated else key
             error.what = TASK_KEYS.sub(section, error.what)
             raise
         found.lines.append(f"{key}: {text}{more}")
-        if task is None and reads_all:
-            return build_task(
-                settings,
-                seed,
-                load_taskset=taskset,
-                is_evaluated=is_evaluated,
-            )
         return task
 
     total = sum(config.shares.values())

@@ -100,22 +100,26 @@ def look_at_task(
     *,
     load_taskset: LoadTaskset | None = None,
     is_evaluated: bool = False,
+    reads_all: bool = False,
 ) -> tuple[PromptTask | None, str]:
     """Return the task and its description before the start. The task is None if only
-    the run may read it. Raises like build_task.
+    the run may read it, which `reads_all`. Raises like build_task.
     """
-    if config.verifiers and load_taskset is not None:
+    if config.verifiers and load_taskset is not None and not reads_all:
         return (
             None,
             f"verifiers {type(load_taskset(config.args)).__name__} (its tasks are read when the run starts)",
         )
-    if config.dataset is not None and not os.path.exists(config.dataset):  # noqa: PTH110
+    is_on_hub = config.dataset is not None and not os.path.exists(config.dataset)  # noqa: PTH110
+    if is_on_hub and not reads_all:
         reward_function(config)
         return (
             None,
             f"dataset {config.dataset}, split {config.split_of_dataset}; not checked: it is on the hub",
         )
-    task = build_task(config, seed, is_evaluated=is_evaluated)
+    task = build_task(
+        config, seed, load_taskset=load_taskset, is_evaluated=is_evaluated
+    )
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
     if len(task) == 0:
