@@ -127,7 +127,8 @@ class Found:
 
 def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield what `asyncrl check` prints, warnings last. Raises ConfigError."""
-    check = _check_sft if isinstance(config, SftConfig) else _check_run
+    is_sft = isinstance(config, SftConfig)
+    check: Callable[..., Iterator[str]] = _check_sft if is_sft else _check_run
     doubts = list[str]()
     try:
         for line in check(config, nodes):
@@ -135,9 +136,11 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
                 doubts.append(line)
             else:
                 yield line
-    finally:
-        # Above the plan nobody would read them. They may explain an error.
-        yield from doubts
+    except ConfigError:
+        yield from doubts  # They may explain the error.
+        raise
+    # Above the plan nobody would read them.
+    yield from doubts
 
 
 def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
