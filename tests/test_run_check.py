@@ -344,7 +344,7 @@ trainer.learning_rate=0.011 -> 0.011 probably destroys the model: set it to 0.01
 trainer.lora={{rank: 4}} trainer.learning_rate=0.011 ->
 trainer.num_steps=8 trainer.warmup_steps=9 -> trainer.warmup_steps=9 is above the 8 steps of the run
 trainer.num_steps=4 trainer.epochs=2 trainer.warmup_steps=8 ->
-{ROWS.replace("rows", "repeats")} -> task: its 5 rows have only 1 different prompts
+{ROWS.replace("rows", "repeats")} -> task: its 5 rows have 1 different prompts
 {ROWS} trainer.num_groups=3 -> num_groups=3: a step repeats some of the 2 rows
 {ROWS} trainer.num_groups=2 ->
 {ROWS} {HELD_OUT.replace("FILE", "rows.jsonl")} -> eval: its rows are also trained

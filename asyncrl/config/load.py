@@ -421,14 +421,16 @@ def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
     if where == "config":
         return "sections belong there: `asyncrl init quickstart` writes a config to begin with"
     info = dict(_fields(form))[where]
-    section = section_of(info)
+    section, forms = section_of(info), get_args(info.annotation)
     if section is None:
         return f"names and values belong there, like {where}={{name: value}}"
-    forms = get_args(info.annotation)
     if forms and type(None) not in forms:
         return f"a section belongs there, with {', '.join(section.model_fields)}"
     if value in (None, "none", False, "false"):
-        return "a section belongs there: write none, or leave it out for its defaults"
+        way_out = (
+            "write none" if type(None) in forms else "leave it out for its defaults"
+        )
+        return f"a section belongs there: {way_out}"
     first, *_ = section.model_fields
     written = "" if value in (True, "true") else f"{first}: {value}"
     if where == "placement":

@@ -49,7 +49,8 @@ def repeats_of(tasks: Mapping[str, PromptTask]) -> Iterator[str]:
     """Yield a warning for each task in which most rows repeat the prompt of another."""
     for key, task in tasks.items():
         if isinstance(task, RowTask) and 2 * task.num_prompts < len(task):
-            yield f"{key}: its {len(task)} rows have only {task.num_prompts} different prompts"
+            num = task.num_prompts
+            yield f"{key}: its {len(task)} rows have {num} different prompts: remove repeated rows"
 
 
 def digests_of(tasks: Mapping[str, PromptTask]) -> dict[str, str]:
