@@ -108,6 +108,7 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:huge -> returned 
 task.python=none task.files=[empty.jsonl] task.reward=math -> the task has no prompts; it reads empty.jsonl
 task.python=none task.files=[rows.jsonl] task.reward=math task.split=b -> task.split=b is for task.dataset
 task.python=none task.dataset=rows.jsonl task.reward=math -> is a file ... write task.files=[rows.jsonl]
+task.python=none task.files=[rows.jsonl] task.reward=sys:score -> or correct the name.
 task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
 observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
 eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file

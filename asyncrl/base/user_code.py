@@ -60,10 +60,11 @@ def load_object(spec: str, setting: str) -> Any:
     except KeyboardInterrupt:  # Ctrl-C during a check
         raise
     except BaseException as error:  # user code may raise anything
-        file = getattr(sys.modules.get(module_name), "__file__", None)
+        module = sys.modules.get(module_name)
+        file = getattr(module, "__file__", None)
         found = f" ({module_name} is {file})" if file else ""
         way_out = "start asyncrl in the module's folder, install the module, or correct the name."
-        if file is None and not isinstance(error, ModuleNotFoundError):
+        if module is None and not isinstance(error, ModuleNotFoundError):
             way_out = f"correct {_place_of_error(error)}."
         raise ConfigError(
             f"{setting}={spec} cannot be loaded: {message_of(error)}{found}",

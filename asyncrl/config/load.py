@@ -39,7 +39,7 @@ _INT, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping, of which YAML silently keeps the last, and
+    """Rejects duplicate keys in a mapping, where YAML silently keeps the last, and
     numbers that YAML silently reads in base 8 or 60.
     """
 
