@@ -43,15 +43,17 @@ class _Loader(yaml.SafeLoader):
     numbers that YAML silently reads in base 8 or 60.
     """
 
-    def construct_int(self, node: yaml.ScalarNode) -> int:
-        if _OTHER_BASE.match(node.value):
-            raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"YAML reads {node.value} in base 8 or 60; write it in base 10",
-                node.start_mark,
-            )
-        return self.construct_yaml_int(node)
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        text: str = super().construct_scalar(node)
+        why = ""
+        if node.tag == _INT and _OTHER_BASE.match(text):
+            why = f"YAML reads {text} in base 8 or 60; write it in base 10"
+        # YAML may write half a character. Neither a JSON file nor a stop text can hold it.
+        if text.encode(errors="replace").decode() != text:
+            why = f"{text!r:.200} is not valid Unicode; write \\U0001F600, not two \\uD83D"
+        if why:
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+        return text
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -80,7 +82,6 @@ class _Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
-_Loader.add_constructor(_INT, _Loader.construct_int)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -246,13 +247,6 @@ def checked(
         # needs the first, and the first the ones behind it.
         before = [one for one in overrides[:number][-1:] if one.endswith("=")]
         values = _with(values, override, [*before, *overrides[number : number + 3]])
-    # YAML may write half a character. Neither a JSON file nor a stop text can hold it.
-    for key, text in _texts(values):
-        if not text.isascii() and text.encode(errors="replace").decode() != text:
-            raise ConfigError(
-                f"{key} in {path} is not valid Unicode: {text!r:.200}",
-                way_out="write characters above U+FFFF as \\U0001F600, not as two \\uD83D.",
-            )
     try:
         return form.model_validate(values)
     except ValidationError as error:
@@ -273,25 +267,6 @@ def checked(
             way_out="correct the file or the key=value after it; `asyncrl keys KEY` describes a key, "
             "`asyncrl check CONFIG` starts no run.",
         ) from error
-
-
-def _texts(values: object) -> Iterator[tuple[str, str]]:
-    """Yield each text in a config, names of keys included, with its key. YAML's aliases may put a list into
-    itself, or a list of lists a million times: each is read once.
-    """
-    waiting: list[tuple[str, object]] = [("", values)]
-    read = set[int]()
-    while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, Mapping | list) and id(value) not in read:
-            read.add(id(value))
-            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for name, one in inner:
-                waiting.append((f"{key}.{name}".removeprefix("."), one))
-                # The next to be read: a place cannot be printed before its names are.
-                waiting.append((f"a key of {key or 'the top level'}", name))
 
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
