@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
     numbers that YAML silently reads in base 8 or 60.
     """
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text: str = super().construct_scalar(node)
         why = ""
         if node.tag == _INT and _OTHER_BASE.match(text):
