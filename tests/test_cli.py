@@ -71,7 +71,9 @@ run trainer.num_steps=3 c.yaml -> 2: write the config before its settings
 run configs/quickstart.yaml other.yaml -> 2: name one config
 run configs/quickstart.yaml --run-dir=~/r -> 2: write "--run-dir=$HOME/r"
 run configs/quickstart.yaml --set seed=3 -> 2: without --set
-run tests -> 2: `asyncrl init quickstart` writes
+run tests -> 2: model.path=tests
+run configs/quickstart.yaml -q -> 2: observe.console=none
+runs configs -> 0: no runs in configs; `asyncrl status configs`
 check pyproject.toml -> 2: give the path of a YAML file
 init quickstart --folder pyproject.toml -> 2: cannot use ... File exists ... Way out:
 tail runs/x -> 2: write `asyncrl watch ...`

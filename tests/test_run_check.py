@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -21,6 +22,7 @@ from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.user_code import load_object
 from asyncrl.config import load_config
 from asyncrl.config.load import load_sft
 from asyncrl.job.check import check_lines, validate
@@ -334,6 +336,17 @@ def test_check_shows_the_first_prompt_and_its_rewards(
     assert re.search(r"run directory: needs .*, free \d", said)
     assert "the first prompt is '<|user|>abc<|im_end|><|assistant|>'" in said
     assert says in said, said
+
+
+def test_slow_import_of_user_code_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.base.progress.FIRST_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    text = "import sys\nwhile 'importing slow_here' not in sys.stderr.getvalue(): pass"
+    (here / "slow_here.py").write_text(text)
+    with pytest.raises(ConfigError, match="has no attribute 'f'"):
+        load_object("slow_here:f", "task.reward")
 
 
 ROWS = "task.python=none task.reward=mine_here:length task.files=[rows.jsonl]"

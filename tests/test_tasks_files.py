@@ -101,6 +101,11 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             b' {"role": "assistant", "content": "4"}], "answer": "4"}',
             "line 1, column prompt ends with the assistant's message '4'",
         ),
+        (
+            "a.jsonl",
+            b'{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "4"}',
+            "line 1, column prompt is not a valid prompt",
+        ),
         ("a.jsonl", QUESTION.decode().encode("utf-16-le"), "cannot be read: .*UTF-16"),
         ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
         ("a.rows", QUESTION, "a.rows is not a file with rows"),

@@ -24,6 +24,7 @@ import uvloop
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.base.host import exit_raises
+from asyncrl.base.progress import told_if_long
 
 
 def find_here() -> str:
@@ -54,7 +55,8 @@ def load_object(spec: str, setting: str) -> Any:
         )
     here = find_here()
     try:
-        target: Any = importlib.import_module(module_name)
+        with told_if_long(f"importing {module_name}"):
+            target: Any = importlib.import_module(module_name)
         for name in attribute.split("."):
             target = getattr(target, name)
     except KeyboardInterrupt:  # Ctrl-C during a check

@@ -209,6 +209,8 @@ def _way_out_of(error: Exception, path: Path) -> str:
         return f"write the config before its settings: CONFIG {path}."
     if (path / "run.id").is_file():
         return f"resume a run with `asyncrl run {path}/config.yaml --run-dir {path}`."
+    if path.is_dir():
+        return f"give the path of a YAML file; weights belong into it as model.path={path}."
     if mark is None or path.suffix not in (".yaml", ".yml", ".json", ""):
         return "give the path of a YAML file; `asyncrl init quickstart` writes quickstart.yaml."
     if "twice" in str(error):

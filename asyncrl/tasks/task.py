@@ -95,11 +95,11 @@ def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
     """Return the chat messages of a prompt's content; `where` names it in errors.
     Raises ConfigError.
     """
-    chat = (
-        [{"role": "user", "content": content}]
-        if isinstance(content, str) and content
-        else content
+    # Messages that were written as a text would be one message of the user.
+    is_text = isinstance(content, str) and not content.startswith(
+        ("[{'role'", '[{"role"')
     )
+    chat = [{"role": "user", "content": content}] if content and is_text else content
     try:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
